@@ -1,0 +1,60 @@
+"""Structured pruning that learns one score per filter from the filter weights, while the network trains."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import PruningError
+    from .export import load, save
+    from .graph.channels import ChannelGraph, trace
+    from .measure import measure
+    from .plan import Plan
+    from .pruner import Pruner
+    from .surgery import extract
+    from .training.loop import fit
+    from .training.recipe import Recipe, load_recipe
+
+__all__ = [
+    "ChannelGraph",
+    "Plan",
+    "Pruner",
+    "PruningError",
+    "Recipe",
+    "extract",
+    "fit",
+    "load",
+    "load_recipe",
+    "measure",
+    "save",
+    "trace",
+]
+
+# Each name is fetched when it is first asked for, so that `sbf --help` need not wait for torch.
+_ROOMS = {
+    "ChannelGraph": "graph.channels",
+    "Plan": "plan",
+    "Pruner": "pruner",
+    "PruningError": "errors",
+    "Recipe": "training.recipe",
+    "extract": "surgery",
+    "fit": "training.loop",
+    "load": "export",
+    "load_recipe": "training.recipe",
+    "measure": "measure",
+    "save": "export",
+    "trace": "graph.channels",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+        globals()[name] = value  # also puts `measure` the function before `measure` the module
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

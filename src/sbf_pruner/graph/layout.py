@@ -1,0 +1,58 @@
+"""Which channels of every tensor are physically there in the extracted network.
+
+A channel is there if it is alive and needed, or if an operator that meets it could not run without it: the
+two sides of an addition share one layout, the parts of a view are whole boxes, a chunk's halves are equal.
+Starting from what must be there, layouts grow along the graph until every operator is content.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+import numpy as np
+
+from .channels import ChannelGraph
+from .nodes import Boundary, Flow, Layout
+from .trace import Value
+
+
+def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layout:
+    """The smallest layout in which every operator can run; operators at `pinned` positions get everything."""
+    layout = Layout(graph.grids)
+    for value, grid in graph.grids.items():
+        needed = flow.needed.get(value, np.zeros(grid, bool))
+        layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
+        if value.kind == "result":
+            _hold_place(layout, value)
+    for value in graph.outputs:
+        layout.fill(value)
+    for node in graph.nodes:
+        if node.op.position in pinned:
+            for value in (*node.inputs, *node.outputs):
+                layout.fill(value)
+    shared = _calls_of_one_module(graph)
+    layout.changed = True
+    while layout.changed:
+        layout.changed = False
+        for node in (*graph.nodes, *reversed(graph.nodes)):
+            node.tie(layout)
+        for edges in shared:
+            layout.tie([(e.x, e.dim) for e in edges])
+            layout.tie([(e.out, e.dim) for e in edges])
+    return layout
+
+
+def _hold_place(layout: Layout, value: Value) -> None:
+    """Where all channels are gone one stays, as zeros: no tensor ever has width zero."""
+    for dim, mask in enumerate(layout.masks[value]):
+        if mask is not None and not mask.any():
+            layout.add(value, dim, np.arange(len(mask)) == 0)
+
+
+def _calls_of_one_module(graph: ChannelGraph) -> list[list[Boundary]]:
+    edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+    for node in graph.nodes:
+        if isinstance(node, Boundary):
+            edges[node.module, node.side].append(node)
+    return [e for e in edges.values() if len(e) > 1]

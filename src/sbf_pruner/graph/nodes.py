@@ -1,0 +1,447 @@
+"""The kinds of node a channel graph is made of: how liveness passes through each, and what each ties.
+
+Three things are known of every tensor, each as a small boolean array that broadcasts to its shape (its
+*grid*: full size in the dimensions along which channels differ, 1 in the others):
+
+- *alive*, pushed forward: may this channel be anything but zero?
+- *needed*, pulled backward: does any output depend on this channel?
+- *layout*, one mask per dimension: which channels are physically there in the extracted network.
+
+A node ties the layouts of its tensors so that the operator itself, run on the smaller tensors, does what it
+did; only a `Boundary` leaves them free, because there a remap can be inserted.  Layouts only ever grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .trace import Op, Value
+
+Mask = NDArray[np.bool_]
+Grid = tuple[int, ...]
+
+
+@dataclass
+class Flow:
+    """What is alive and needed under one choice of gates."""
+
+    alive: dict[Value, Mask] = field(default_factory=dict)
+    needed: dict[Value, Mask] = field(default_factory=dict)
+
+    def need(self, value: Value, mask: Mask, grid: Grid) -> None:
+        """Add to what is needed of a value; `mask` may be larger than the value's grid (broadcasting)."""
+        mask = shrink(mask, grid)
+        before = self.needed.get(value)
+        self.needed[value] = mask if before is None else before | mask
+
+
+class Layout:
+    """Which channels of every tensor are there, one mask per dimension; `None` stands for all of them."""
+
+    def __init__(self, grids: dict[Value, Grid]) -> None:
+        self.grids = grids
+        self.masks: dict[Value, list[Mask | None]] = {}
+        self.changed = False
+
+    def start(self, value: Value, present: Mask) -> None:
+        """Begin with the hull of the given channels: the smallest box of whole rows that holds them."""
+        self.masks[value] = _hull(present, self.grids[value])
+
+    def joint(self, value: Value) -> Mask:
+        """The channels that are there, over the value's grid."""
+        grid = self.grids[value]
+        result = np.ones(grid, bool)
+        for dim, mask in enumerate(self.masks[value]):
+            if mask is not None and grid[dim] > 1:
+                result &= mask.reshape([-1 if d == dim else 1 for d in range(len(grid))])
+        return result
+
+    def grow(self, value: Value, present: Mask) -> None:
+        """Add the hull of the given channels."""
+        for dim, mask in enumerate(_hull(present, self.grids[value])):
+            self.add(value, dim, mask)
+
+    def add(self, value: Value, dim: int, mask: Mask | None) -> None:
+        """Add channels along one dimension; `None` adds all."""
+        mine = self.masks[value][dim]
+        if mine is None or (mine.all() if mask is None else not (mask & ~mine).any()):
+            return
+        self.masks[value][dim] = np.ones_like(mine) if mask is None else mine | mask
+        self.changed = True
+
+    def tie(self, ends: Iterable[tuple[Value, int]]) -> None:
+        """Make the given dimensions of the given values hold the same channels."""
+        ends = list(ends)
+        total: Mask | None = None
+        for value, dim in ends:
+            mask = self.masks[value][dim]
+            if mask is None:
+                total = None
+                break
+            total = mask if total is None else total | mask
+        for value, dim in ends:
+            self.add(value, dim, total)
+
+    def fill(self, value: Value) -> None:
+        """All channels of a value are there."""
+        for dim in range(len(value.shape)):
+            self.add(value, dim, None)
+
+    def sizes(self, value: Value) -> tuple[int, ...]:
+        """The shape of the value in the extracted network."""
+        masks = self.masks[value]
+        return tuple(n if m is None else int(m.sum()) for n, m in zip(value.shape, masks, strict=True))
+
+    def indices(self, value: Value, dim: int) -> list[int]:
+        """The channels that are there along one dimension."""
+        mask = self.masks[value][dim]
+        return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
+
+
+def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
+    present = np.broadcast_to(present, grid)
+    axes = range(len(grid))
+    return [present.any(tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
+
+
+def shrink(mask: Mask, grid: Grid) -> Mask:
+    """Reduce a mask to a smaller grid it broadcasts from: a channel is in if any of its elements is."""
+    extra = mask.ndim - len(grid)
+    if extra > 0:
+        mask = mask.any(tuple(range(extra)))
+    axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
+    mask = mask.any(axes, keepdims=True) if axes else mask
+    return np.broadcast_to(mask, grid)
+
+
+@dataclass
+class Node:
+    """One operator in the channel graph."""
+
+    op: Op
+    grids: dict[Value, Grid] = field(repr=False)
+
+    # A reason a layer whose channels arrive here cannot lose them, or "" where they can.
+    blocks = ""
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return self.op.inputs
+
+    @property
+    def outputs(self) -> list[Value]:
+        return [v for v in self.op.outputs if v is not None]
+
+    def push(self, flow: Flow) -> None:
+        """Set what is alive of the outputs."""
+        for value in self.outputs:
+            flow.alive[value] = np.ones(self.grids[value], bool)
+
+    def pull(self, flow: Flow) -> None:
+        """Add what is needed of the inputs."""
+        if self.outputs and not any(flow.needed[v].any() for v in self.outputs if v in flow.needed):
+            return
+        for value in self.inputs:
+            flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
+
+    def tie(self, layout: Layout) -> None:
+        """Grow layouts until the operator does on the small tensors what it did on the large ones."""
+        for value in (*self.inputs, *self.outputs):
+            layout.fill(value)
+
+    def wanted(self, flow: Flow) -> Mask | None:
+        """What is alive and needed of the first output, or None if nothing asks for any of it."""
+        out = self.outputs[0]
+        needed = flow.needed.get(out)
+        if needed is None:
+            return None
+        return needed & flow.alive[out]
+
+
+@dataclass
+class Opaque(Node):
+    """An operator that mixes channels in a way not known: all of them must be there."""
+
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self.blocks = self.why or f"{self.op.name} at {self.op.where} mixes channels in a way that is not known"
+
+
+@dataclass
+class Source(Node):
+    """A tensor made from nothing."""
+
+    zero: bool = False
+
+    def push(self, flow: Flow) -> None:
+        for value in self.outputs:
+            flow.alive[value] = np.full(self.grids[value], not self.zero)
+
+    def tie(self, layout: Layout) -> None:
+        return
+
+
+@dataclass
+class Elementwise(Node):
+    """Channel by channel, with broadcasting.
+
+    `zero` says when a result is zero: "any" operand alive keeps it alive (sums), "all" must be (products),
+    only the "first" counts (quotients), "never" (a sigmoid of zero is a half) or "always".
+    """
+
+    zero: str = "any"
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        return self.op.inputs
+
+    def __post_init__(self) -> None:
+        if self.zero == "never":
+            self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
+
+    def push(self, flow: Flow) -> None:
+        masks = [flow.alive[v] for v in self.operands]
+        if self.zero == "never" or not masks:
+            alive = np.ones((), bool)
+        elif self.zero == "always":
+            alive = np.zeros((), bool)
+        elif self.zero == "all":
+            alive = np.logical_and.reduce(np.broadcast_arrays(*masks))
+        elif self.zero == "first":
+            alive = np.logical_or.reduce(np.broadcast_arrays(masks[0], *(~m for m in masks[1:])))
+        else:
+            alive = np.logical_or.reduce(np.broadcast_arrays(*masks))
+        for value in self.outputs:
+            flow.alive[value] = np.broadcast_to(alive, self.grids[value])
+
+    def pull(self, flow: Flow) -> None:
+        for out in self.outputs:
+            if out in flow.needed:
+                wanted = flow.needed[out] & flow.alive[out]
+                for value in self.operands:
+                    flow.need(value, wanted, self.grids[value])
+
+    def tie(self, layout: Layout) -> None:
+        values = [*self.operands, *self.outputs]
+        rank = max((len(v.shape) for v in values), default=0)
+        for back in range(1, rank + 1):
+            ends = [(v, len(v.shape) - back) for v in values if len(v.shape) >= back and v.shape[-back] > 1]
+            if len(ends) > 1:
+                layout.tie(ends)
+
+
+@dataclass
+class Map(Node):
+    """Channels moved about: each output channel is one input channel, or zero.
+
+    `labels` holds, over the first output's grid, the number of the input channel (counted over the grids of
+    all operands, one after the other), or -1 for zero; several outputs have one array each.
+    """
+
+    operands: tuple[Value, ...] = ()
+    labels: tuple[NDArray[np.int64], ...] = ()
+
+    def _flat(self, masks: Sequence[Mask]) -> Mask:
+        # The last entry answers for the label -1: a zero.
+        return np.concatenate([*(m.reshape(-1) for m in masks), np.zeros(1, bool)])
+
+    def _split(self, flat: Mask) -> list[tuple[Value, Mask]]:
+        found, at = [], 0
+        for value in self.operands:
+            grid = self.grids[value]
+            size = int(np.prod(grid))
+            found.append((value, flat[at : at + size].reshape(grid)))
+            at += size
+        return found
+
+    def push(self, flow: Flow) -> None:
+        flat = self._flat([flow.alive[v] for v in self.operands])
+        for value, labels in zip(self.outputs, self.labels, strict=True):
+            flow.alive[value] = flat[labels]
+
+    def pull(self, flow: Flow) -> None:
+        flat = self._flat([np.zeros(self.grids[v], bool) for v in self.operands])
+        for value, labels in zip(self.outputs, self.labels, strict=True):
+            if value in flow.needed:
+                flat[labels[flow.needed[value] & flow.alive[value]]] = True
+        for value, mask in self._split(flat):
+            flow.need(value, mask, self.grids[value])
+
+    def tie(self, layout: Layout) -> None:
+        flat = self._flat([layout.joint(v) for v in self.operands])
+        for value, labels in zip(self.outputs, self.labels, strict=True):
+            layout.grow(value, flat[labels])
+        for value, labels in zip(self.outputs, self.labels, strict=True):
+            flat[labels[layout.joint(value)]] = True
+        for value, mask in self._split(flat):
+            layout.grow(value, mask)
+
+
+@dataclass
+class Contract(Node):
+    """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
+
+    x: Value = field(kw_only=True)
+    weight: Value = field(kw_only=True)  # as stored, also where the operator got it transposed
+    bias: Value | None = field(kw_only=True)
+    out_axis: int = field(kw_only=True)  # of the stored weight
+    in_axis: int = field(kw_only=True)
+    groups: int = field(default=1, kw_only=True)
+    stored: bool = field(default=True, kw_only=True)  # False: the weight is computed, and cannot be sliced
+    revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    @property
+    def filters(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.groups == self.x.shape[1]
+
+    def grouped(self, mask: Mask) -> Mask:
+        """A mask over channels as one row per group."""
+        return mask.reshape(self.groups, -1)
+
+    def fed(self, flow: Flow) -> Mask:
+        """Which filters have any live input."""
+        alive = np.broadcast_to(flow.alive[self.x], self._line(self.x)).reshape(-1)
+        return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
+
+    def _line(self, value: Value) -> Grid:
+        return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
+
+    def push(self, flow: Flow) -> None:
+        alive = np.ones(self.filters, bool) if self.revives else self.fed(flow)
+        flow.alive[self.out] = alive.reshape(self._line(self.out))
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is None:
+            return
+        rows = np.repeat(self.grouped(wanted.reshape(-1)).any(1), self.x.shape[1] // self.groups)
+        flow.need(self.x, rows.reshape(self._line(self.x)), self.grids[self.x])
+
+    def tie(self, layout: Layout) -> None:
+        if not self.stored:
+            layout.fill(self.x)
+            layout.fill(self.out)
+            return
+        if self.groups > 1:
+            self._tie_groups(layout)
+        if self.bias is not None:
+            layout.tie([(self.bias, 0), (self.out, 1)])
+        # With groups the stored weight has no axis of all inputs; surgery slices it group by group.
+        sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
+        for axis, value in sides:
+            if self.weight.shape[axis] == value.shape[1]:
+                layout.tie([(self.weight, axis), (value, 1)])
+
+    def _tie_groups(self, layout: Layout) -> None:
+        """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
+        sides = [self.grouped(np.isin(np.arange(v.shape[1]), layout.indices(v, 1))) for v in (self.x, self.out)]
+        there = sides[0].any(1) | sides[1].any(1)
+        for value, rows in zip((self.x, self.out), sides, strict=True):
+            layout.add(value, 1, level(rows, there).reshape(-1))
+
+
+def level(rows: Mask, there: Mask) -> Mask:
+    """Fill the rows of the groups that are there up to the fullest one, lowest channels first."""
+    rows = rows.copy()
+    most = max(int(rows.sum(1).max()), 1)
+    for group in np.flatnonzero(there):
+        missing = most - int(rows[group].sum())
+        rows[group, np.flatnonzero(~rows[group])[:missing]] = True
+    return rows
+
+
+@dataclass
+class Norm(Node):
+    """Batch normalisation: every channel by its own statistics, with a scale and a shift of its own."""
+
+    x: Value = field(kw_only=True)
+    states: tuple[Value, ...] = field(kw_only=True)
+    revives: bool = field(default=True, kw_only=True)  # no gate stands here, so a zero comes back as a constant
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def push(self, flow: Flow) -> None:
+        for value in self.outputs:
+            flow.alive[value] = np.ones(self.grids[value], bool)
+        if not self.revives:
+            flow.alive[self.out] = np.broadcast_to(flow.alive[self.x], self.grids[self.out])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            flow.need(self.x, wanted, self.grids[self.x])
+
+    def tie(self, layout: Layout) -> None:
+        layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])
+
+
+@dataclass
+class Boundary(Node):
+    """The edge of a module: a gate may stand here, and a remap be inserted, so layouts are free.
+
+    `layer` names the layer whose filters are gated here.  `labels` is set for a remap that is already in
+    the network.
+    """
+
+    module: str = field(kw_only=True)
+    side: str = field(kw_only=True)  # "in", "out", or "remap"
+    layer: str = ""
+    labels: NDArray[np.int64] | None = None
+    dim: int = 1
+
+    @property
+    def x(self) -> Value:
+        return self.op.inputs[0]
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def push(self, flow: Flow) -> None:
+        alive = flow.alive[self.x]
+        if self.labels is not None:
+            alive = np.append(np.broadcast_to(alive, self.grids[self.x]).reshape(-1), False)[self.labels]
+        flow.alive[self.out] = np.broadcast_to(alive, self.grids[self.out])
+
+    def gate(self, flow: Flow, keep: Mask) -> None:
+        """Close the gates of the filters that are not kept."""
+        flow.alive[self.out] = flow.alive[self.out] & keep.reshape(self.grids[self.out])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is None:
+            return
+        if self.labels is not None:
+            flat = np.zeros(int(np.prod(self.grids[self.x])) + 1, bool)
+            flat[self.labels[wanted]] = True
+            wanted = flat[:-1].reshape(self.grids[self.x])
+        flow.need(self.x, wanted, self.grids[self.x])
+
+    def tie(self, layout: Layout) -> None:
+        for value in (self.x, self.out):
+            for dim in range(len(value.shape)):
+                if dim != self.dim % len(value.shape):
+                    layout.add(value, dim, None)
+
+    def source(self, layout: Layout, flow: Flow) -> list[int]:
+        """For every channel there after the edge, its place before it, or -1 where it is zero."""
+        place = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
+        origin = np.arange(self.out.shape[self.dim]) if self.labels is None else self.labels.reshape(-1)
+        size = self.out.shape[self.dim]
+        alive = np.broadcast_to(flow.alive[self.out].reshape(-1), size)
+        return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]

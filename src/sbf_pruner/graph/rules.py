@@ -1,0 +1,436 @@
+"""One row per operator: which kind of node it is.
+
+A rule takes the recorded operator and the grids known so far, and returns the node that stands for it; the
+grids of its outputs are set on the way.  An operator without a row is opaque: the layers that feed it are
+left alone and named.  A row holds for the in-place form too (`relu_` is looked up as `relu`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .nodes import Contract, Elementwise, Grid, Map, Node, Norm, Opaque, Source
+from .trace import STALE, ZEROS, Op, Value
+
+Grids = dict[Value, Grid]
+Rule = Callable[[Op, Grids], Node]
+
+# A stored tensor larger than this is followed along its first dimension only.
+_LARGE_STATE = 1 << 22
+
+
+def build_node(op: Op, grids: Grids) -> Node:
+    """The node that stands for an operator; never fails, unknown ones are opaque."""
+    for value in op.inputs:
+        grids.setdefault(value, _first_grid(value))
+    rule = RULES.get(op.name) or RULES.get(op.name.removesuffix("_")) or opaque
+    node = rule(op, grids)
+    for value in node.outputs:
+        grids.setdefault(value, (1,) * len(value.shape))
+    return node
+
+
+def _first_grid(value: Value) -> Grid:
+    # The channels of an input are the user's and never removed: no dimension of it varies.
+    if value.kind != "state":
+        return (1,) * len(value.shape)
+    if np.prod(value.shape) <= _LARGE_STATE:
+        return value.shape
+    return tuple(n if d == 0 else 1 for d, n in enumerate(value.shape))
+
+
+# -- elementwise ---------------------------------------------------------------------------------------
+
+
+def _elementwise(op: Op, grids: Grids, zero: str) -> Node:
+    try:
+        grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
+    except ValueError:
+        return opaque(op, grids)
+    for value in op.outputs:
+        if value is not None:
+            if len(grid) != len(value.shape):
+                return opaque(op, grids)
+            grids[value] = grid
+    return Elementwise(op, grids, zero)
+
+
+def zero_kept(op: Op, grids: Grids) -> Node:
+    """f(0) = 0: a dead channel stays dead."""
+    return _elementwise(op, grids, "any")
+
+
+def zero_lost(op: Op, grids: Grids) -> Node:
+    """f(0) is not 0: a dead channel becomes a constant."""
+    return _elementwise(op, grids, "never")
+
+
+def zero_made(op: Op, grids: Grids) -> Node:
+    """Zeros in the shape of the operand."""
+    return _elementwise(op, grids, "always")
+
+
+def _number(op: Op, position: int, name: str, default: float | None) -> float | None:
+    given = op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
+    return given if given is None or isinstance(given, (int, float)) else float("nan")
+
+
+def addition(op: Op, grids: Grids) -> Node:
+    """A sum is alive where either side is; adding a number other than zero brings dead channels back."""
+    if len(op.inputs) == 2 or _number(op, 1, "other", 0) == 0:
+        return _elementwise(op, grids, "any")
+    return _elementwise(op, grids, "never")
+
+
+def product(op: Op, grids: Grids) -> Node:
+    """A product is alive where both sides are."""
+    return _elementwise(op, grids, "all")
+
+
+def quotient(op: Op, grids: Grids) -> Node:
+    """A quotient is alive where its numerator is."""
+    if op.inputs and op.args[0] is op.inputs[0]:
+        return _elementwise(op, grids, "first")
+    return _elementwise(op, grids, "never")
+
+
+def clamp(op: Op, grids: Grids) -> Node:
+    """A clamp keeps zero when zero lies inside its range."""
+    if len(op.inputs) > 1:
+        return _elementwise(op, grids, "never")
+    low, high = _number(op, 1, "min", None), _number(op, 2, "max", None)
+    inside = (low is None or low <= 0) and (high is None or high >= 0)
+    return _elementwise(op, grids, "any" if inside else "never")
+
+
+def clamp_min(op: Op, grids: Grids) -> Node:
+    """`clamp` with a lower end only."""
+    low = _number(op, 1, "min", 0)
+    return _elementwise(op, grids, "any" if low is not None and low <= 0 else "never")
+
+
+def clamp_max(op: Op, grids: Grids) -> Node:
+    """`clamp` with an upper end only."""
+    high = _number(op, 1, "max", 0)
+    return _elementwise(op, grids, "any" if high is not None and high >= 0 else "never")
+
+
+def hardtanh(op: Op, grids: Grids) -> Node:
+    """ReLU6 and its kin."""
+    low, high = _number(op, 1, "min_val", -1.0), _number(op, 2, "max_val", 1.0)
+    inside = low is not None and high is not None and low <= 0 <= high
+    return _elementwise(op, grids, "any" if inside else "never")
+
+
+def power(op: Op, grids: Grids) -> Node:
+    """A positive power of zero is zero."""
+    exponent = _number(op, 1, "exponent", None)
+    good = len(op.inputs) == 1 and op.args[0] is op.inputs[0] and exponent is not None and exponent > 0
+    return _elementwise(op, grids, "any" if good else "never")
+
+
+# -- channels moved about ------------------------------------------------------------------------------
+
+
+def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
+    count = int(np.prod(grid))
+    return torch.arange(start, start + count).reshape(grid).expand(value.shape)
+
+
+def _compact(numbers: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Drop the dimensions along which the channel numbers do not differ."""
+    for dim in range(numbers.dim()):
+        if numbers.shape[dim] > 1:
+            first = numbers.narrow(dim, 0, 1)
+            if numbers.stride(dim) == 0 or bool((numbers == first).all()):
+                numbers = first
+    return np.ascontiguousarray(numbers.numpy())
+
+
+def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any]) -> Node:
+    outputs = [v for v in op.outputs if v is not None]
+    for value, table in zip(outputs, labels, strict=True):
+        grids[value] = tuple(table.shape)
+    return Map(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
+
+
+def moved(op: Op, grids: Grids) -> Node:
+    """Views, permutations, slices, shuffles: the operator itself, run on channel numbers."""
+    numbers: dict[Value, Tensor] = {}
+    start = 0
+    for value in dict.fromkeys(op.inputs):
+        if value.data is not None and not value.data.is_floating_point():
+            numbers[value] = value.data.cpu()  # an index table, which is used and not moved
+            continue
+        if value.kind == "constant":
+            return opaque(op, grids)
+        numbers[value] = _numbered(value, grids[value], start)
+        start += int(np.prod(grids[value]))
+    operands = [v for v in numbers if v.data is None or v.data.is_floating_point()]
+    args, kwargs = pytree.tree_map_only(Value, numbers.__getitem__, (op.args, op.kwargs))
+    if op.name in _RESHAPES:
+        result = args[0].reshape(args[1])
+    else:
+        overload = op.overload
+        if op.mutates:
+            packet = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
+            overload = getattr(packet, op.overload._overloadname)
+        result = overload(*args, **kwargs)
+    found = list(result) if isinstance(result, (list, tuple)) else [result]
+    return _map(op, grids, operands, [_compact(t) for t in found])
+
+
+def joined(op: Op, grids: Grids) -> Node:
+    """A concatenation, without laying the channel numbers out over the whole map."""
+    values: list[Value] = list(op.args[0])
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
+    values = [v for v in values if v.shape != (0,)]
+    rank = len(values[0].shape)
+    dim %= rank
+    start, pieces, operands = 0, [], list(dict.fromkeys(values))
+    numbered: dict[Value, Any] = {}
+    for value in operands:
+        count = int(np.prod(grids[value]))
+        numbered[value] = np.arange(start, start + count).reshape(grids[value])
+        start += count
+    common = list(np.broadcast_shapes(*([n if d != dim else 1 for d, n in enumerate(grids[v])] for v in values)))
+    for value in values:
+        common[dim] = value.shape[dim]
+        pieces.append(np.broadcast_to(numbered[value], common))
+    return _map(op, grids, operands, [np.concatenate(pieces, axis=dim)])
+
+
+def padded(op: Op, grids: Grids) -> Node:
+    """Padding with zeros; channels that are padded on are dead."""
+    x, pads = op.args[0], list(op.args[1])
+    value = _number(op, 2, "value", 0)
+    if value not in (0, None):
+        return opaque(op, grids)
+    grid, rank = grids[x], len(x.shape)
+    widths = [(0, 0)] * rank
+    for i in range(len(pads) // 2):
+        dim = rank - 1 - i
+        if grid[dim] > 1:  # along other dimensions nothing tells the padded part from the rest
+            widths[dim] = (pads[2 * i], pads[2 * i + 1])
+    if any(w < 0 for pair in widths for w in pair):
+        return opaque(op, grids)
+    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
+
+
+def _spatial(op: Op, grids: Grids, kept: int) -> Node:
+    x = op.args[0]
+    grid = grids[x]
+    if any(n > 1 for n in grid[kept:]):
+        return opaque(op, grids)
+    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    return _map(op, grids, [x], [numbers for v in op.outputs if v is not None])
+
+
+def pooled(op: Op, grids: Grids) -> Node:
+    """Pooling, interpolation and spatial padding: channels go through, pixels change."""
+    # The operator's name ends in its number of spatial dimensions: those are the last ones.
+    digits = [c for c in op.name if c in "123"]
+    rank = len(op.args[0].shape)
+    return _spatial(op, grids, rank - int(digits[-1]) if digits else 2)
+
+
+def reduced(op: Op, grids: Grids) -> Node:
+    """Mean, sum, maximum or norm over dimensions along which channels do not differ."""
+    x = op.args[0]
+    grid, rank = grids[x], len(x.shape)
+    dims = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), None)
+    if dims is None:
+        dims = op.kwargs.get("dim")
+        if dims is None and len(op.args) > 1 and isinstance(op.args[1], int) and not isinstance(op.args[1], bool):
+            dims = [op.args[1]]
+    dims = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    over = {int(d) % rank for d in dims} if rank else set()
+    if any(grid[d] > 1 for d in over):
+        return Opaque(
+            op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change"
+        )
+    outputs = [v for v in op.outputs if v is not None]
+    keep = len(outputs[0].shape) == rank
+    shape = [n for d, n in enumerate(grid) if keep or d not in over]
+    numbers = np.arange(int(np.prod(grid))).reshape(shape)
+    return _map(op, grids, [x], [numbers for _ in outputs])
+
+
+def softmax(op: Op, grids: Grids) -> Node:
+    """A softmax over a dimension along which channels do not differ is one per channel."""
+    x, dim = op.args[0], int(op.args[1])
+    if grids[x][dim] > 1:
+        return Opaque(op, grids, f"{op.name} at {op.where} normalises over the channels")
+    return _elementwise(op, grids, "never")
+
+
+# -- layers ----------------------------------------------------------------------------------------------
+
+
+def _line(value: Value) -> Grid:
+    return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
+
+
+def _contract(
+    op: Op, grids: Grids, x: Value, weight: Value, bias: Value | None, axes: tuple[int, int], groups: int = 1
+) -> Node:
+    out = op.outputs[0]
+    assert out is not None
+    if any(n > 1 and d != 1 for d, n in enumerate(grids[x])):
+        return opaque(op, grids)
+    grids[out] = _line(out)
+    return Contract(
+        op,
+        grids,
+        x=x,
+        weight=weight,
+        bias=bias,
+        out_axis=axes[0],
+        in_axis=axes[1],
+        groups=groups,
+        stored=weight.kind == "state",
+        revives=bias is not None,
+    )
+
+
+def convolution(op: Op, grids: Grids) -> Node:
+    """Plain, grouped, depthwise and transposed convolutions in one to three dimensions."""
+    x, weight, bias = op.args[:3]
+    transposed, groups = op.args[6], op.args[8]
+    if len(x.shape) != len(weight.shape):
+        return opaque(op, grids)
+    return _contract(op, grids, x, weight, bias, (1, 0) if transposed else (0, 1), groups)
+
+
+def matrix_product(op: Op, grids: Grids) -> Node:
+    """A linear layer; a product of two activations (attention) is opaque."""
+    if op.name == "aten.addmm":
+        bias, x, weight = op.args[:3]
+        if len(bias.shape) != 1 or op.kwargs:
+            return opaque(op, grids)
+    else:
+        bias, (x, weight) = None, op.args[:2]
+    if weight.kind == "state":
+        return _contract(op, grids, x, weight, bias, (1, 0))
+    if weight.transpose_of is not None:
+        return _contract(op, grids, x, weight.transpose_of, bias, (0, 1))
+    return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
+
+
+def transpose(op: Op, grids: Grids) -> Node:
+    """The transpose of a stored weight, on its way into a linear layer, is the weight itself."""
+    out = op.outputs[0]
+    if out is not None and out.transpose_of is not None:
+        return Source(op, grids)
+    return moved(op, grids)
+
+
+def batch_norm(op: Op, grids: Grids) -> Node:
+    """Batch norm, and instance norm (which reaches us as batch norm over a view)."""
+    x = op.args[0]
+    states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
+    if any(n > 1 and d != 1 for d, n in enumerate(grids[x])) or any(v.kind != "state" for v in states):
+        return opaque(op, grids)
+    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = _line(out)
+    by_batch = bool(op.args[5])
+    shifts = isinstance(op.args[2], Value)
+    # By its own statistics a channel of zeros stays zero, unless a shift is added.
+    return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
+
+
+def group_statistics(op: Op, grids: Grids) -> Node:
+    """Layer norm and group norm share statistics among channels, which removal would change."""
+    return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among channels")
+
+
+# -- the rest ----------------------------------------------------------------------------------------------
+
+
+def opaque(op: Op, grids: Grids) -> Node:
+    """Anything else: all channels must be there."""
+    return Opaque(op, grids)
+
+
+def fresh(op: Op, grids: Grids) -> Node:
+    """A tensor made from sizes and numbers."""
+    return Source(op, grids)
+
+
+def fresh_zeros(op: Op, grids: Grids) -> Node:
+    """A tensor of zeros made from sizes."""
+    return Source(op, grids, zero=True)
+
+
+def vanished(op: Op, grids: Grids) -> Node:
+    """The zeros an earlier pruning left in place of a layer; their width is ours to choose."""
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = _line(out)
+    return Source(op, grids, zero=True)
+
+
+def _rows(rule: Rule, names: str) -> dict[str, Rule]:
+    return {f"aten.{name}": rule for name in names.split()}
+
+
+_RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
+
+RULES: dict[str, Rule] = {
+    **_rows(convolution, "convolution"),
+    **_rows(matrix_product, "mm addmm"),
+    **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit"),
+    **_rows(group_statistics, "native_layer_norm native_group_norm"),
+    **_rows(
+        zero_kept,
+        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sqrt sign square sin erf expm1 "
+        "log1p floor ceil round trunc hardshrink softshrink threshold nan_to_num _prelu_kernel rrelu_with_noise "
+        "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum",
+    ),
+    **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log log2 log_sigmoid_forward rsqrt reciprocal"),
+    **_rows(zero_lost, "rsub eq ne lt le gt ge logical_not"),
+    **_rows(zero_made, "zeros_like"),
+    **_rows(zero_lost, "ones_like full_like rand_like randn_like"),
+    **_rows(addition, "add sub"),
+    **_rows(product, "mul"),
+    **_rows(quotient, "div"),
+    **_rows(clamp, "clamp"),
+    **_rows(clamp_min, "clamp_min"),
+    **_rows(clamp_max, "clamp_max"),
+    **_rows(hardtanh, "hardtanh"),
+    **_rows(power, "pow"),
+    **_rows(transpose, "t"),
+    **_rows(
+        moved,
+        "view _unsafe_view reshape _reshape_alias transpose permute slice select split split_with_sizes unbind "
+        "squeeze unsqueeze expand repeat roll flip pixel_shuffle pixel_unshuffle channel_shuffle index_select "
+        "stack narrow",
+    ),
+    **_rows(joined, "cat"),
+    **_rows(padded, "constant_pad_nd"),
+    **_rows(
+        pooled,
+        "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+        "upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
+        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+        "replication_pad3d",
+    ),
+    **_rows(reduced, "mean sum amax amin linalg_vector_norm var std var_mean"),
+    **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
+    **_rows(fresh, "ones full empty arange linspace rand randn eye scalar_tensor new_ones new_full new_empty"),
+    **_rows(fresh_zeros, "zeros new_zeros"),
+    ZEROS: vanished,
+    STALE: opaque,
+}

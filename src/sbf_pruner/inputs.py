@@ -1,0 +1,62 @@
+"""Example inputs, and networks without weights: what tracing and measuring share.
+
+A model and its example inputs enter; a call, moved inputs, or a copy on the meta device leave.  What holds:
+a tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and anything else
+is passed as the one argument it is; neither the model nor the inputs are changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call the model with its example inputs, spread over its arguments.
+
+    >>> call(torch.add, (torch.tensor(1), torch.tensor(2)))
+    tensor(3)
+    >>> call(torch.square, {"input": torch.tensor(3)})
+    tensor(9)
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The same nest of tuples, lists and dicts, with `fn` applied to every tensor in it.
+
+    >>> map_tensors({"x": [torch.zeros(2)], "n": 3}, lambda t: t + 1)
+    {'x': [tensor([1., 1.])], 'n': 3}
+    """
+    return pytree.tree_map_only(Tensor, fn, inputs)
+
+
+def meta_copy(model: Model) -> Model:
+    """A deep copy whose tensors have shapes and types but no storage: running it computes sizes alone.
+
+    >>> meta_copy(nn.Linear(2, 3)).weight.device
+    device(type='meta')
+    """
+    # A module keeps everything in its __dict__: parameters, buffers, and tensors held as plain attributes.
+    # Those must move too, and deepcopy refuses them where they carry a graph, as in the old weight_norm.
+    found = pytree.tree_leaves([vars(module) for module in model.modules()])
+    twins = {id(leaf): _meta_twin(leaf) for leaf in found if isinstance(leaf, Tensor)}
+    return copy.deepcopy(model, dict(twins))
+
+
+def _meta_twin(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,120 @@
+"""The few small modules that stand in an extracted network beside the user's own.
+
+Layers of one residual stage may keep different filters, so somewhere their outputs must be put into a
+common layout.  `Remap` does that (gather, scatter with zeros, or both), `Zeros` stands where a layer has
+vanished, and `Adapted` holds a user's module together with the remaps before and after it.  None of them
+has parameters; the index tables are buffers, so they follow the network to any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Remap(nn.Module):
+    """Output channel `i` is input channel `source[i]`, or zero where `source[i]` is -1.
+
+    >>> Remap([1, -1, 0])(torch.tensor([[5.0, 7.0]]))
+    tensor([[7., 0., 5.]])
+    """
+
+    take: Tensor
+    put: Tensor
+
+    def __init__(self, source: Sequence[int], dim: int = 1, inputs: int | None = None) -> None:
+        super().__init__()
+        self.source = tuple(int(i) for i in source)
+        self.dim = dim
+        kept = [i for i in self.source if i >= 0]
+        self.inputs = inputs if inputs is not None else max(kept, default=-1) + 1
+        take = torch.tensor(kept, dtype=torch.int64)
+        put = torch.tensor([o for o, i in enumerate(self.source) if i >= 0], dtype=torch.int64)
+        # Not persistent: which channels are where is structure, rebuilt from the plan, not a trained state.
+        self.register_buffer("take", take, persistent=False)
+        self.register_buffer("put", put, persistent=False)
+        self._takes_all = kept == list(range(self.inputs))
+        self._puts_all = len(kept) == len(self.source)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._takes_all:
+            x = x.index_select(self.dim, self.take)
+        if self._puts_all:
+            return x
+        shape = list(x.shape)
+        shape[self.dim] = len(self.source)
+        return x.new_zeros(shape).index_copy(self.dim, self.put, x)
+
+    def extra_repr(self) -> str:
+        zeros = sum(i < 0 for i in self.source)
+        return f"{self.inputs} -> {len(self.source)}" + (f", {zeros} zero" if zeros else "")
+
+
+@dataclass(frozen=True)
+class Window:
+    """How one spatial dimension changes in a convolution."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    output_padding: int = 0
+    transposed: bool = False
+
+    def __call__(self, size: int) -> int:
+        reach = self.dilation * (self.kernel - 1)
+        if self.transposed:
+            return (size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
+        return (size + 2 * self.padding - reach - 1) // self.stride + 1
+
+
+class Zeros(nn.Module):
+    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic."""
+
+    def __init__(self, width: int, dim: int = 1, windows: Sequence[Window] = ()) -> None:
+        super().__init__()
+        self.width = width
+        self.dim = dim
+        self.windows = tuple(windows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        shape[self.dim] = self.width
+        first = len(shape) - len(self.windows)
+        for axis, window in enumerate(self.windows, start=first):
+            shape[axis] = window(shape[axis])
+        return x.new_zeros(shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}"
+
+
+class Adapted(nn.Module):
+    """A user's module between the remaps that fit it to its neighbours.
+
+    Attributes that are not found here are looked up in the module itself, so code that reads
+    `block.conv1.stride` goes on working.
+    """
+
+    INNER = "module"
+
+    def __init__(self, module: nn.Module, before: Remap | None = None, after: Remap | None = None) -> None:
+        super().__init__()
+        self.before = before if before is not None else nn.Identity()
+        self.module = module
+        self.after = after if after is not None else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.module(self.before(x)))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == self.INNER:  # still under construction, or being unpickled
+                raise
+            return getattr(super().__getattr__(self.INNER), name)

@@ -1,0 +1,175 @@
+"""Networks by name: the bundled ones, other libraries', and the user's own.
+
+A name and keyword options enter, a freshly built `nn.Module` leaves.  `num_classes` and `in_channels` are
+offers, because every recipe makes them: other libraries get them under their own names, and a user's callable
+gets those its signature mentions.  All other options must be understood.  Nothing but torch is imported until
+a name asks for it, and every failure is one sentence that names the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..errors import PruningError, nearest
+from .mobilenet import MobileNetV2, mobilenet_v2
+from .resnet import ResNet, resnet20, resnet32, resnet44, resnet56, resnet110
+from .vgg import VGG16, vgg16_bn
+
+__all__ = ["BUNDLED", "VGG16", "MobileNetV2", "ResNet", "resolve"]
+
+BUNDLED: dict[str, Callable[..., nn.Module]] = {
+    builder.__name__: builder
+    for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
+}
+
+
+def resolve(name: str, **options: Any) -> nn.Module:
+    """Build the network called `name`: bundled, "torchvision:NAME", "timm:NAME" or "package.module:callable".
+
+    >>> type(resolve("resnet20", num_classes=4)).__name__
+    'ResNet'
+    """
+    library, colon, inner = name.partition(":")
+    if not colon:
+        if name not in BUNDLED:
+            raise PruningError(f"no bundled model is called {name!r}; {nearest(name, BUNDLED)}")
+        return _build(name, BUNDLED[name], options)
+    if not library or not inner:
+        raise PruningError(
+            f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable"
+        )
+    if library == "torchvision":
+        return _torchvision(name, inner, options)
+    if library == "timm":
+        return _timm(name, inner, options)
+    return _own(name, library, inner, options)
+
+
+def _torchvision(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    models = _library("torchvision").models
+    _known(name, inner, models.list_models())
+    channels = options.pop("in_channels", 3)
+    if channels != 3:
+        raise PruningError(
+            f"{name} takes images of 3 channels, not {channels}; wrap it in a callable of your own"
+        )
+    return _build(name, models.get_model_builder(inner), options)
+
+
+def _timm(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    timm = _library("timm")
+    # A name may carry the tag of a set of weights ("resnet18.a1_in1k"); the architecture is before the dot.
+    _known(name, inner.partition(".")[0], timm.list_models())
+    if "in_channels" in options:
+        options["in_chans"] = options.pop("in_channels")
+    return _build(name, lambda **rest: timm.create_model(inner, **rest), options)
+
+
+def _own(name: str, module: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    with _current_directory_importable():
+        try:
+            target: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise PruningError(
+                f"{name}: no module named {error.name!r} here or among the installed"
+            ) from error
+        except Exception as error:
+            raise PruningError(f"{name}: importing {module} failed with {_said(error)}") from error
+    for part in inner.split("."):
+        if not hasattr(target, part):
+            public = (
+                [word for word in vars(target) if not word.startswith("_")]
+                if hasattr(target, "__dict__")
+                else []
+            )
+            raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
+        target = getattr(target, part)
+    if isinstance(target, nn.Module):
+        raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
+    if not callable(target):
+        raise PruningError(
+            f"{name} is of type {type(target).__name__}, which cannot be called to build a network"
+        )
+    return _build(name, target, _wanted(target, options))
+
+
+def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+    """Call `builder`; options it does not know and results that are no network become one sentence."""
+    signature = _signature(builder)
+    if signature is not None and not _takes_anything(signature):
+        for option in options:
+            if option not in signature.parameters:
+                known = nearest(option, signature.parameters) if signature.parameters else "it takes none"
+                raise PruningError(f"{name} has no option {option!r}; {known}")
+    try:
+        model = builder(**options)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        raise PruningError(f"{name} could not be built with {given}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _wanted(builder: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options without the offers that `builder` has no parameter for."""
+    signature = _signature(builder)
+    if signature is None or _takes_anything(signature):
+        return options
+    offers = {"num_classes", "in_channels"} - set(signature.parameters)
+    return {key: value for key, value in options.items() if key not in offers}
+
+
+def _signature(builder: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(builder)
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return None
+
+
+def _takes_anything(signature: inspect.Signature) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _library(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise PruningError(f"{package} needs {error.name}; run: pip install {error.name}") from error
+        raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
+    except Exception as error:  # a build for another torch fails in many ways
+        raise PruningError(f"{package} is installed but cannot be imported: {_said(error)}") from error
+
+
+def _known(name: str, inner: str, names: list[str]) -> None:
+    if inner not in names:
+        hint = nearest(inner, names)
+        # These libraries know hundreds of models: suggest one, never list them all.
+        hint = hint if hint.startswith("did") else f"it knows {len(names)} others"
+        raise PruningError(f"{name}: {name.partition(':')[0]} has no model {inner!r}; {hint}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextlib.contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the imported module may have tidied sys.path itself
+            sys.path.remove(here)

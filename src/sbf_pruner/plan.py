@@ -1,0 +1,131 @@
+"""The hinge between training and surgery: which filters each layer keeps.
+
+A `Plan` is plain data.  Training makes one, surgery applies it, reports print it, files store it as JSON.
+It names only layers that lose filters or could; a layer it does not name keeps them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import PlanError, nearest
+from .graph.channels import ChannelGraph
+
+_FORMAT = "sbf-pruner plan 1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The filters each layer keeps.
+
+    >>> plan = Plan({"conv1": [0, 2, 3]})
+    >>> plan.widths()
+    {'conv1': 3}
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    keep: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        checked = {name: _checked(name, kept) for name, kept in dict(self.keep).items()}
+        object.__setattr__(self, "keep", MappingProxyType(checked))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and dict(self.keep) == dict(other.keep)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.keep.items())))
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[dict[str, tuple[int, ...]]]]:
+        return Plan, (dict(self.keep),)
+
+    def widths(self) -> dict[str, int]:
+        """How many filters each layer keeps."""
+        return {name: len(kept) for name, kept in self.keep.items()}
+
+    @classmethod
+    def from_masks(cls, masks: Mapping[str, NDArray[np.bool_]]) -> Plan:
+        """A plan from one boolean mask per layer."""
+        return cls({name: tuple(np.flatnonzero(mask).tolist()) for name, mask in masks.items()})
+
+    def masks(self, graph: ChannelGraph) -> dict[str, NDArray[np.bool_]]:
+        """One boolean mask per layer of a network; raises PlanError if the plan does not fit it."""
+        for name, kept in self.keep.items():
+            if name in graph.skipped:
+                raise PlanError(f"{name} cannot be pruned: {graph.skipped[name]}; leave it out of the plan")
+            if name not in graph.layers:
+                raise PlanError(f"the plan names a layer the network does not have: {name!r}; "
+                                + nearest(name, graph.layers))  # fmt: skip
+            filters = graph.layers[name].filters
+            beyond = [i for i in kept if i >= filters]
+            if beyond:
+                raise PlanError(
+                    f"the plan keeps filter {beyond[0]} of {name}, which has {filters} (0 to {filters - 1}); "
+                    "was it made for another network?"
+                )
+        masks = graph.all_filters()
+        for name, kept in self.keep.items():
+            masks[name][:] = False
+            masks[name][list(kept)] = True
+        return masks
+
+    def then(self, later: Plan) -> Plan:
+        """This plan followed by one made for the network it gave, as one plan for the first network.
+
+        >>> Plan({"conv1": [1, 4, 6]}).then(Plan({"conv1": [0, 2]})).keep["conv1"]
+        (1, 6)
+        """
+        keep = dict(self.keep)
+        for name, kept in later.keep.items():
+            mine = self.keep.get(name)
+            keep[name] = tuple(kept) if mine is None else tuple(mine[i] for i in kept)
+        return Plan(keep)
+
+    def to_json(self) -> str:
+        """The plan as text, one line per layer."""
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(list(k))}" for name, k in self.keep.items())
+        return f'{{\n  "format": "{_FORMAT}",\n  "keep": {{\n{lines}\n  }}\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan back; raises PlanError if the text is not one."""
+        try:
+            held = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is not JSON (line {error.lineno}: {error.msg}); write it anew") from error
+        if not isinstance(held, dict) or held.get("format") != _FORMAT or not isinstance(held.get("keep"), dict):
+            raise PlanError(f"this is no plan: expected an object with format {_FORMAT!r} and 'keep'")
+        return cls(held["keep"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
+    try:
+        given = list(kept)
+        numbers = [int(i) for i in given if not isinstance(i, bool) and int(i) == i]
+    except (TypeError, ValueError):
+        raise PlanError(f"the plan's entry for {name} is not a list of filter numbers") from None
+    if len(numbers) != len(given):
+        raise PlanError(f"the plan's entry for {name} holds something that is not a filter number")
+    twice = sorted(i for i in set(numbers) if numbers.count(i) > 1)
+    if twice:
+        raise PlanError(f"the plan lists filter {twice[0]} of {name} twice; list each kept filter once")
+    if any(i < 0 for i in numbers):
+        raise PlanError(f"the plan keeps filter {min(numbers)} of {name}; filters are counted from 0")
+    return tuple(sorted(numbers))

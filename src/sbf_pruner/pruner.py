@@ -1,0 +1,238 @@
+"""Scores on a model while it trains: the method itself, for any training loop.
+
+A model and example inputs enter; while the user alternates `scoring()` and `gated()`, one score per filter
+is learned from the filter weights; a plan, and the smaller network, leave.  What holds: the model keeps its
+class and computes what it did before until a score moves; what a phase freezes is really frozen, and an
+exception leaves the model as usable as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .errors import PruningError, nearest
+from .graph.channels import ChannelGraph, trace
+from .graph.nodes import Mask
+from .plan import Plan
+from .scoring.activation import binary_gate, leaky_exponential
+from .scoring.gates import FrozenStatistics, Gates, has_gates, without_gates
+from .scoring.penalty import Balance, balance_weights, per_filter, weighted_l1
+from .scoring.projection import PROJECTIONS, Projection
+from .surgery import extract
+
+
+class Pruner:
+    """One score per filter, learned from the filter weights.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> images = torch.rand(2, 3, 16, 16)
+    >>> pruner = Pruner(net, images, penalty=0.1, lr=0.1)
+    >>> with pruner.scoring():
+    ...     for _ in range(3):
+    ...         loss = net(images).square().mean() + pruner.penalty()
+    ...         loss.backward()
+    ...         pruner.step()
+    >>> sorted(pruner.plan().keep) == ["0"]
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        penalty: float = 5e-4,
+        projection: Literal["factored", "literal", "free"] = "factored",
+        leak: float = 0.1,
+        balance: Balance = "area",
+        lr: float = 1e-6,
+        eps: float = 1e-8,
+        threshold: float = 0.5,
+        ignore: Sequence[str] = (),
+        graph: ChannelGraph | None = None,
+    ) -> None:
+        if has_gates(model):
+            raise PruningError("the model has a pruner already; detach() that one first")
+        if projection not in PROJECTIONS:
+            raise PruningError(f"projection {projection!r} is not known; {nearest(projection, PROJECTIONS)}")
+        self.model = model
+        self.example_inputs = example_inputs
+        self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
+        if not self.graph.layers:
+            reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
+            raise PruningError(f"no layer of the model can be pruned ({reasons})")
+        self.strength, self.leak, self.lr, self.eps, self.threshold = penalty, leak, lr, eps, threshold
+        layers = self.graph.layers
+        filters = {name: layer.filters for name, layer in layers.items()}
+        self.projection: Projection = PROJECTIONS[projection](self._weights(), list(filters.values()))
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.gates = Gates(model, self.graph.sites, filters)
+        weights = balance_weights(balance, [layer.map_size for layer in layers.values()])
+        self.weights = per_filter(weights, list(filters.values())).to(self.gates.soft)
+        self._held = self.graph.all_filters()
+        self._attached = True
+
+    # -- phases --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scoring(self) -> Iterator[Pruner]:
+        """Train the scores: they are continuous; weights and batch-norm statistics are frozen.
+
+        One `with` block is one phase, with a fresh Adam.  When it ends the gates are set from the scores.
+        """
+        self._check_attached()
+        if not self.projection.in_phase:
+            self.projection.begin_phase(self._weights())
+            self.optimizer = self._fresh_optimizer()
+            self._refresh_scores()
+        thaw = self._freeze()
+        self.gates.soft.requires_grad_()
+        self.gates.mode = "soft"
+        try:
+            yield self
+            self.projection.end_phase()
+            self._hold(self._gated_masks())
+        finally:
+            if self.projection.in_phase:  # cut short: the gates stay as they were
+                self.projection.end_phase()
+            self.gates.soft.requires_grad_(False).grad = None
+            self.gates.mode = "hard"
+            self.optimizer = None
+            thaw()
+
+    @contextmanager
+    def gated(self) -> Iterator[Pruner]:
+        """Train the weights: scores are frozen, and every filter is either there or not."""
+        self._check_attached()
+        self.gates.mode = "hard"
+        yield self
+
+    def penalty(self) -> Tensor:
+        """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
+        return weighted_l1(self.gates.soft, self.weights, self.strength)
+
+    def step(self) -> None:
+        """Move the scores along the gradient that backward left, and forget it."""
+        if self.optimizer is None:
+            raise PruningError("step() belongs inside `with pruner.scoring():`")
+        if self.gates.soft.grad is None:
+            raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
+        # The network's graph ends at the scores; from there on it is one small product for all layers.
+        self.optimizer.zero_grad(set_to_none=True)
+        leaky_exponential(self.projection.logits(), self.leak).backward(self.gates.soft.grad)
+        self.optimizer.step()
+        self.gates.soft.grad = None
+        self._refresh_scores()
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def scores(self) -> dict[str, Tensor]:
+        """The continuous score of every filter, by layer."""
+        return {name: self.gates.soft[span].detach().clone() for name, span in self.gates.spans.items()}
+
+    def plan(self) -> Plan:
+        """The filters the gates let through: those held since the last score phase or `gate`."""
+        return Plan.from_masks(self._held)
+
+    def alive(self) -> tuple[int, int]:
+        """How many filters the gates let through, and how many there are."""
+        return sum(int(m.sum()) for m in self._held.values()), sum(m.size for m in self._held.values())
+
+    def gate(self, plan: Plan) -> None:
+        """Set the gates from any plan."""
+        self._check_attached()
+        masks = plan.masks(self.graph)
+        self.graph.check_connected(masks)
+        self._hold(masks)
+
+    def extract(self) -> nn.Module:
+        """A new, smaller module that computes what the gated model computes."""
+        return extract(self.model, self.example_inputs, self.plan(), self.graph)
+
+    def detach(self) -> nn.Module:
+        """Take the gates off the model and return it as it was (with the weights it has now)."""
+        self._attached = False
+        return without_gates(self.model)
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, also in the middle of a score phase."""
+        return {
+            "projection": self.projection.state_dict(),
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
+            "scores": self.gates.soft.detach().clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.projection.load_state_dict(state["projection"])
+        self.optimizer = None
+        if state["optimizer"] is not None:
+            self.optimizer = self._fresh_optimizer()
+            self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            self.gates.soft.copy_(state["scores"])
+        self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _weights(self) -> list[Tensor]:
+        held = dict(self.model.named_parameters())
+        return [held[layer.weight].detach() for layer in self.graph.layers.values()]
+
+    def _fresh_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.projection.parameters, lr=self.lr, eps=self.eps)
+
+    def _refresh_scores(self) -> None:
+        with torch.no_grad():
+            self.gates.soft.copy_(leaky_exponential(self.projection.logits(), self.leak))
+
+    def _freeze(self) -> Any:
+        """Freeze weights and running statistics; returns what undoes it."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
+        followed = {m: m.training == self.model.training for m in norms}
+        modes = {m: m.training for m in norms}
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        handles = [m.register_forward_pre_hook(FrozenStatistics()) for m in norms]
+
+        def thaw() -> None:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for handle in handles:
+                handle.remove()
+            for norm in norms:  # the mode of the model may have been changed meanwhile
+                norm.training = self.model.training if followed[norm] else modes[norm]
+
+        return thaw
+
+    def _gated_masks(self) -> dict[str, Mask]:
+        scores = {name: s.cpu() for name, s in self.scores().items()}
+        masks = {name: binary_gate(s, self.threshold).numpy() for name, s in scores.items()}
+        # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
+        weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
+        for name in self.graph.lifelines(masks, weakest_first):
+            masks[name] = scores[name].numpy() == scores[name].max().item()
+        return masks
+
+    def _hold(self, masks: dict[str, Mask]) -> None:
+        self._held = self.graph.settle(masks)
+        flow = self.graph.flow(self._held)
+        self.gates.set_hard([site.open(flow) for site in self.graph.sites])
+        self.gates.mode = "hard"
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise PruningError("this pruner was detached; make a new one")
+        if self.gates.soft.device != next(self.model.parameters()).device:
+            raise PruningError("the model was moved to another device; move it first, then make the pruner")

@@ -1,0 +1,266 @@
+"""A model, its channel graph and a plan in; a new, smaller module that computes the same function out.
+
+Surgery works on a deep copy: stored tensors are sliced to the layout, modules keep their classes, and only
+where two layouts must meet is a module put between remaps.  The result is then run once on the meta device
+and compared, operator by operator, with what the layout promises; where the model's own code insists on a
+size, that operator gets all its channels and surgery starts again.  The user's model is never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .errors import PruningError
+from .graph.channels import ChannelGraph, trace
+from .graph.layout import solve
+from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Norm
+from .graph.trace import REMAP, ZEROS, Op, Value, record
+from .layers import Adapted, Remap, Window, Zeros
+from .plan import Plan
+from .scoring.gates import without_gates
+
+
+def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
+    """A new module without the filters the plan drops, that computes what the model with those gated off does.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
+    Conv2d(2, 4, kernel_size=(3, 3), stride=(1, 1))
+    """
+    graph = graph if graph is not None else trace(model, example_inputs)
+    keep = graph.settle(plan.masks(graph))
+    graph.check_connected(keep)
+    flow = graph.flow(keep)
+    pinned: set[int] = set()
+    while True:
+        layout = solve(graph, flow, pinned)
+        small = _Surgeon(model, graph, flow, layout).operate()
+        odd = _first_surprise(small, example_inputs, graph, flow, layout)
+        if odd is None:
+            return small
+        if odd.position in pinned:
+            raise PruningError(
+                f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
+                "it sees there; drop the layers that feed it from the plan"
+            )
+        pinned.add(odd.position)
+
+
+class _Surgeon:
+    def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
+        self.graph, self.flow, self.layout = graph, flow, layout
+        self.small = without_gates(copy.deepcopy(model))
+        self.modules = dict(self.small.named_modules())
+        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
+        self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+        for node in graph.nodes:
+            if isinstance(node, Boundary):
+                self.edges[node.module, node.side].append(node)
+            elif isinstance(node, (Contract, Norm)):
+                states = [node.weight] if isinstance(node, Contract) else node.states
+                for state in states[:1]:
+                    self.main[state.name.rpartition(".")[0]].append(node)
+
+    def operate(self) -> nn.Module:
+        self._slice_states()
+        swaps: dict[int, nn.Module] = {}
+        for module, nodes in self.main.items():
+            if module in self.modules:
+                self._rename_sizes(self.modules[module], nodes[0])
+                if (module, "out") in self.edges:
+                    swaps[id(self.modules[module])] = self._fitted(module, nodes)
+        for (module, side), edges in self.edges.items():
+            if side == "remap":
+                swaps[id(self.modules[module])] = self._remap(edges) or nn.Identity()
+        for node in self.graph.nodes:
+            if node.op.name == ZEROS and node.op.call is not None:
+                vanished = self.modules[node.op.call.module]
+                assert isinstance(vanished, Zeros)
+                vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
+        return self._swap(swaps)
+
+    # -- stored tensors ------------------------------------------------------------------------------------
+
+    def _slice_states(self) -> None:
+        held = dict(self.small.named_parameters()) | dict(self.small.named_buffers())
+        sliced: dict[int, Tensor] = {}
+        grouped = {n.weight: n for n in self.graph.nodes if isinstance(n, Contract) and n.groups > 1}
+        for name, value in self.graph.trace.states.items():
+            if value in self.layout.masks and name in held:
+                old = held[name]
+                new = self._grouped(old, grouped[value]) if value in grouped else self._boxed(old, value)
+                if new is not old:
+                    sliced[id(old)] = new
+        for module in self.small.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and id(tensor) in sliced:
+                        table[name] = sliced[id(tensor)]  # type: ignore[assignment]
+
+    def _boxed(self, tensor: Tensor, value: Value) -> Tensor:
+        new = tensor.detach()
+        for dim, mask in enumerate(self.layout.masks[value]):
+            if mask is not None and mask.any() and not mask.all():
+                new = new.index_select(dim, torch.from_numpy(np.flatnonzero(mask)).to(tensor.device))
+        return tensor if new.shape == tensor.shape else _like(tensor, new)
+
+    def _grouped(self, tensor: Tensor, node: Contract) -> Tensor:
+        """Slice the weight of a grouped convolution, whose groups may keep different channels each."""
+        ins, outs = ({*self.layout.indices(v, 1)} for v in (node.x, node.out))
+        per_in, per_out = node.x.shape[1] // node.groups, node.filters // node.groups
+        first, second = (per_out, per_in) if node.out_axis == 0 else (per_in, per_out)
+        sides = (outs, ins) if node.out_axis == 0 else (ins, outs)
+        pieces = []
+        for group in range(node.groups):
+            rows = [r for r in range(group * first, (group + 1) * first) if r in sides[0]]
+            columns = [c for c in range(second) if group * second + c in sides[1]]
+            if rows and columns:
+                pieces.append(tensor.detach()[rows][:, columns])
+        new = torch.cat(pieces) if pieces else tensor.detach()
+        return tensor if new.shape == tensor.shape else _like(tensor, new)
+
+    def _rename_sizes(self, module: nn.Module, node: Contract | Norm) -> None:
+        """Keep `out_channels` and friends equal to what is really there."""
+        width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
+        sizes = {"num_features": width_out}
+        if isinstance(node, Contract):
+            sizes = {"in_channels": width_in, "out_channels": width_out}
+            sizes |= {"in_features": width_in, "out_features": width_out}
+            if node.groups > 1:
+                there = node.grouped(np.isin(np.arange(node.x.shape[1]), self.layout.indices(node.x, 1)))
+                sizes["groups"] = int(there.any(1).sum())
+        for name, size in sizes.items():
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, size)
+
+    # -- modules -------------------------------------------------------------------------------------------
+
+    def _fitted(self, path: str, nodes: list[Contract | Norm]) -> nn.Module:
+        """The module as it stands in the small network: itself, between remaps, or gone."""
+        module = self.modules[path]
+        ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
+        if all(is_dead(node, self.flow) for node in nodes):
+            node = nodes[0]
+            width = self.layout.sizes(behind[0].out)[behind[0].dim]
+            if isinstance(node, Norm) or _plain_geometry(node, ahead[0], behind[0]):
+                windows = _windows(node) if isinstance(node, Contract) else []
+                return Zeros(width, behind[0].dim, windows)
+        before, after = self._remap(ahead), self._remap(behind)
+        return module if before is None and after is None else Adapted(module, before, after)
+
+    def _remap(self, edges: list[Boundary]) -> Remap | None:
+        edge = edges[0]
+        source = edge.source(self.layout, self.flow)
+        width = self.layout.sizes(edge.x)[edge.dim]
+        return None if source == list(range(width)) else Remap(source, edge.dim, width)
+
+    def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
+        if id(self.small) in swaps:
+            return swaps[id(self.small)]
+        for parent in list(self.modules.values()):
+            for name, child in parent._modules.items():
+                if child is not None and id(child) in swaps:
+                    parent._modules[name] = swaps[id(child)]
+        device = next((p.device for p in self.small.parameters()), None)
+        if device is not None:
+            for module in swaps.values():
+                module.to(device)
+        return self.small
+
+
+def is_dead(node: Contract | Norm, flow: Flow) -> bool:
+    """Is nothing that the layer computes alive and needed?"""
+    wanted = node.wanted(flow)
+    return wanted is None or not wanted.any()
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    new = new.clone(memory_format=torch.preserve_format)
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def _plain_geometry(node: Contract, ahead: Boundary, behind: Boundary) -> bool:
+    """Does the module do nothing but the one operator (no padding of its own, say)?"""
+    if node.op.name != "aten.convolution":
+        return True
+    return node.x is ahead.out and node.out is behind.x
+
+
+def _windows(node: Contract) -> list[Window]:
+    if node.op.name != "aten.convolution":
+        return []
+    stride, padding, dilation, transposed, output_padding = node.op.args[3:8]
+    rank = len(node.x.shape) - 2
+
+    def each(setting: Any) -> list[int]:
+        return list(setting) * rank if len(setting) == 1 else list(setting)
+
+    sizes = zip(
+        node.weight.shape[2:], *map(each, (stride, padding, dilation, output_padding)), strict=True
+    )
+    return [Window(k, s, p, d, o, bool(transposed)) for k, s, p, d, o in sizes]
+
+
+# -- the dry run -----------------------------------------------------------------------------------------------
+
+# Whether these appear depends on strides, not on what is computed.
+_QUIET = {f"aten.{n}" for n in "clone contiguous alias detach _to_copy empty t".split()} | {REMAP, ZEROS}
+_SAME = {"aten._unsafe_view": "aten.view", "aten.reshape": "aten.view", "aten._reshape_alias": "aten.view"}
+
+
+def _first_surprise(
+    small: nn.Module, example_inputs: Any, graph: ChannelGraph, flow: Flow, layout: Layout
+) -> Op | None:
+    """Run the small network without numbers; the first operator that differs from what the layout promises."""
+    try:
+        found = record(small, example_inputs).ops
+    except PruningError as error:
+        cause = error.__cause__ if error.__cause__ is not None else error
+        found = getattr(cause, "recorded_ops", [])
+    actual = [op for op in found if op.name not in _QUIET]
+    dead = _dead_modules(graph, flow)
+    at = 0
+    for node in graph.nodes:
+        op = node.op
+        if op.position < 0 or op.name in _QUIET or _inside(op, dead):
+            continue
+        if at == len(actual) or not _agrees(actual[at], op, layout, isinstance(node, Elementwise)):
+            return op
+        at += 1
+    return None
+
+
+def _dead_modules(graph: ChannelGraph, flow: Flow) -> set[str]:
+    nodes: dict[str, list[Contract | Norm]] = defaultdict(list)
+    for node in graph.nodes:
+        if isinstance(node, (Contract, Norm)) and node.op.call is not None:
+            nodes[node.op.call.module].append(node)
+    return {m for m, held in nodes.items() if all(is_dead(n, flow) for n in held)}
+
+
+def _inside(op: Op, modules: Iterable[str]) -> bool:
+    return op.call is not None and op.call.module in modules
+
+
+def _agrees(actual: Op, promised: Op, layout: Layout, elementwise: bool) -> bool:
+    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
+    if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
+        return False
+    for now, then in zip(actual.outputs, promised.outputs, strict=False):
+        if now is not None and then is not None and now.shape != layout.sizes(then):
+            return False
+    # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
+    return not elementwise or _numbers(actual) == _numbers(promised)
+
+
+def _numbers(op: Op) -> list[Any]:
+    return [a for a in op.args if isinstance(a, (int, float))]

@@ -1,0 +1,247 @@
+"""A run as data: the recipe, its defaults (the paper's), and how it is read.
+
+The name of a bundled recipe or a TOML file enters, with overrides such as "phases.cycles=4"; a frozen,
+checked `Recipe` leaves.  Its `to_toml()` reads back as an equal recipe, so the file a run keeps says all it
+did.  Each field's help is its only description; `--help` and the documentation read it through `settings()`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import RecipeError, nearest
+from .settings import Section, Setting, about, describe, merge
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The network a run starts from."""
+
+    name: str = field(
+        metadata=about('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
+    )
+    num_classes: int = field(default=10, metadata=about("number of classes", least=1))
+    in_channels: int = field(default=3, metadata=about("channels of the images", least=1))
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata=about("further keyword arguments for the network's builder")
+    )
+    weights: str = field(
+        default="", metadata=about("a .safetensors or .pt file of weights to start from; empty: from scratch")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("num_classes", "in_channels"):
+            if key in self.options:
+                raise RecipeError(f"options.{key}: set {key} itself, not among the options")
+        if self.weights and not self.weights.endswith((".safetensors", ".pt")):
+            raise RecipeError(f"weights: {self.weights!r} ends in neither .safetensors nor .pt")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """The images a run learns from and is judged on."""
+
+    name: str = field(metadata=about("a data set: digits, synthetic, npz, folder"))
+    path: str = field(default="", metadata=about("the file or folder that npz and folder read"))
+    validation: float = field(
+        default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
+    )
+    batch_size: int = field(default=256, metadata=about("images per step", least=1))
+    crop: int = field(
+        default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0)
+    )
+    flip: bool = field(default=False, metadata=about("mirror half of the training images"))
+    image_size: int = field(
+        default=0,
+        metadata=about(
+            "side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0
+        ),
+    )
+    channels: int = field(
+        default=3,
+        metadata=about("channels that synthetic makes and folder reads (1: grey, 3: colour)", least=1),
+    )
+    samples: int = field(default=2048, metadata=about("training images that synthetic makes", least=1))
+
+
+@dataclass(frozen=True)
+class PhasesConfig(Section):
+    """How many epochs each phase lasts."""
+
+    warmup: int = field(default=50, metadata=about("epochs of dense training before any pruning", least=0))
+    cycles: int = field(default=10, metadata=about("times that scores and weights take turns", least=0))
+    score: int = field(default=3, metadata=about("epochs of scores in each cycle", least=0))
+    weights: int = field(default=6, metadata=about("epochs of gated weights in each cycle", least=0))
+    finetune: int = field(default=300, metadata=about("epochs of the small network after removal", least=0))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """How one phase trains the weights."""
+
+    optimizer: str = field(default="sgd", metadata=about("the optimiser", choices=("sgd", "adam")))
+    lr: float = field(default=0.1, metadata=about("learning rate at the start of the phase", above=0))
+    momentum: float = field(default=0.9, metadata=about("momentum of sgd", least=0, below=1))
+    nesterov: bool = field(default=False, metadata=about("Nesterov's form of momentum"))
+    weight_decay: float = field(default=5e-4, metadata=about("weight decay", least=0))
+    schedule: str = field(
+        default="cosine",
+        metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
+    )
+    milestones: tuple[float, ...] = field(
+        default=(0.5, 0.75), metadata=about("where step multiplies by gamma, as fractions of the phase")
+    )
+    gamma: float = field(default=0.1, metadata=about("factor at each milestone of step", above=0, most=1))
+    label_smoothing: float = field(
+        default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = (0.0, *self.milestones, 1.0)
+        if any(left >= right for left, right in itertools.pairwise(bounds)):
+            raise RecipeError(f"milestones: must rise between 0 and 1, got {list(self.milestones)}")
+        if self.nesterov and self.momentum == 0:
+            raise RecipeError("nesterov: needs a momentum above 0")
+
+
+def _adam() -> OptimizerConfig:
+    return OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, schedule="constant")
+
+
+@dataclass(frozen=True)
+class ScoresConfig(Section):
+    """How filters earn their scores."""
+
+    projection: str = field(
+        default="factored",
+        metadata=about(
+            "the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")
+        ),
+    )
+    lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
+    eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
+    leak: float = field(default=0.1, metadata=about("slope of the leaky exponential above 0", least=0))
+    penalty: float = field(default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", least=0))
+    balance: str = field(
+        default="area",
+        metadata=about("weigh layers by the area or side of their maps", choices=("area", "side", "none")),
+    )
+    threshold: float = field(
+        default=0.5, metadata=about("score from which a filter is kept", above=0, most=1)
+    )
+
+
+@dataclass(frozen=True)
+class Recipe(Section):
+    """A whole run, from the network and the data to the last epoch."""
+
+    name: str = field(metadata=about("what the run is called"))
+    model: ModelConfig = field(metadata=about("the network"))
+    data: DataConfig = field(metadata=about("the data"))
+    seed: int = field(
+        default=0, metadata=about("seed of weights, order and augmentation", least=0, most=2**32 - 1)
+    )
+    device: str = field(
+        default="auto",
+        metadata=about("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
+    )
+    dense_control: bool = field(
+        default=False, metadata=about("also train the dense network for as many epochs, to compare with")
+    )
+    phases: PhasesConfig = field(default_factory=PhasesConfig, metadata=about("the phases"))
+    warmup: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the warm-up"))
+    weights: OptimizerConfig = field(default_factory=_adam, metadata=about("the gated weight phases"))
+    finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
+    scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+
+    >>> load_recipe("digits", ["phases.cycles=4", "scores.balance=side"]).phases.cycles
+    4
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        table = _parse(str(path), _read(path))
+    elif str(name_or_path) in (known := bundled_recipes()):
+        table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
+    else:
+        hint = nearest(str(name_or_path), known)
+        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r}; {hint}; a file ends in .toml")
+    table = {"name": path.stem, **table}
+    for override in overrides:
+        table = merge(table, _override(override))
+    return Recipe.from_dict(table)
+
+
+def bundled_recipes() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(
+        item.name.removesuffix(".toml") for item in _bundle().iterdir() if item.name.endswith(".toml")
+    )
+
+
+def settings() -> dict[str, Setting]:
+    """Every dotted key a recipe may set, with its type, default, choices and meaning.
+
+    >>> settings()["weights.lr"].default
+    0.001
+    """
+    return describe(Recipe)
+
+
+def _bundle() -> Any:
+    return resources.files("sbf_pruner").joinpath("recipes")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        known = ", ".join(bundled_recipes())
+        raise RecipeError(f"recipe file {path} does not exist; bundled recipes: {known}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
+
+
+def _parse(source: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # The parser tells the line inside its message, or that the text ended too soon.
+        message, _, place = str(error).partition(" (at ")
+        found = re.search(r"line (\d+)", place)
+        line = found[1] if found else max(1, len(text.splitlines()))
+        raise RecipeError(f"{source}, line {line}: {message}") from None
+
+
+def _override(text: str) -> dict[str, Any]:
+    """The nested table that "phases.cycles=4" stands for."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not all(key.split(".")):
+        raise RecipeError(f"override {text!r}: write KEY=VALUE, such as phases.cycles=4")
+    table: Any = _value(value, wants_text=key in (known := settings()) and known[key].kind == "str")
+    for part in reversed(key.split(".")):
+        table = {part: table}
+    return table
+
+
+def _value(text: str, *, wants_text: bool) -> Any:
+    """A TOML value, or the text itself where it is none or where text that looks like a number is wanted."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if len(parsed) > 1 or (wants_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]

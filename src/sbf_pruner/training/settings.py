@@ -1,0 +1,243 @@
+"""Typed, bounded and described settings: what a recipe is made of.
+
+A plain table (as TOML gives it) enters, a frozen `Section` leaves, and goes back to the same table or to
+TOML text.  A section checks its own fields when it is built, whoever builds it, so one that exists is valid.
+Every failure is a `RecipeError` of one sentence that opens with the dotted key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, get_type_hints
+
+from ..errors import RecipeError, nearest
+
+S = TypeVar("S", bound="Section")
+
+KIND_NAMES: dict[Any, str] = {
+    dict[str, Any]: "table",
+    tuple[float, ...]: "list of floats",
+    dict: "table",
+}
+
+BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
+class Setting(NamedTuple):
+    """All there is to tell about one key: its type, its default (None: required), its bounds, its meaning."""
+
+    kind: str
+    default: Any
+    choices: tuple[str, ...]
+    help: str
+
+
+def about(
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> dict[str, Any]:
+    """The metadata of a field: its meaning, and the values it may take."""
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    return {"help": help, "choices": choices, "bounds": {k: v for k, v in bounds.items() if v is not None}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A group of settings, checked and brought to their declared types on construction."""
+
+    def __post_init__(self) -> None:
+        for field, kind in _fields(type(self)):
+            value = _typed(field.name, getattr(self, field.name), kind)
+            _check(field, value)
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        """Build from a table; what it leaves out keeps its default."""
+        _refuse_unknown(cls, table)
+        return _build(cls, merge(_defaults(cls), table))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain, nested tables and lists."""
+        return {
+            field.name: _plain(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
+
+    def to_toml(self) -> str:
+        """The settings as TOML text, from which `from_dict` makes an equal section."""
+        table = self.to_dict()
+        sections = {field.name for field, kind in _fields(type(self)) if _is_section(kind)}
+        lines = [f"{key} = {_toml(value)}" for key, value in table.items() if key not in sections]
+        for name in table:
+            if name in sections:
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table[name].items())]
+        return "\n".join(lines) + "\n"
+
+
+def describe(cls: type[Section]) -> dict[str, Setting]:
+    """Every dotted key of a section and what there is to tell about it, for `--help` and the docs."""
+    return dict(_describe(cls, _defaults(cls)))
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A new table: `base` with the values of `extra` laid over it, table by table."""
+    merged = dict(base)
+    for key, value in extra.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def _fields(cls: type[Section]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    kinds = get_type_hints(cls)
+    return ((field, kinds[field.name]) for field in dataclasses.fields(cls))
+
+
+def _is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _describe(cls: type[Section], defaults: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Setting]]:
+    for field, kind in _fields(cls):
+        default = defaults.get(field.name)
+        if _is_section(kind):
+            yield from _describe(kind, default or {}, f"{at}{field.name}.")
+        else:
+            told = field.metadata
+            yield at + field.name, Setting(_kind_name(kind), default, told["choices"], told["help"])
+
+
+def _defaults(cls: type[Section]) -> dict[str, Any]:
+    """The table of all defaults; required keys are left out."""
+    table: dict[str, Any] = {}
+    for field, kind in _fields(cls):
+        if field.default is not dataclasses.MISSING:
+            table[field.name] = _plain(field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            table[field.name] = _plain(field.name, field.default_factory())
+        elif _is_section(kind):
+            table[field.name] = _defaults(kind)
+    return table
+
+
+def _refuse_unknown(cls: type[Section], table: Mapping[str, Any], at: str = "", root: Any = None) -> None:
+    root = root or cls
+    kinds = {field.name: kind for field, kind in _fields(cls)}
+    for key, value in table.items():
+        if key not in kinds:
+            raise RecipeError(f"{at}{key}: unknown key; {_suggestion(key, at, kinds, root)}")
+        if _is_section(kinds[key]) and isinstance(value, Mapping):
+            _refuse_unknown(kinds[key], value, f"{at}{key}.", root)
+
+
+def _suggestion(key: str, at: str, siblings: Iterable[str], root: type[Section]) -> str:
+    """The nearest key of the same section, else of any section, else all there are in this one."""
+    if close := difflib.get_close_matches(key, siblings, n=1):
+        return f"did you mean {at + close[0]!r}?"
+    homes: dict[str, list[str]] = {}
+    for dotted in describe(root):
+        homes.setdefault(dotted.rpartition(".")[2], []).append(repr(dotted))
+    if close := difflib.get_close_matches(key, homes, n=1):
+        return f"did you mean {' or '.join(homes[close[0]])}?"
+    return nearest(key, siblings)
+
+
+def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
+    arguments = {}
+    for field, kind in _fields(cls):
+        if field.name not in table:
+            raise RecipeError(f"{at}{field.name}: missing; give {field.metadata['help']}")
+        value = table[field.name]
+        if _is_section(kind):
+            if not isinstance(value, Mapping):
+                raise RecipeError(_expected(at + field.name, "table", value))
+            value = _build(kind, value, f"{at}{field.name}.")
+        arguments[field.name] = value
+    try:
+        return cls(**arguments)
+    except RecipeError as error:  # a section does not know where it stands
+        raise RecipeError(f"{at}{error}") from None
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`: an integer will do for a float, a bool is never a number."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{key}: expected a finite number, got {value}")
+    if kind == tuple[float, ...] and isinstance(value, list | tuple):
+        return tuple(_typed(f"{key}[{index}]", item, float) for index, item in enumerate(value))
+    if kind == dict[str, Any] and isinstance(value, dict):
+        return _plain(key, value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value if isinstance(value, Section) else kind(value)
+    raise RecipeError(_expected(key, _kind_name(kind), value))
+
+
+def _expected(key: str, kind: str, value: Any) -> str:
+    return f"{key}: expected {kind}, got {_kind_name(type(value))} ({value!r})"
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    choices = field.metadata.get("choices", ())
+    if choices and value not in choices:
+        hint = nearest(value, choices)
+        hint = f"; {hint}" if hint.startswith("did") else ""
+        raise RecipeError(f"{field.name}: {value!r} is not one of {', '.join(choices)}{hint}")
+    for word, bound in field.metadata.get("bounds", {}).items():
+        if not BOUNDS[word](value, bound):
+            raise RecipeError(f"{field.name}: must be {word} {bound}, got {value}")
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A copy in the types that TOML can carry there and back."""
+    if isinstance(value, Section):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [_plain(f"{key}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        for inner in value:
+            if not isinstance(inner, str):
+                raise RecipeError(_expected(f"a key of {key}", "str", inner))
+        return {inner: _plain(f"{key}.{inner}", item) for inner, item in value.items()}
+    if isinstance(value, float) and math.isnan(value):
+        raise RecipeError(f"{key}: expected a number, got nan")
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # a NumPy float is a float, but does not print as one
+    raise RecipeError(f"{key}: a recipe cannot hold a value of type {_kind_name(type(value))}")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's too, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items())
+        return "{" + inner + "}"
+    return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
+def _kind_name(kind: Any) -> str:
+    return KIND_NAMES.get(kind, getattr(kind, "__name__", str(kind)))

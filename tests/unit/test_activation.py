@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+
+from sbf_pruner.scoring.activation import binary_gate, leaky_exponential
+
+
+def slope(x: float, leak: float = 0.1) -> float:
+    point = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    leaky_exponential(point, leak).backward()
+    assert point.grad is not None
+    return point.grad.item()
+
+
+def test_follows_both_branches_of_equation_3():
+    x = torch.tensor([-3.0, -0.5, 0.5, 20.0], dtype=torch.float64)
+    expected = torch.tensor([math.exp(-3), math.exp(-0.5), 1.1, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(leaky_exponential(x, leak=0.2), expected)
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_logit_of_zero_is_a_score_of_exactly_one(zero, dtype):
+    assert leaky_exponential(torch.tensor(zero, dtype=dtype)).item() == 1.0
+
+
+def test_the_slope_at_zero_is_one_even_without_a_leak():
+    assert slope(0.0) == 1.0
+    assert slope(0.0, leak=0.0) == 1.0
+    assert slope(-1e-12) == pytest.approx(1.0)
+    assert slope(1e-12) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("x", [-1e30, -800.0, -1.0, 0.0, 1.0, 89.0, 800.0, 1e30])
+def test_the_gradient_is_finite_far_beyond_the_range_of_exp(x):
+    points = torch.full((2,), x, requires_grad=True)
+    leaky_exponential(points).sum().backward()
+    assert torch.isfinite(points.grad).all()
+    assert torch.isfinite(leaky_exponential(points)).all()
+
+
+def test_the_gradient_matches_finite_differences():
+    x = torch.tensor([-2.0, -0.3, 0.4, 3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(leaky_exponential, x)
+
+
+def test_the_gate_opens_at_the_threshold_itself():
+    scores = torch.tensor([0.0, 0.4999, 0.5, 1.3])
+    assert binary_gate(scores).tolist() == [False, False, True, True]
+    assert binary_gate(scores, threshold=1.0).tolist() == [False, False, False, True]
+    assert binary_gate(scores).dtype == torch.bool
