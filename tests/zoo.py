@@ -1,0 +1,926 @@
+"""Tiny networks, each named for what makes it hard to prune, with example inputs for each.
+
+`ZOO[name]()` gives a network in float64 and its inputs; `REFUSED` holds those that cannot be traced or have
+nothing to prune.  Norms have random statistics and random, partly negative, scales and shifts, so that a
+removed channel that comes back as a constant is seen in the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Make = Callable[[], tuple[nn.Module, Any]]
+
+ZOO: dict[str, Make] = {}
+REFUSED: dict[str, Make] = {}
+
+
+def entry(inputs: Any, into: dict[str, Make] = ZOO) -> Callable[[Any], Any]:
+    """Enter a network into the zoo; `inputs` is a nest of tuples, lists and dicts of `Shape`s."""
+
+    def enter(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def make() -> tuple[nn.Module, Any]:
+            torch.manual_seed(1)
+            model = randomise(build().double())
+            example = pytree.tree_map_only(Shape, lambda s: torch.randn(s.sizes, dtype=torch.float64), inputs)
+            return model, example
+
+        into[build.__name__] = make
+        return build
+
+    return enter
+
+
+class Shape:
+    """The shape of an example input."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+
+IMAGE = Shape(2, 3, 8, 8)
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Give every norm statistics, scales and shifts as training might leave them."""
+    with torch.no_grad():
+        for module in model.modules():
+            if getattr(module, "running_mean", None) is not None:
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+            if type(module).__name__.endswith("Norm") or "Norm" in type(module).__name__:
+                if getattr(module, "weight", None) is not None:
+                    module.weight.uniform_(0.5, 1.5).mul_(torch.randn_like(module.weight).sign())
+                if getattr(module, "bias", None) is not None:
+                    module.bias.normal_()
+    return model
+
+
+def fresh_inputs(inputs: Any, batch: int = 3, seed: int = 0, requires_grad: bool = False) -> Any:
+    """Other random inputs of the same kind, with another batch size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(t: Tensor) -> Tensor:
+        new = torch.randn(batch, *t.shape[1:], dtype=t.dtype, generator=generator)
+        return new.requires_grad_(requires_grad)
+
+    return pytree.tree_map_only(Tensor, other, inputs)
+
+
+def conv_bn(inputs: int, outputs: int, kernel: int = 3, **options: Any) -> nn.Sequential:
+    """A convolution without bias that keeps the size of the map, and its norm."""
+    options = {"padding": kernel // 2, "bias": False, **options}
+    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, **options), nn.BatchNorm2d(outputs))
+
+
+class Head(nn.Module):
+    """Global pooling and a classifier."""
+
+    def __init__(self, width: int, classes: int = 4) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.fc(self.pool(x).flatten(1))
+
+
+# -- one after the other ---------------------------------------------------------------------------------
+
+
+@entry(IMAGE)
+def Plain():
+    return nn.Sequential(
+        *conv_bn(3, 8), nn.ReLU(), nn.MaxPool2d(2), *conv_bn(8, 6, bias=True), nn.ReLU6(), *conv_bn(6, 5), nn.GELU(),
+        nn.AvgPool2d(2), Head(5),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def NoNorm():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.LeakyReLU(0.1), nn.Conv2d(5, 7, 3, bias=False),
+        nn.Tanh(), Head(7),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def NormBeforeConvOrder():
+    """Convolution, activation, norm."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), nn.PReLU(5), nn.BatchNorm2d(5),
+        nn.Conv2d(5, 8, 1), nn.PReLU(), nn.BatchNorm2d(8), Head(8),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def AffineFreeNorm():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False), nn.ReLU(),
+        nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5, track_running_stats=False), nn.ReLU(),
+        nn.Conv2d(5, 7, 1), nn.BatchNorm2d(7, affine=False, track_running_stats=False), Head(7),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def InstanceNorm():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.InstanceNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 5, 3, padding=1), nn.InstanceNorm2d(5, affine=True), nn.ReLU(),
+        nn.Conv2d(5, 7, 3, padding=1), nn.InstanceNorm2d(7, affine=True, track_running_stats=True), nn.ReLU(),
+        *conv_bn(7, 6), Head(6),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def GroupNorm():
+    """Statistics shared among channels: the layer before is left alone."""
+    return nn.Sequential(
+        *conv_bn(3, 6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), *conv_bn(8, 5), Head(5)
+    )
+
+
+@entry(IMAGE)
+class Dropout(nn.Module):
+    """Dropout of several kinds; switched off, they must not stand in the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            *conv_bn(3, 6), nn.Dropout(0.0), nn.ReLU(), *conv_bn(6, 5), nn.Dropout2d(0.0)
+        )
+        self.head = Head(5)
+
+    def forward(self, x):
+        return self.head(F.dropout(self.body(x), 0.0, self.training))
+
+
+@entry(IMAGE)
+class FlattenLinear(nn.Module):
+    """A classifier that sees every pixel, with hidden layers and norms of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(*conv_bn(3, 4), nn.ReLU(), nn.MaxPool2d(2), *conv_bn(4, 5), nn.ReLU())
+        self.classifier = nn.Sequential(
+            nn.Linear(5 * 4 * 4, 9, bias=False),
+            nn.BatchNorm1d(9),
+            nn.ReLU(),
+            nn.Linear(9, 7),
+            nn.ReLU(),
+            nn.Linear(7, 4),
+        )
+
+    def forward(self, x):
+        return self.classifier(torch.flatten(self.features(x), 1))
+
+
+@entry(Shape(2, 3, 12))
+class Conv1d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.MaxPool1d(2))
+        self.body = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(F.relu(x + self.body(x)).mean(-1))
+
+
+@entry(Shape(2, 2, 4, 6, 6))
+class Conv3d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv3d(2, 5, 3, padding=1), nn.BatchNorm3d(5), nn.ReLU(), nn.AvgPool3d(2)
+        )
+        self.depthwise = nn.Conv3d(5, 5, 3, padding=1, groups=5)
+        self.body = nn.Sequential(
+            nn.Conv3d(5, 6, (1, 3, 3), bias=False), nn.BatchNorm3d(6), nn.AdaptiveAvgPool3d(1)
+        )
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.body(self.depthwise(self.stem(x))).flatten(1))
+
+
+# -- sums --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block with an identity or a projection shortcut."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int = 1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        plain = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if plain else conv_bn(inputs, outputs, 1, stride=stride)
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+@entry(IMAGE)
+def Residual():
+    """Two stages of several blocks, identity and projection shortcuts."""
+    blocks = [Block(6, 4, 6), Block(6, 5, 6), Block(6, 6, 8, 2), Block(8, 6, 8), Block(8, 4, 8)]
+    return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), *blocks, Head(8))
+
+
+class OptionABlock(nn.Module):
+    """The shortcut is subsampled and padded with zero channels."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1, self.bn1 = conv_bn(inputs, outputs, stride=stride)
+        self.conv2, self.bn2 = conv_bn(outputs, outputs)
+        self.stride, self.extra = stride, outputs - inputs
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        low = self.extra // 2
+        shortcut = x if self.stride == 1 else F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, low, self.extra - low))
+        return F.relu(out + shortcut)
+
+
+@entry(IMAGE)
+def OptionA():
+    blocks = [OptionABlock(4, 4, 1), OptionABlock(4, 4, 1), OptionABlock(4, 8, 2), OptionABlock(8, 8, 1)]
+    return nn.Sequential(*conv_bn(3, 4), nn.ReLU(), *blocks, Head(8))
+
+
+class PreActivationBlock(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv1 = nn.Conv2d(width, inner, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, width, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return x + self.conv2(F.relu(self.bn2(self.conv1(F.relu(self.bn1(x))))))
+
+
+@entry(IMAGE)
+def PreActivation():
+    """Norms stand on the residual stream, where they would bring a dead channel back."""
+    stem = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+    return nn.Sequential(
+        stem, PreActivationBlock(6, 5), PreActivationBlock(6, 4), nn.BatchNorm2d(6), nn.ReLU(), Head(6)
+    )
+
+
+@entry(IMAGE)
+class EmptyBranch(nn.Module):
+    """Branches of one layer each beside an identity: an empty layer is an empty branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.left, self.right = conv_bn(6, 6), conv_bn(6, 6, stride=1)
+        self.biased = nn.Conv2d(6, 6, 3, padding=1)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.left(x) + self.biased(F.relu(self.right(x)))
+        return self.head(x)
+
+
+@entry(IMAGE)
+class InplaceOps(nn.Module):
+    """Results written over their operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU(inplace=True))
+        self.left, self.right = conv_bn(6, 6), nn.Sequential(*conv_bn(6, 6), nn.Hardswish(inplace=True))
+        self.scale = nn.Conv2d(6, 6, 1)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        out = self.left(x)
+        out += x
+        out.relu_()
+        out *= torch.sigmoid_(self.scale(x))
+        out.add_(self.right(out))
+        return self.head(F.relu(out, inplace=True))
+
+
+@entry(IMAGE)
+class BareParameter(nn.Module):
+    """Parameters that belong to no layer: a layer scale on the map, a learned map added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = conv_bn(3, 6)
+        self.body = conv_bn(6, 6)
+        self.gamma = nn.Parameter(torch.randn(6, 1, 1))
+        self.position = nn.Parameter(torch.randn(1, 5, 8, 8))
+        self.wide = conv_bn(6, 5)
+        self.out = conv_bn(5, 7)
+        self.head = Head(7)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = x + self.gamma * self.body(x)
+        return self.head(self.out(F.relu(self.wide(x) + self.position)))
+
+
+# -- concatenations, splits, shuffles --------------------------------------------------------------------------
+
+
+class Inception(nn.Module):
+    def __init__(self, inputs: int):
+        super().__init__()
+        self.one = conv_bn(inputs, 3, 1)
+        self.three = nn.Sequential(*conv_bn(inputs, 4, 1), nn.ReLU(), *conv_bn(4, 5))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), *conv_bn(inputs, 2, 1))
+
+    def forward(self, x):
+        return F.relu(torch.cat([self.one(x), self.three(x), self.pool(x)], 1))
+
+
+@entry(IMAGE)
+def Concat():
+    return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), Inception(6), nn.MaxPool2d(2), Inception(10), Head(10))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, inputs: int, growth: int):
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, 5, 1, bias=False)
+        self.bn2, self.conv2 = nn.BatchNorm2d(5), nn.Conv2d(5, growth, 3, padding=1, bias=False)
+
+    def forward(self, maps):
+        x = self.conv1(F.relu(self.bn1(torch.cat(maps, 1))))
+        return self.conv2(F.relu(self.bn2(x)))
+
+
+@entry(IMAGE)
+class Dense(nn.Module):
+    """DenseNet: norms after concatenations, a transition, another norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 4), nn.ReLU())
+        self.layers = nn.ModuleList([DenseLayer(4, 3), DenseLayer(7, 3)])
+        self.norm = nn.BatchNorm2d(10)
+        self.transition = nn.Sequential(nn.ReLU(), nn.Conv2d(10, 5, 1, bias=False), nn.AvgPool2d(2))
+        self.last = DenseLayer(5, 3)
+        self.final = nn.BatchNorm2d(8)
+        self.head = Head(8)
+
+    def forward(self, x):
+        maps = [self.stem(x)]
+        for layer in self.layers:
+            maps.append(layer(maps))
+        x = self.transition(self.norm(torch.cat(maps, 1)))
+        return self.head(F.relu(self.final(torch.cat([x, self.last([x])], 1))))
+
+
+@entry(IMAGE)
+class Split(nn.Module):
+    """Halves by split, chunk and slices, treated differently and joined in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 9), nn.ReLU())
+        self.a, self.b, self.c = conv_bn(2, 4), conv_bn(3, 4), conv_bn(4, 6)
+        self.wide = conv_bn(6, 8)
+        self.out = conv_bn(7, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        a, b, c = self.stem(x).split([2, 3, 4], 1)
+        x = torch.cat([self.c(c), self.a(a) + self.b(b)], 1)[:, 2:8]
+        x = self.wide(x)
+        gate, value = x.chunk(2, 1)
+        x = torch.cat([gate.tanh() * value, x[:, :3]], 1)
+        return self.head(self.out(F.relu(x)))
+
+
+class ShuffleUnit(nn.Module):
+    """ShuffleNet V2: half of the channels pass, half are transformed, then all are shuffled."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        half = width // 2
+        self.branch = nn.Sequential(
+            *conv_bn(half, half, 1),
+            nn.ReLU(),
+            *conv_bn(half, half, groups=half),
+            *conv_bn(half, half, 1),
+            nn.ReLU(),
+        )
+
+    def forward(self, x):
+        left, right = x.chunk(2, dim=1)
+        x = torch.cat([left, self.branch(right)], 1)
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+@entry(IMAGE)
+def Shuffle():
+    return nn.Sequential(
+        *conv_bn(3, 8), nn.ReLU(), ShuffleUnit(8), ShuffleUnit(8), nn.MaxPool2d(2), *conv_bn(8, 6), Head(6)
+    )
+
+
+@entry(IMAGE)
+def PixelShuffle():
+    return nn.Sequential(
+        *conv_bn(3, 6), nn.ReLU(), *conv_bn(6, 12), nn.PixelShuffle(2), nn.ReLU(), *conv_bn(3, 5), nn.ReLU(),
+        nn.PixelUnshuffle(2), *conv_bn(20, 4), Head(4),
+    )  # fmt: skip
+
+
+# -- groups ---------------------------------------------------------------------------------------------------
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetV2's block."""
+
+    def __init__(self, inputs: int, wide: int, outputs: int, bias: bool, multiplier: int = 1):
+        super().__init__()
+        self.expand = conv_bn(inputs, wide, 1)
+        self.depthwise = conv_bn(wide, wide * multiplier, groups=wide, bias=bias)
+        self.project = conv_bn(wide * multiplier, outputs, 1)
+        self.adds = inputs == outputs
+
+    def forward(self, x):
+        out = F.relu6(self.expand(x))
+        out = self.project(F.relu6(self.depthwise(out)))
+        return x + out if self.adds else out
+
+
+def mobile(**options):
+    blocks = [InvertedResidual(4, 8, 6, **options), InvertedResidual(6, 9, 6, **options)]
+    return nn.Sequential(*conv_bn(3, 4), nn.ReLU6(), *blocks, Head(6))
+
+
+@entry(IMAGE)
+def Depthwise():
+    return mobile(bias=False)
+
+
+@entry(IMAGE)
+def DepthwiseBias():
+    return mobile(bias=True)
+
+
+@entry(IMAGE)
+def DepthwiseMultiplier():
+    return mobile(bias=True, multiplier=2)
+
+
+@entry(IMAGE)
+def DepthwiseNoNorm():
+    """A bias brings a dead channel back, and no norm follows."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 1),
+        nn.ReLU(),
+        Head(5),
+    )
+
+
+class GroupedBlock(nn.Module):
+    """ResNeXt's block."""
+
+    def __init__(self, width: int, inner: int, groups: int):
+        super().__init__()
+        self.conv1 = conv_bn(width, inner, 1)
+        self.conv2 = conv_bn(inner, inner, groups=groups)
+        self.conv3 = conv_bn(inner, width, 1)
+
+    def forward(self, x):
+        return F.relu(x + self.conv3(F.relu(self.conv2(F.relu(self.conv1(x))))))
+
+
+@entry(IMAGE)
+def Grouped():
+    return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), GroupedBlock(6, 8, 2), GroupedBlock(6, 12, 4), Head(6))
+
+
+@entry(IMAGE)
+def GroupedBias():
+    """Grouped convolutions one after the other, with biases and no norm."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(), nn.Conv2d(12, 4, 1, groups=2),
+        nn.ReLU(), nn.Conv2d(4, 6, 1), Head(6),
+    )  # fmt: skip
+
+
+# -- products ------------------------------------------------------------------------------------------------
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excitation, by 1x1 convolutions or by linear layers."""
+
+    def __init__(self, width: int, form: str):
+        super().__init__()
+        layer = (lambda i, o: nn.Conv2d(i, o, 1)) if form == "conv" else nn.Linear
+        self.reduce, self.restore = layer(width, 3), layer(3, width)
+        self.form = form
+
+    def forward(self, x):
+        s = x.mean((2, 3), keepdim=self.form == "conv")
+        s = torch.sigmoid(self.restore(F.relu(self.reduce(s))))
+        return x * (s if self.form == "conv" else s[:, :, None, None])
+
+
+@entry(IMAGE)
+class SqueezeExcite(nn.Module):
+    def __init__(self, forms=("conv", "linear")):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.first = nn.Sequential(*conv_bn(6, 6), nn.ReLU(), Squeeze(6, forms[0]))
+        self.second = nn.Sequential(*conv_bn(6, 8), nn.ReLU(), Squeeze(8, forms[1]))
+        self.head = Head(8)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.second(x + self.first(x)))
+
+
+@entry(IMAGE)
+class Swish(nn.Module):
+    """x * sigmoid(x): the factor comes back as a half, the product does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = conv_bn(3, 6), conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.one(x)
+        x = self.two(x * torch.sigmoid(x))
+        return self.head(x * (1 + torch.tanh(x)) / 2)
+
+
+# -- the same module or parameter more than once -----------------------------------------------------------------
+
+
+@entry(IMAGE)
+class SharedModule(nn.Module):
+    """A convolution and its norm used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.twice = conv_bn(6, 6)
+        self.neck = conv_bn(6, 5)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = F.relu(self.twice(self.stem(x)))
+        x = F.relu(self.twice(F.relu(self.out(self.neck(x)))))
+        return self.head(x)
+
+
+@entry(IMAGE)
+class SharedNorm(nn.Module):
+    """One norm behind two convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.left, self.right = nn.Conv2d(6, 5, 3, padding=1), nn.Conv2d(6, 5, 1)
+        self.norm = nn.BatchNorm2d(5)
+        self.out = conv_bn(10, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.out(torch.cat([self.norm(self.left(x)), self.norm(self.right(x))], 1)))
+
+
+@entry(IMAGE)
+class SharedParameter(nn.Module):
+    """Two convolutions that hold one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.one, self.two = conv_bn(6, 6), conv_bn(6, 6)
+        self.two[0].weight = self.one[0].weight
+        self.out = conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.out(F.relu(self.two(F.relu(self.one(x))))))
+
+
+@entry(IMAGE)
+class RegisteredTwice(nn.Module):
+    """One module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.conv, self.norm = conv_bn(6, 6)
+        self.again = nn.Sequential(self.conv, self.norm)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.again(x))
+
+
+@entry(IMAGE)
+class PlainListModules(nn.Module):
+    """Modules that are registered and run from a plain list, where a swapped one would not be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.one, self.two = conv_bn(6, 6)
+        self.three, self.four = conv_bn(6, 6)
+        self.steps = [self.one, self.two]
+        self.others = (self.three, self.four)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        out = x
+        for step in self.steps:
+            out = step(out)
+        x = F.relu(x + out)
+        out = x
+        for step in self.others:
+            out = step(out)
+        return self.head(x + out)
+
+
+# -- other shapes of network ---------------------------------------------------------------------------------------
+
+
+@entry(Shape(2, 3, 16, 16))
+class Unet(nn.Module):
+    """Down and up again, with skip connections."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1 = nn.Sequential(*conv_bn(3, 4), nn.ReLU())
+        self.down2 = nn.Sequential(nn.MaxPool2d(2), *conv_bn(4, 6), nn.ReLU())
+        self.bottom = nn.Sequential(nn.MaxPool2d(2), *conv_bn(6, 8), nn.ReLU())
+        self.up2 = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.fuse2 = nn.Sequential(*conv_bn(12, 6), nn.ReLU())
+        self.fuse1 = nn.Sequential(*conv_bn(10, 5), nn.ReLU())
+        self.out = nn.Conv2d(5, 2, 1)
+
+    def forward(self, x):
+        a = self.down1(x)
+        b = self.down2(a)
+        c = self.bottom(b)
+        x = self.fuse2(torch.cat([b, self.up2(c)], 1))
+        x = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+        return self.out(self.fuse1(torch.cat([a, x], 1)))
+
+
+@entry(Shape(2, 8))
+class Transposed(nn.Module):
+    """A generator: a linear layer unfolded to a map, transposed convolutions, one of them grouped."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 6 * 2 * 2)
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.ConvTranspose2d(8, 6, 3, 2, 1, output_padding=1, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 3, 1, 1),
+        )  # fmt: skip
+
+    def forward(self, z):
+        return torch.tanh(self.body(self.fc(z).view(-1, 6, 2, 2)))
+
+
+class ConvNextBlock(nn.Module):
+    """Depthwise convolution, layer norm with channels last, a linear bottleneck, a layer scale, a sum."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 10), nn.Linear(10, width)
+        self.gamma = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        out = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        out = self.gamma * self.narrow(F.gelu(self.wide(out)))
+        return x + out.permute(0, 3, 1, 2)
+
+
+@entry(IMAGE)
+def LayerNorm():
+    """ConvNeXt: only the bottlenecks can lose channels."""
+    return nn.Sequential(nn.Conv2d(3, 6, 2, 2), ConvNextBlock(6), ConvNextBlock(6), Head(6))
+
+
+@entry(IMAGE)
+class Linear3d(nn.Module):
+    """Patches as tokens (N, L, C), linear layers on them, a residual sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 2, 2)
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.fc(x.mean(1))
+
+
+@entry((Shape(2, 3, 8, 8), Shape(2, 2, 8, 8)))
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = conv_bn(3, 5), conv_bn(2, 5)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, a, b):
+        return self.head(self.out(F.relu(self.left(a) + self.right(b))))
+
+
+@entry({"image": Shape(2, 3, 8, 8), "extra": [Shape(2, 4), Shape(2, 4)]})
+class DictInput(nn.Module):
+    """Keyword arguments, one of them a list; a vector steers the map."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = conv_bn(3, 6)
+        self.scale, self.shift = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.out = conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, image, extra):
+        scale, shift = self.scale(extra[0]), self.shift(extra[1])
+        x = self.stem(image) * scale[:, :, None, None] + shift[:, :, None, None]
+        return self.head(self.out(F.relu(x)))
+
+
+@entry(([Shape(2, 3, 8, 8), (Shape(2, 3, 4, 4),)],))
+class NestedInput(nn.Module):
+    """One argument that is a list with a tuple in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = conv_bn(3, 5, stride=2), conv_bn(3, 4)
+        self.out = conv_bn(9, 5)
+        self.head = Head(5)
+
+    def forward(self, pyramid):
+        large, (small,) = pyramid
+        return self.head(self.out(F.relu(torch.cat([self.large(large), self.small(small)], 1))))
+
+
+@entry(IMAGE)
+class MultiOutput(nn.Module):
+    """A tuple with a dict in it; one of the outputs is a feature map."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.middle = nn.Sequential(*conv_bn(6, 5), nn.ReLU())
+        self.mask = nn.Conv2d(5, 1, 1)
+        self.last = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        middle = self.middle(self.stem(x))
+        last = self.last(middle)
+        return self.head(F.relu(last)), {"mask": torch.sigmoid(self.mask(middle)), "features": last}
+
+
+# -- what must be left alone --------------------------------------------------------------------------------------
+
+
+@entry(IMAGE)
+class MeanOverChannels(nn.Module):
+    """Attention over space by mean and maximum over the channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.middle = nn.Sequential(*conv_bn(6, 5), nn.ReLU())
+        self.attend = nn.Conv2d(2, 1, 3, padding=1)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.middle(self.stem(x))
+        where = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+        return self.head(self.out(x * torch.sigmoid(self.attend(where))))
+
+
+@entry(IMAGE)
+class HardcodedView(nn.Module):
+    """The number of channels is written into the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.middle = nn.Sequential(*conv_bn(6, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+        self.fc = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.fc(self.middle(self.stem(x)).view(-1, 8 * 2 * 2))
+
+
+@entry(IMAGE)
+class HardcodedHalf(nn.Module):
+    """Half of the channels, as a number known in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 8), nn.ReLU())
+        self.half = 4
+        self.left, self.right = conv_bn(4, 5), conv_bn(4, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(F.relu(self.left(x[:, : self.half]) + self.right(x[:, self.half :])))
+
+
+@entry(IMAGE)
+class FunctionalConv(nn.Module):
+    """A convolution and a norm without modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.weight = nn.Parameter(torch.randn(5, 6, 3, 3) / 5)
+        self.gain = nn.Parameter(torch.randn(5))
+        self.shift = nn.Parameter(torch.randn(5))
+        self.register_buffer("mean", torch.randn(5))
+        self.register_buffer("var", torch.rand(5) + 0.5)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = F.conv2d(self.stem(x), self.weight, padding=1)
+        x = F.batch_norm(x, self.mean, self.var, self.gain, self.shift, self.training)
+        return self.head(self.out(F.relu(x)))
+
+
+@entry(IMAGE)
+class ComputedWeight(nn.Module):
+    """Weight standardisation: what the convolution sees is not what is stored."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.conv = nn.Conv2d(6, 5, 3, bias=False)
+        self.norm = nn.BatchNorm2d(5)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        weight = self.conv.weight
+        weight = weight - weight.mean((1, 2, 3), keepdim=True)
+        return self.head(self.out(F.relu(self.norm(F.conv2d(self.stem(x), weight)))))
+
+
+# -- what must be refused -----------------------------------------------------------------------------------------
+
+
+@entry(IMAGE, into=REFUSED)
+class Untraceable(nn.Module):
+    """A step that leaves torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.from_numpy(x.detach().numpy() * 2)
+        return self.head(x)
+
+
+@entry(Shape(2, 8), into=REFUSED)
+def NoConv():
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
