@@ -91,22 +91,22 @@ class Head(nn.Module):
         return self.fc(self.pool(x).flatten(1))
 
 
-# -- one after the other ---------------------------------------------------------------------------------
+# -- one after the other --------------------------------------------------------------------------------
 
 
 @entry(IMAGE)
 def Plain():
     return nn.Sequential(
-        *conv_bn(3, 8), nn.ReLU(), nn.MaxPool2d(2), *conv_bn(8, 6, bias=True), nn.ReLU6(), *conv_bn(6, 5), nn.GELU(),
-        nn.AvgPool2d(2), Head(5),
+        *conv_bn(3, 8), nn.ReLU(), nn.MaxPool2d(2), *conv_bn(8, 6, bias=True), nn.ReLU6(), *conv_bn(6, 5),
+        nn.GELU(), nn.AvgPool2d(2), Head(5),
     )  # fmt: skip
 
 
 @entry(IMAGE)
 def NoNorm():
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.LeakyReLU(0.1), nn.Conv2d(5, 7, 3, bias=False),
-        nn.Tanh(), Head(7),
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.LeakyReLU(0.1),
+        nn.Conv2d(5, 7, 3, bias=False), nn.Tanh(), Head(7),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ class Conv3d(nn.Module):
         return self.head(self.body(self.depthwise(self.stem(x))).flatten(1))
 
 
-# -- sums --------------------------------------------------------------------------------------------------
+# -- sums -----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -314,9 +314,12 @@ class InplaceOps(nn.Module):
         out = self.left(x)
         out += x
         out.relu_()
-        out *= torch.sigmoid_(self.scale(x))
-        out.add_(self.right(out))
-        return self.head(F.relu(out, inplace=True))
+        scale = self.scale(x)
+        out = out * scale.sigmoid_()
+        more = self.right(out)
+        more.add_(out, alpha=0.5)
+        more *= 2
+        return self.head(F.relu(more, inplace=True))
 
 
 @entry(IMAGE)
@@ -339,7 +342,7 @@ class BareParameter(nn.Module):
         return self.head(self.out(F.relu(self.wide(x) + self.position)))
 
 
-# -- concatenations, splits, shuffles --------------------------------------------------------------------------
+# -- concatenations, splits, shuffles -------------------------------------------------------------------
 
 
 class Inception(nn.Module):
@@ -448,7 +451,7 @@ def PixelShuffle():
     )  # fmt: skip
 
 
-# -- groups ---------------------------------------------------------------------------------------------------
+# -- groups ---------------------------------------------------------------------------------------------
 
 
 class InvertedResidual(nn.Module):
@@ -523,12 +526,12 @@ def Grouped():
 def GroupedBias():
     """Grouped convolutions one after the other, with biases and no norm."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(), nn.Conv2d(12, 4, 1, groups=2),
-        nn.ReLU(), nn.Conv2d(4, 6, 1), Head(6),
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(),
+        nn.Conv2d(12, 4, 1, groups=2), nn.ReLU(), nn.Conv2d(4, 6, 1), Head(6),
     )  # fmt: skip
 
 
-# -- products ------------------------------------------------------------------------------------------------
+# -- products -------------------------------------------------------------------------------------------
 
 
 class Squeeze(nn.Module):
@@ -561,6 +564,21 @@ class SqueezeExcite(nn.Module):
 
 
 @entry(IMAGE)
+class GatedUnit(nn.Module):
+    """Half of the channels times the other half: filters are alive only in pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.both = conv_bn(3, 6), conv_bn(6, 8)
+        self.out = conv_bn(4, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        left, right = self.both(F.relu(self.stem(x))).chunk(2, 1)
+        return self.head(F.relu(self.out(left * right)))
+
+
+@entry(IMAGE)
 class Swish(nn.Module):
     """x * sigmoid(x): the factor comes back as a half, the product does not."""
 
@@ -575,7 +593,57 @@ class Swish(nn.Module):
         return self.head(x * (1 + torch.tanh(x)) / 2)
 
 
-# -- the same module or parameter more than once -----------------------------------------------------------------
+@entry(IMAGE)
+class SelfUse(nn.Module):
+    """A map that meets itself: sums, products and concatenations with the same operand."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = conv_bn(3, 6), conv_bn(12, 5), conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.one(x)
+        x = self.two(torch.cat([x, x + x], 1))
+        return self.head(self.three(x * x - x))
+
+
+@entry(IMAGE)
+class SelectiveKernel(nn.Module):
+    """Two branches stacked in a dimension of their own and summed with weights from a softmax over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.small, self.large = conv_bn(6, 5), conv_bn(6, 5, 5)
+        self.squeeze, self.excite = nn.Linear(5, 3), nn.Linear(3, 10)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        both = torch.stack([self.small(x), self.large(x)], 1)
+        weights = self.excite(F.relu(self.squeeze(both.sum(1).mean((2, 3))))).view(-1, 2, 5)
+        return self.head((both * weights.softmax(1)[..., None, None]).sum(1))
+
+
+@entry(IMAGE)
+class ReZero(nn.Module):
+    """Branches scaled by a single number that starts at zero, and by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.more = conv_bn(3, 6), conv_bn(6, 6), conv_bn(6, 6)
+        self.alpha = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("mask", torch.tensor([1.0, 0, 1, 0, 1, 1]).view(6, 1, 1))
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = x + self.alpha * self.body(x)
+        return self.head(x + 0.5 * self.mask * self.more(x))
+
+
+# -- the same module or parameter more than once --------------------------------------------------------
 
 
 @entry(IMAGE)
@@ -671,7 +739,7 @@ class PlainListModules(nn.Module):
         return self.head(x + out)
 
 
-# -- other shapes of network ---------------------------------------------------------------------------------------
+# -- other shapes of network ----------------------------------------------------------------------------
 
 
 @entry(Shape(2, 3, 16, 16))
@@ -705,8 +773,10 @@ class Transposed(nn.Module):
         super().__init__()
         self.fc = nn.Linear(8, 6 * 2 * 2)
         self.body = nn.Sequential(
-            nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.ConvTranspose2d(8, 6, 3, 2, 1, output_padding=1, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 3, 1, 1),
+            nn.BatchNorm2d(6), nn.ReLU(),
+            nn.ConvTranspose2d(6, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.ConvTranspose2d(8, 6, 3, 2, 1, output_padding=1, groups=2), nn.ReLU(),
+            nn.ConvTranspose2d(6, 3, 3, 1, 1),
         )  # fmt: skip
 
     def forward(self, z):
@@ -813,7 +883,75 @@ class MultiOutput(nn.Module):
         return self.head(F.relu(last)), {"mask": torch.sigmoid(self.mask(middle)), "features": last}
 
 
-# -- what must be left alone --------------------------------------------------------------------------------------
+@entry(IMAGE)
+class TwoReaders(nn.Module):
+    """What a convolution gives is read by a norm and by others, so the gate stands before the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = conv_bn(3, 6)
+        self.raw, self.cooked = conv_bn(6, 5), conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.head(F.relu(self.raw(x) + self.cooked(F.relu(self.norm(x)))))
+
+
+@entry(IMAGE)
+class Unused(nn.Module):
+    """A layer that never runs, and one whose result is thrown away."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.never, self.wasted = conv_bn(6, 5), conv_bn(6, 5)
+        self.out = conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        self.wasted(x)
+        return self.head(self.out(x))
+
+
+@entry(IMAGE)
+class PaddingModes(nn.Module):
+    """Convolutions that pad by themselves, and "same" padding of an even kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6, padding_mode="reflect"), nn.ReLU())
+        self.circular = conv_bn(6, 6, padding_mode="circular")
+        self.same = conv_bn(6, 6, 4, padding="same")
+        self.zero = nn.Sequential(
+            nn.ZeroPad2d(1), nn.Conv2d(6, 5, 3), nn.ReflectionPad2d(1), nn.ReplicationPad2d(1)
+        )
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.zero(F.relu(x + self.circular(x) + self.same(x))))
+
+
+@entry(IMAGE)
+class TokenGate(nn.Module):
+    """Tokens times a gate whose bias alone is left when the layer before it is empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 2, 2)
+        self.narrow, self.gate = nn.Linear(6, 3), nn.Linear(3, 6)
+        self.out = nn.Linear(6, 5)
+        self.fc = nn.Linear(5, 4)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        gate = self.gate(F.relu(self.narrow(x)).transpose(1, 2).contiguous().transpose(1, 2))
+        return self.fc(F.relu(self.out(x * torch.sigmoid(gate))).mean(1))
+
+
+# -- what must be left alone ----------------------------------------------------------------------------
 
 
 @entry(IMAGE)
@@ -903,7 +1041,89 @@ class ComputedWeight(nn.Module):
         return self.head(self.out(F.relu(self.norm(F.conv2d(self.stem(x), weight)))))
 
 
-# -- what must be refused -----------------------------------------------------------------------------------------
+@entry(IMAGE)
+class NonLocal(nn.Module):
+    """Attention between pixels: activations multiplied with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU(), nn.MaxPool2d(2))
+        self.query, self.key, self.value = (nn.Conv2d(6, 4, 1) for _ in range(3))
+        self.project = conv_bn(4, 6, 1)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (f(x).flatten(2) for f in (self.query, self.key, self.value))
+        near = torch.softmax(query.transpose(1, 2) @ key, -1)
+        mixed = (value @ near.transpose(1, 2)).view(x.shape[0], -1, *x.shape[2:])
+        return self.head(x + self.project(mixed))
+
+
+@entry(IMAGE)
+class InplaceSlice(nn.Module):
+    """Some channels are written into a part of a map."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.left = conv_bn(3, 6), conv_bn(6, 3)
+        self.out = conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        part = self.left(x)
+        x = x.clone()
+        x[:, 1:4] = part
+        return self.head(self.out(x))
+
+
+@entry(IMAGE)
+class Maxout(nn.Module):
+    """The larger of two channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.pairs, self.out = conv_bn(3, 6), conv_bn(6, 8), conv_bn(4, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.pairs(F.relu(self.stem(x)))
+        n, c, h, w = x.shape
+        return self.head(self.out(x.view(n, c // 2, 2, h, w).max(2).values))
+
+
+@entry(IMAGE)
+class WeightNorm(nn.Module):
+    """Parametrised weights are computed anew in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3))
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        return self.head(self.out(F.relu(self.conv(self.stem(x)))))
+
+
+@entry(IMAGE)
+class Recurrent(nn.Module):
+    """A recurrent layer reads the columns of a map."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body = conv_bn(3, 6), conv_bn(6, 5)
+        self.gru = nn.GRU(5, 4, batch_first=True)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.body(F.relu(self.stem(x))).mean(2).transpose(1, 2)
+        return self.fc(self.gru(x)[0][:, -1])
+
+
+# -- what must be refused -------------------------------------------------------------------------------
 
 
 @entry(IMAGE, into=REFUSED)

@@ -64,8 +64,10 @@ class Window:
     dilation: int
     output_padding: int = 0
     transposed: bool = False
+    extra: int = 0  # what the module itself pads on before it (both ends together)
 
     def __call__(self, size: int) -> int:
+        size += self.extra
         reach = self.dilation * (self.kernel - 1)
         if self.transposed:
             return (size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1

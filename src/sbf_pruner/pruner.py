@@ -221,8 +221,11 @@ class Pruner:
         masks = {name: binary_gate(s, self.threshold).numpy() for name, s in scores.items()}
         # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
-        for name in self.graph.lifelines(masks, weakest_first):
-            masks[name] = scores[name].numpy() == scores[name].max().item()
+        while lifelines := self.graph.lifelines(masks, weakest_first):
+            for name in lifelines:
+                best = scores[name].numpy() == scores[name].max().item()
+                # Where filters are left but meet nothing (the factors of a product), all of them come back.
+                masks[name] = np.ones_like(best) if masks[name].any() else best
         return masks
 
     def _hold(self, masks: dict[str, Mask]) -> None:

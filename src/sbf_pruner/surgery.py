@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .errors import PruningError
 from .graph.channels import ChannelGraph, trace
 from .graph.layout import solve
-from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Norm
+from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Node, Norm, shrink
 from .graph.trace import REMAP, ZEROS, Op, Value, record
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
@@ -35,14 +35,16 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     Conv2d(2, 4, kernel_size=(3, 3), stride=(1, 1))
     """
     graph = graph if graph is not None else trace(model, example_inputs)
-    keep = graph.settle(plan.masks(graph))
-    graph.check_connected(keep)
+    masks = plan.masks(graph)
+    graph.check_connected(masks)
+    keep = graph.settle(masks)
     flow = graph.flow(keep)
     pinned: set[int] = set()
     while True:
         layout = solve(graph, flow, pinned)
-        small = _Surgeon(model, graph, flow, layout).operate()
-        odd = _first_surprise(small, example_inputs, graph, flow, layout)
+        surgeon = _Surgeon(model, graph, flow, layout)
+        small = surgeon.operate()
+        odd = _first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
             return small
         if odd.position in pinned:
@@ -50,7 +52,8 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
                 f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
                 "it sees there; drop the layers that feed it from the plan"
             )
-        pinned.add(odd.position)
+        # What one line of the model insists on, it insists on wherever that line runs.
+        pinned |= {op.position for op in graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)}
 
 
 class _Surgeon:
@@ -58,6 +61,7 @@ class _Surgeon:
         self.graph, self.flow, self.layout = graph, flow, layout
         self.small = without_gates(copy.deepcopy(model))
         self.modules = dict(self.small.named_modules())
+        self.vanished: set[str] = set()
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         for node in graph.nodes:
@@ -146,18 +150,19 @@ class _Surgeon:
         """The module as it stands in the small network: itself, between remaps, or gone."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
-        if all(is_dead(node, self.flow) for node in nodes):
-            node = nodes[0]
-            width = self.layout.sizes(behind[0].out)[behind[0].dim]
-            if isinstance(node, Norm) or _plain_geometry(node, ahead[0], behind[0]):
-                windows = _windows(node) if isinstance(node, Contract) else []
-                return Zeros(width, behind[0].dim, windows)
+        if not any(_is_wanted(edge, self.flow) for edge in behind):
+            windows = _windows(nodes[0], ahead[0], behind[0])
+            if windows is not None:
+                self.vanished.add(path)
+                return Zeros(self.layout.sizes(behind[0].out)[behind[0].dim], behind[0].dim, windows)
         before, after = self._remap(ahead), self._remap(behind)
         return module if before is None and after is None else Adapted(module, before, after)
 
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
-        source = edge.source(self.layout, self.flow)
+        # One remap serves all calls of the module: a channel passes if it is alive in any of them.
+        alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line) for e in edges]).reshape(-1)
+        source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
         return None if source == list(range(width)) else Remap(source, edge.dim, width)
 
@@ -175,10 +180,10 @@ class _Surgeon:
         return self.small
 
 
-def is_dead(node: Contract | Norm, flow: Flow) -> bool:
-    """Is nothing that the layer computes alive and needed?"""
+def _is_wanted(node: Node, flow: Flow) -> bool:
+    """Is anything that the node gives alive and needed?"""
     wanted = node.wanted(flow)
-    return wanted is None or not wanted.any()
+    return wanted is not None and bool(wanted.any())
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
@@ -188,37 +193,33 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
     return new
 
 
-def _plain_geometry(node: Contract, ahead: Boundary, behind: Boundary) -> bool:
-    """Does the module do nothing but the one operator (no padding of its own, say)?"""
-    if node.op.name != "aten.convolution":
-        return True
-    return node.x is ahead.out and node.out is behind.x
-
-
-def _windows(node: Contract) -> list[Window]:
-    if node.op.name != "aten.convolution":
+def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
+    """How a module changes the size of a map; None if that is not known."""
+    if isinstance(node, Norm) or node.op.name != "aten.convolution":
         return []
+    if node.out is not behind.x:
+        return None
     stride, padding, dilation, transposed, output_padding = node.op.args[3:8]
     rank = len(node.x.shape) - 2
 
     def each(setting: Any) -> list[int]:
         return list(setting) * rank if len(setting) == 1 else list(setting)
 
-    sizes = zip(
-        node.weight.shape[2:], *map(each, (stride, padding, dilation, output_padding)), strict=True
-    )
-    return [Window(k, s, p, d, o, bool(transposed)) for k, s, p, d, o in sizes]
+    extra = [padded - given for padded, given in zip(node.x.shape[2:], ahead.x.shape[2:], strict=True)]
+    settings = [*map(each, (stride, padding, dilation, output_padding)), [bool(transposed)] * rank, extra]
+    return [Window(*sizes) for sizes in zip(node.weight.shape[2:], *settings, strict=True)]
 
 
 # -- the dry run -----------------------------------------------------------------------------------------------
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in "clone contiguous alias detach _to_copy empty t".split()} | {REMAP, ZEROS}
-_SAME = {"aten._unsafe_view": "aten.view", "aten.reshape": "aten.view", "aten._reshape_alias": "aten.view"}
+_SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
+_SAME["aten.addmm"] = "aten.mm"
 
 
 def _first_surprise(
-    small: nn.Module, example_inputs: Any, graph: ChannelGraph, flow: Flow, layout: Layout
+    small: nn.Module, example_inputs: Any, graph: ChannelGraph, layout: Layout, vanished: set[str]
 ) -> Op | None:
     """Run the small network without numbers; the first operator that differs from what the layout promises."""
     try:
@@ -226,12 +227,11 @@ def _first_surprise(
     except PruningError as error:
         cause = error.__cause__ if error.__cause__ is not None else error
         found = getattr(cause, "recorded_ops", [])
-    actual = [op for op in found if op.name not in _QUIET]
-    dead = _dead_modules(graph, flow)
+    actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
     at = 0
     for node in graph.nodes:
         op = node.op
-        if op.position < 0 or op.name in _QUIET or _inside(op, dead):
+        if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
         if at == len(actual) or not _agrees(actual[at], op, layout, isinstance(node, Elementwise)):
             return op
@@ -239,16 +239,13 @@ def _first_surprise(
     return None
 
 
-def _dead_modules(graph: ChannelGraph, flow: Flow) -> set[str]:
-    nodes: dict[str, list[Contract | Norm]] = defaultdict(list)
-    for node in graph.nodes:
-        if isinstance(node, (Contract, Norm)) and node.op.call is not None:
-            nodes[node.op.call.module].append(node)
-    return {m for m, held in nodes.items() if all(is_dead(n, flow) for n in held)}
+def _adds_bias(op: Op) -> bool:
+    # A linear layer adds its bias in the product or after it, as the strides of its input decide.
+    return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
 
 
 def _inside(op: Op, modules: Iterable[str]) -> bool:
-    return op.call is not None and op.call.module in modules
+    return op.call is not None and any(op.call.within(module) is not None for module in modules)
 
 
 def _agrees(actual: Op, promised: Op, layout: Layout, elementwise: bool) -> bool:

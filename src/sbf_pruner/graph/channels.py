@@ -139,29 +139,34 @@ class ChannelGraph:
         return [v in reached for v in self.outputs]
 
     def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
-        """The empty layers that cut the network: a smallest set that must keep a filter to connect it again.
+        """The layers that cut the network: a smallest set that must keep more filters to connect it again.
 
         Layers early in `order` are given up first.
         """
         if self.connected(keep):
             return []
-        empty = [n for n, m in keep.items() if not m.any()]
-        restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in empty}
-        for name in (n for n in (order or empty) if n in empty):
+        short = [n for n, m in keep.items() if not m.any()]
+        restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
+        if not self.connected(restored):  # no layer is empty, but what is left meets nothing: a * b, groups
+            short = [n for n, m in keep.items() if not m.all()]
+            restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
+        for name in (n for n in (order or short) if n in short):
             without = {**restored, name: keep[name]}
             if self.connected(without):
                 restored = without
-        return [n for n in empty if restored[n].any()]
+        return [n for n in short if restored[n] is not keep[n]]
 
     def check_connected(self, keep: Mapping[str, Mask]) -> None:
         """Raise a PlanError that names the culprits if the input is cut from an output."""
         culprits = self.lifelines(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
+            empty = not any(keep[n].any() for n in culprits)
             raise PlanError(
-                f"the plan cuts the input from the output: {names} would keep no filter and nothing leads "
-                "around; keep at least one filter there"
-            )
+                f"the plan cuts the input from the output: {names} would keep no filter "
+                + ("and nothing leads around; keep at least one filter there" if empty
+                   else "that leads on and nothing leads around; keep others there")
+            )  # fmt: skip
 
 
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
@@ -198,6 +203,8 @@ class _Builder:
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.plain = _plain_names(self.modules)
+        self.leaves = {path for path, module in self.modules.items() if not list(module.children())}
+        self.outside = _held_outside(self.modules)
         self.grids: Grids = {}
         self.nodes: list[Node] = []
         self.outputs: list[Value] = []
@@ -211,6 +218,7 @@ class _Builder:
                 "network"
             )
         self._lay_out(self._edged_calls())
+        self._close_edges()
         self.consumers: dict[Value, list[Node]] = defaultdict(list)
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
@@ -236,6 +244,7 @@ class _Builder:
             if len(ops) == 1
             and len(call.inputs) == len(call.outputs) == 1
             and call.inputs != call.outputs
+            and call.module not in self.outside
             # A convolution of an image without a batch dimension has its channels elsewhere.
             and (ops[0].name in _PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
         ]
@@ -275,6 +284,14 @@ class _Builder:
         for value in self.outputs:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
+    def _close_edges(self) -> None:
+        """A module whose operator turned out not to be understood is left as it is, edges and all."""
+        for (module, side), edges in self.edges.items():
+            if side != "remap" and len(self.main.get(module, ())) != len(edges):
+                self.main.pop(module, None)
+                for edge in edges:
+                    edge.free = False
+
     def _edge(self, call: Call, side: str, x: Value, dim: int) -> Value:
         out = Value(x.shape, "result")
         self.grids.setdefault(x, (1,) * len(x.shape))
@@ -310,11 +327,15 @@ class _Builder:
         layers: dict[str, Layer] = {}
         skipped: dict[str, str] = {}
         for node in self.nodes:
-            if not isinstance(node, Contract):
-                continue
             at = node.op.call.module if node.op.call is not None else ""
+            if not isinstance(node, Contract):
+                if node.op.name in _LAYERS and _owner(node.op) == at:
+                    skipped.setdefault(self.plain[at], node.blocks)
+                continue
             module = node.weight.name.rpartition(".")[0] if node.stored else at
             name = self.plain.get(module, module) or "(model)"
+            if node.stored and at != module and at in self.leaves:
+                skipped.setdefault(self.plain[at], f"it shares its weight with {name}, and follows it")
             if name in layers or name in skipped:
                 continue
             reason = self._reason_to_skip(node, module)
@@ -345,6 +366,9 @@ class _Builder:
             return f"its weight is computed at {node.op.where}, not stored, and cannot be sliced"
         if node.depthwise:
             return "depthwise: its filters follow its input channels"
+        if module in self.outside:
+            where = self.outside[module]
+            return f"it is also held in {where}, where a change would not be seen; register it only"
         if module not in self.main:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
         return ""
@@ -485,6 +509,19 @@ def _plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         parent = names.get(head, head)
         names[path] = parent if wrapped else f"{parent}.{tail}" if parent else tail
     return names
+
+
+def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Modules that a plain attribute (a list, say) refers to as well: a swap would not be seen there."""
+    paths = {id(module): path for path, module in modules.items()}
+    found: dict[str, str] = {}
+    for holder, module in modules.items():
+        for name, held in vars(module).items():
+            if name != "_modules":
+                for leaf in pytree.tree_leaves(held):
+                    if isinstance(leaf, nn.Module) and id(leaf) in paths:
+                        found[paths[id(leaf)]] = f"{holder}.{name}" if holder else name
+    return found
 
 
 def _is_identity(node: Map) -> bool:

@@ -91,6 +91,12 @@ class Layout:
         for dim in range(len(value.shape)):
             self.add(value, dim, None)
 
+    def fill_other(self, value: Value, dim: int) -> None:
+        """All is there along every dimension but one."""
+        for other in range(len(value.shape)):
+            if other != dim:
+                self.add(value, other, None)
+
     def sizes(self, value: Value) -> tuple[int, ...]:
         """The shape of the value in the extracted network."""
         masks = self.masks[value]
@@ -313,7 +319,7 @@ class Contract(Node):
 
     def fed(self, flow: Flow) -> Mask:
         """Which filters have any live input."""
-        alive = np.broadcast_to(flow.alive[self.x], self._line(self.x)).reshape(-1)
+        alive = shrink(flow.alive[self.x], self._line(self.x)).reshape(-1)
         return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
 
     def _line(self, value: Value) -> Grid:
@@ -335,6 +341,7 @@ class Contract(Node):
             layout.fill(self.x)
             layout.fill(self.out)
             return
+        layout.fill_other(self.x, 1)
         if self.groups > 1:
             self._tie_groups(layout)
         if self.bias is not None:
@@ -379,7 +386,7 @@ class Norm(Node):
         for value in self.outputs:
             flow.alive[value] = np.ones(self.grids[value], bool)
         if not self.revives:
-            flow.alive[self.out] = np.broadcast_to(flow.alive[self.x], self.grids[self.out])
+            flow.alive[self.out] = shrink(flow.alive[self.x], self.grids[self.out])
 
     def pull(self, flow: Flow) -> None:
         wanted = self.wanted(flow)
@@ -387,6 +394,7 @@ class Norm(Node):
             flow.need(self.x, wanted, self.grids[self.x])
 
     def tie(self, layout: Layout) -> None:
+        layout.fill_other(self.x, 1)
         layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])
 
 
@@ -403,6 +411,13 @@ class Boundary(Node):
     layer: str = ""
     labels: NDArray[np.int64] | None = None
     dim: int = 1
+    free: bool = True  # False: nothing can be inserted here, both sides have one layout
+
+    @property
+    def line(self) -> Grid:
+        """The grid of a tensor here whose channels differ along the edge's dimension alone."""
+        rank = len(self.out.shape)
+        return tuple(n if d == self.dim % rank else 1 for d, n in enumerate(self.out.shape))
 
     @property
     def x(self) -> Value:
@@ -434,14 +449,13 @@ class Boundary(Node):
 
     def tie(self, layout: Layout) -> None:
         for value in (self.x, self.out):
-            for dim in range(len(value.shape)):
-                if dim != self.dim % len(value.shape):
-                    layout.add(value, dim, None)
+            layout.fill_other(value, self.dim % len(value.shape))
+        if not self.free:
+            layout.tie([(self.x, self.dim), (self.out, self.dim)])
 
-    def source(self, layout: Layout, flow: Flow) -> list[int]:
+    def source(self, layout: Layout, alive: Mask) -> list[int]:
         """For every channel there after the edge, its place before it, or -1 where it is zero."""
         place = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
-        origin = np.arange(self.out.shape[self.dim]) if self.labels is None else self.labels.reshape(-1)
         size = self.out.shape[self.dim]
-        alive = np.broadcast_to(flow.alive[self.out].reshape(-1), size)
+        origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
         return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]

@@ -151,7 +151,7 @@ def _compact(numbers: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
             first = numbers.narrow(dim, 0, 1)
             if numbers.stride(dim) == 0 or bool((numbers == first).all()):
                 numbers = first
-    return np.ascontiguousarray(numbers.numpy())
+    return np.array(numbers.numpy())
 
 
 def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any]) -> Node:
@@ -163,6 +163,8 @@ def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any])
 
 def moved(op: Op, grids: Grids) -> Node:
     """Views, permutations, slices, shuffles: the operator itself, run on channel numbers."""
+    if all(v.data is not None and not v.data.is_floating_point() for v in op.inputs):
+        return Source(op, grids)  # a table of indices on its way to where it is used
     numbers: dict[Value, Tensor] = {}
     start = 0
     for value in dict.fromkeys(op.inputs):
@@ -178,11 +180,10 @@ def moved(op: Op, grids: Grids) -> Node:
     if op.name in _RESHAPES:
         result = args[0].reshape(args[1])
     else:
-        overload = op.overload
+        function = op.overload
         if op.mutates:
-            packet = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
-            overload = getattr(packet, op.overload._overloadname)
-        result = overload(*args, **kwargs)
+            function = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
+        result = function(*args, **kwargs)
     found = list(result) if isinstance(result, (list, tuple)) else [result]
     return _map(op, grids, operands, [_compact(t) for t in found])
 
@@ -284,8 +285,6 @@ def _contract(
 ) -> Node:
     out = op.outputs[0]
     assert out is not None
-    if any(n > 1 and d != 1 for d, n in enumerate(grids[x])):
-        return opaque(op, grids)
     grids[out] = _line(out)
     return Contract(
         op,
@@ -337,8 +336,6 @@ def batch_norm(op: Op, grids: Grids) -> Node:
     """Batch norm, and instance norm (which reaches us as batch norm over a view)."""
     x = op.args[0]
     states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
-    if any(n > 1 and d != 1 for d, n in enumerate(grids[x])) or any(v.kind != "state" for v in states):
-        return opaque(op, grids)
     op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
     out = op.outputs[0]
     assert out is not None

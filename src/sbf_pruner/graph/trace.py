@@ -28,7 +28,7 @@ from ..layers import Remap, Zeros
 
 REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_QUIET = (os.path.dirname(torch.__file__), *(os.path.join(_PACKAGE, n) for n in ("graph", "inputs", "layers")))
+_QUIET = (os.path.join(os.path.dirname(torch.__file__), ""), *(os.path.join(_PACKAGE, n) for n in ("graph", "inputs", "layers")))
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ bit what it did before; a closed gate makes its channel exactly zero; a deep cop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,16 @@ from ..graph.channels import Site
 from ..graph.nodes import Mask
 
 Mode = Literal["off", "soft", "hard"]
+
+
+@dataclass
+class Pair:
+    """A parameter that a gate is folded into, and where its gate stands in the two flat vectors."""
+
+    module: nn.Module
+    name: str
+    soft: slice | None
+    hard: slice
 
 
 class Gates:
@@ -43,10 +54,14 @@ class Gates:
             self._hard_spans.append(slice(start, start + width))
             start += width
         self.hard = torch.ones(start, dtype=dtype, device=tensor.device)
+        self.all_open = True
+        self.pairs: list[Pair] = []
         modules = dict(model.named_modules())
         for number, site in enumerate(sites):
-            fold = _Fold(self, number, spans.get(site.layer), site)
+            fold = Fold(self, number, spans.get(site.layer), site)
             module = modules[site.module]
+            hard = self._hard_spans[number]
+            self.pairs += [Pair(module, name, spans.get(site.layer), hard) for name in site.parameters]
             if site.parameters:
                 module.register_forward_pre_hook(fold.enter)
                 module.register_forward_hook(fold.leave, always_call=True)
@@ -59,8 +74,6 @@ class Gates:
         self.hard.copy_(flat)
         self.all_open = bool(flat.all())
 
-    all_open = True
-
     def read(self, number: int, span: slice | None) -> Tensor | None:
         """The gate of a site in the present mode; None where there is nothing to multiply."""
         if self.mode == "soft":
@@ -70,7 +83,7 @@ class Gates:
         return None
 
 
-class _Fold:
+class Fold:
     """The hooks of one site."""
 
     def __init__(self, gates: Gates, number: int, span: slice | None, site: Site) -> None:
@@ -111,7 +124,7 @@ def without_gates(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for table in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(table.items()):
-                if isinstance(getattr(hook, "__self__", hook), (_Fold, FrozenStatistics)):
+                if isinstance(getattr(hook, "__self__", hook), (Fold, FrozenStatistics)):
                     del table[key]
                     module._forward_hooks_always_called.pop(key, None)
                     module._forward_hooks_with_kwargs.pop(key, None)
@@ -122,4 +135,4 @@ def without_gates(model: nn.Module) -> nn.Module:
 def has_gates(model: nn.Module) -> bool:
     """Are gates attached to the model?"""
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
-    return any(isinstance(getattr(hook, "__self__", None), _Fold) for hook in hooks)
+    return any(isinstance(getattr(hook, "__self__", None), Fold) for hook in hooks)

@@ -122,29 +122,36 @@ class Batches:
                 chosen = slice(start, start + self.batch_size)
                 yield self._normalised(self.images[chosen]), self.labels[chosen]
             return
-        order, rows, columns = self._drawn(index, self.augment)
+        drawn = [choice.to(self.device) for choice in self.draw(index)]
         for step in range(len(self)):
             part = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            images = self.images[order[part]]
-            if self.augment.crop or self.augment.flip:
-                images = _gathered(F.pad(images, (self.augment.crop,) * 4), rows[part], columns[part])
-            yield self._normalised(images), self.labels[order[part]]
+            yield self.take(*(choice[part] for choice in drawn))
 
-    def _drawn(self, index: int, augment: Augment) -> tuple[Tensor, Tensor, Tensor]:
-        """All random choices of an epoch: the order, and per image the padded rows and columns to take."""
+    def draw(self, index: int) -> tuple[Tensor, ...]:
+        """All random choices of an epoch, one per image: order, offsets of the crop, and whether it is mirrored.
+
+        They are drawn on the CPU, so that an epoch is the same on every device.
+        """
+        augment = self.augment or Augment()
         mixed = np.random.SeedSequence((self.seed, index)).generate_state(1)
         random = torch.Generator().manual_seed(int(mixed[0]))
-        count, (height, width) = len(self.labels), self.images.shape[-2:]
+        count = len(self.labels)
         order = torch.randperm(count, generator=random)
-        offsets = torch.randint(0, 2 * augment.crop + 1, (2, count, 1), generator=random)
-        mirrored = torch.rand(count, 1, generator=random) < (0.5 if augment.flip else 0.0)
-        columns = torch.arange(width)
-        columns = torch.where(mirrored, columns.flip(0), columns)
-        drawn = order, offsets[0] + torch.arange(height), offsets[1] + columns
-        return drawn[0].to(self.device), drawn[1].to(self.device), drawn[2].to(self.device)
+        top, left = torch.randint(0, 2 * augment.crop + 1, (2, count), generator=random)
+        mirrored = torch.rand(count, generator=random) < (0.5 if augment.flip else 0.0)
+        return order, top, left, mirrored
+
+    def take(self, order: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> tuple[Tensor, Tensor]:
+        """One batch from its part of what was drawn."""
+        images = self.images[order]
+        if self.augment and (self.augment.crop or self.augment.flip):
+            down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
+            columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
+            images = _gathered(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
+        return self._normalised(images), self.labels[order]
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return images.to(self.mean.dtype).sub_(self.mean).div_(self.std)
+        return (images.to(self.mean.dtype) - self.mean) / self.std
 
 
 def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

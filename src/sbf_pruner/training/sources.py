@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
+from .cifar import load_cifar10
 from .recipe import DataConfig
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
@@ -74,6 +75,16 @@ def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
         return images.clip(0, 255).astype(np.uint8), labels
 
     return {"train": draw(config.samples), "test": draw(max(num_classes, config.samples // 4))}
+
+
+@register("cifar10")
+def cifar10(config: DataConfig, num_classes: int, seed: int) -> Arrays:
+    """60,000 colour photographs of 32x32 pixels in ten classes, 10,000 of them to test.
+
+    "Learning Multiple Layers of Features from Tiny Images" (A. Krizhevsky, 2009).  `sbf data cifar10` puts
+    them where they are found; data.path may name another folder or archive of any published form.
+    """
+    return load_cifar10(config.path)
 
 
 @register("npz")

@@ -1,0 +1,101 @@
+"""What scores and gates cost: ratios to the dense network, all in one run on the CPU.
+
+ResNet-20, batch 128.  Each round times a dense training step, a score step, a gated weight step, a dense
+forward and a forward with all scores at 1, one after the other, so that drift hits all alike; the ratio is
+the median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from results import save_result
+from torch import nn
+
+from sbf_pruner import Plan, Pruner
+from sbf_pruner.measuring import saved_activations
+from sbf_pruner.models import resolve
+
+LIMITS = {"score_step": 0.90, "gated_step": 1.05, "forward_scores_at_1": 1.03, "saved_activations": 1.0}
+
+
+def main(rounds: int = 40) -> int:
+    torch.manual_seed(0)
+    images, labels = torch.rand(128, 3, 32, 32), torch.randint(0, 10, (128,))
+    dense, scored, gated = (resolve("resnet20") for _ in range(3))
+    scorer, gater = Pruner(scored, images[:1]), Pruner(gated, images[:1])
+    half = {name: tuple(range(0, layer.filters, 2)) for name, layer in gater.graph.layers.items()}
+    gater.gate(Plan(half))
+    criterion = nn.CrossEntropyLoss()
+    optimizers = {m: torch.optim.SGD(m.parameters(), 1e-4, 0.9, weight_decay=5e-4) for m in (dense, gated)}
+
+    def weight_step(model: nn.Module) -> None:
+        optimizers[model].zero_grad()
+        criterion(model(images), labels).backward()
+        optimizers[model].step()
+
+    def score_step() -> None:
+        (criterion(scored(images), labels) + scorer.penalty()).backward()
+        scorer.step()
+
+    @torch.no_grad()
+    def forward(model: nn.Module) -> None:
+        model(images)
+
+    def score_saved() -> int:
+        return saved_activations(lambda: criterion(scored(images), labels) + scorer.penalty())
+
+    idle = resolve("resnet20").eval()
+    plain = resolve("resnet20").eval()
+    at_one = Pruner(idle, images[:1])
+    at_one.gates.mode = "soft"  # every score is multiplied in, and every score is 1
+    with scorer.scoring():
+        timed = {
+            "dense_step": lambda: weight_step(dense),
+            "score_step": score_step,
+            "gated_step": lambda: weight_step(gated),
+            "forward": lambda: forward(plain),
+            "forward_scores_at_1": lambda: forward(idle),
+        }
+        seconds = _round_robin(timed, rounds)
+        saved = score_saved() / saved_activations(lambda: criterion(dense(images), labels))
+    base = {"score_step": "dense_step", "gated_step": "dense_step", "forward_scores_at_1": "forward"}
+    ratios = {n: _ratio(seconds[n], seconds[b]) for n, b in base.items()}
+    figures = {n: statistics.median(r) for n, r in ratios.items()} | {"saved_activations": saved}
+    spread = {n: _quartiles(r) for n, r in ratios.items()}
+    milliseconds = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
+    save_result(
+        "overhead",
+        {"ratios": figures, "quartiles": spread, "limits": LIMITS, "median_ms": milliseconds, "rounds": rounds},
+    )
+    for name, figure in figures.items():
+        print(f"{name:22} {figure:6.3f} of dense, at most {LIMITS[name]:.2f}")
+    return 0 if all(figures[n] <= limit + 1e-9 for n, limit in LIMITS.items()) else 1
+
+
+def _round_robin(timed: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for number in range(rounds + 2):
+        for name, function in timed.items():
+            start = time.perf_counter()
+            function()
+            if number >= 2:  # the first two rounds warm up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _ratio(seconds: list[float], base: list[float]) -> list[float]:
+    return [s / b for s, b in zip(seconds, base, strict=True)]
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The `sbf` command: parsing and printing, nothing else.
+
+Arguments enter; text and an exit code leave: 0 success, 1 a run that failed for reasons outside its input,
+2 anything the user can repair (one sentence on stderr), 130 an interrupt.  torch is imported only once there
+is work for it, so `sbf --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import PruningError, RecipeError, nearest
+
+LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with the given arguments and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    try:
+        code = _run(arguments, given) if arguments.command == "run" else _inspect(arguments)
+        sys.stdout.flush()
+        return code
+    except PruningError as error:
+        print(f"sbf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sbf: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"sbf: {error.strerror or error}{_named(error)}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
+    run.description = "Train, score, prune and fine-tune a network as a recipe says."
+    run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
+    )
+    run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
+    run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
+    run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
+    run.add_argument("--quiet", action="store_true", help="print the closing table only")
+    run.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    inspect = commands.add_parser("inspect", help="list the layers of a model that can be pruned")
+    inspect.description = "List the layers of a model that can be pruned, and the others with the reason."
+    known = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
+    inspect.add_argument("model", metavar="MODEL", help=known)
+    inspect.add_argument(
+        "--input",
+        action="append",
+        metavar="C,H,W",
+        help=f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})",
+    )
+    inspect.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of the model's builder",
+    )
+    inspect.add_argument("--json", action="store_true", help="print as JSON")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help for `run` ends with the recipe's settings, fetched when somebody asks."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if not self.prog.endswith(" run"):
+            return text
+        from .training.recipe import bundled_recipes, settings
+
+        lines = [f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"]
+        for key, setting in settings().items():
+            default = "required" if setting.default is None else setting.default
+            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default})\n")
+        return text + "".join(lines)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"sbf {version('sbf-pruner')}")
+        parser.exit()
+
+
+def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    from .training.recipe import load_recipe
+
+    overrides = [*arguments.set, *([] if arguments.seed is None else [f"seed={arguments.seed}"])]
+    recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
+
+    import torch
+
+    from .models import resolve
+    from .terminal import progress, summary_lines
+    from .training.folder import RunFolder
+    from .training.loop import fit
+    from .training.schedule import total_epochs
+
+    folder = RunFolder.of(recipe, arguments.run)
+    folder.check(recipe, resume=arguments.resume, force=arguments.force)
+    torch.manual_seed(recipe.seed)
+    config = recipe.model
+    model = resolve(
+        config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options
+    )
+    try:
+        with progress(total_epochs(recipe), quiet=arguments.quiet) as report:
+            result = fit(
+                model,
+                recipe,
+                run=folder.path,
+                resume=arguments.resume,
+                force=arguments.force,
+                report=report,
+            )
+    except KeyboardInterrupt:
+        hint = f"; go on with: {_again(given)}" if folder.begun else ""
+        print(f"sbf: stopped{hint}", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
+        return 0
+    if result.was_finished:
+        print(f"{result.folder} was finished already; nothing was trained\n")
+    print("\n".join(summary_lines(result.summary, os.fspath(result.folder))))
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    large = arguments.model.startswith(("torchvision:", "timm:"))
+    shapes = [_shape(text) for text in arguments.input or [LARGE_INPUT if large else SMALL_INPUT]]
+    options = dict(_option(text) for text in arguments.option)
+
+    import torch
+
+    from .models import resolve
+    from .overview import overview
+    from .terminal import overview_lines
+
+    model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
+    seen = overview(model, tuple(torch.zeros(1, *shape) for shape in shapes))
+    print(json.dumps(seen, indent=2) if arguments.json else "\n".join(overview_lines(seen)))
+    return 0
+
+
+def _known_recipe(name: str | None) -> str:
+    from .training.recipe import bundled_recipes
+
+    known = bundled_recipes()
+    if name is None:
+        raise RecipeError(f"name a recipe to run: {', '.join(known)}, or a file that ends in .toml")
+    if Path(name).suffix != ".toml" and name not in known:
+        hint = nearest(name, known)
+        hint = f"{hint} bundled: " if hint.startswith("did") else "bundled: "
+        raise RecipeError(
+            f"no bundled recipe is called {name!r}; {hint}{', '.join(known)}; a file must end in .toml"
+        )
+    return name
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise PruningError(f"--input {text!r}: write one input's sizes without the batch, such as 3,32,32")
+    return sizes
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key.isidentifier():
+        raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:  # a word, not a number
+        return key, value
+
+
+def _again(given: Sequence[str]) -> str:
+    """The command that goes on with what this one began."""
+    return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])
+
+
+def _named(error: OSError) -> str:
+    return f": {error.filename}" if error.filename else ""

@@ -1,0 +1,112 @@
+"""A small network in a folder, and back.
+
+A network that `extract` made enters; `model.safetensors` (its tensors) and `plan.json` (the filters each
+layer of the original keeps) leave, without pickle.  Reading back is: build the original network, apply the
+plan, load the tensors.  The header of `model.safetensors` also holds, as JSON, what the example inputs looked
+like and every plan in turn, if the network was pruned more than once; a checksum there guards it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PruningError, RunError
+from .files import from_plain, read_tensors, to_plain, write_tensors, write_text
+from .plan import Plan
+from .surgery import extract
+
+MODEL, PLAN = "model.safetensors", "plan.json"
+_FORMAT = "sbf-pruner network 1"
+_REMEDY = "write it again with sbf_pruner.save"
+
+
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Save a network that `extract` made, or an ordinary one, into a folder.
+
+    >>> import tempfile
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> small = extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(small, folder)
+    ...     again = load(folder, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
+    >>> torch.equal(again[2].weight, small[2].weight)
+    True
+    """
+    plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
+    header = {
+        "format": _FORMAT,
+        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
+        "inputs": to_plain(getattr(model, "sbf_inputs", None), _describe),
+    }
+    write_tensors(Path(folder) / MODEL, model.state_dict(), header)
+    write_text(Path(folder) / PLAN, _joined(plans).to_json())
+
+
+def load(folder: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
+    """Load the network of a run's folder, or one that `save` wrote; `build` makes the dense original."""
+    path = Path(folder)
+    tensors, header = read_tensors(path / MODEL, _REMEDY)
+    if header.get("format") != _FORMAT:
+        raise RunError(f"{path / MODEL} is no saved network of this version ({_FORMAT}); {_REMEDY}")
+    plans = [Plan(keep) for keep in header["plans"]]
+    _check_plan(path / PLAN, _joined(plans))
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise RunError(
+            f"build() returned {type(model).__name__}; give a function that builds the dense network"
+        )
+    inputs = from_plain(header["inputs"], lambda described: _made(described, next(model.parameters())))
+    for plan in plans:
+        model = extract(model, inputs, plan)
+    _fill(model, tensors, path / MODEL)
+    return model
+
+
+def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
+    """Several plans, each for the network the one before gave, as one for the first network."""
+    return reduce(Plan.then, plans, Plan({}))
+
+
+def _check_plan(path: Path, expected: Plan) -> None:
+    try:
+        found = Plan.load(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror or error}); {_REMEDY}") from error
+    except PruningError as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    if found != expected:
+        raise RunError(f"{path} and {MODEL} do not belong together; put back the file that was changed")
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    held: dict[str, Any] = model.state_dict(keep_vars=True)
+    odd = next((name for name in [*held, *tensors] if name not in held or name not in tensors), None)
+    if odd is None:
+        odd = next((name for name in held if held[name].shape != tensors[name].shape), None)
+    if odd is not None:
+        raise RunError(
+            f"{path} does not fit the network that build() makes, first at {odd!r}; build the same dense "
+            "network, with the same options, as the one that was pruned"
+        )
+    for name, tensor in held.items():
+        if tensor.dtype != tensors[name].dtype:  # a network saved in half precision comes back so
+            tensor.data = tensor.data.to(tensors[name].dtype)
+    model.load_state_dict(tensors)
+
+
+def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _made(described: dict[str, Any], like: Tensor) -> Tensor:
+    """Zeros of the described shape, in the network's precision: tracing asks only what is connected."""
+    kind: torch.dtype = getattr(torch, described["dtype"])
+    return torch.zeros(
+        described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device
+    )

@@ -1,0 +1,141 @@
+"""Files that are either whole or not there.
+
+Text, or a nest of plain values and tensors, enters; a file leaves that replaces the old one in a single step,
+so a process killed at any moment leaves the one or the other.  Tensors go into a safetensors file: everything
+that is not a tensor is JSON in its header, and a digest over both tells a changed file from a whole one.
+Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import RunError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it takes the place of `path` once it is safely on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON header as one safetensors file in one step."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        if held.untyped_storage().data_ptr() in seen:  # the format has no shared tensors: each stands alone
+            held = held.clone()
+        seen.add(held.untyped_storage().data_ptr())
+        plain[name] = held
+    text = json.dumps(header)
+    # One entry alone: the format keeps no order among several, and equal networks are to be equal files.
+    entry = json.dumps({"sha256": _digest(plain, text), "header": text})
+    with replacing(path) as temporary:
+        save_file(plain, temporary, metadata={"sbf": entry})
+
+
+def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the header of a file that `write_tensors` wrote; a RunError if it is not whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; {remedy}") from None
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
+    if "sbf" not in metadata:
+        raise RunError(f"{path} was not written by sbf-pruner; {remedy}")
+    entry = json.loads(metadata["sbf"])
+    if _digest(tensors, entry["header"]) != entry["sha256"]:
+        raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
+    return tensors, json.loads(entry["header"])
+
+
+def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
+    """A nest of dicts, lists, tuples, tensors, numbers, text and None as JSON; `leaf` writes each tensor.
+
+    >>> to_plain({"a": (1, None)}, lambda path, tensor: path)
+    {'dict': [['a', {'tuple': [1, None]}]]}
+    """
+    if nest is None or isinstance(nest, bool | int | float | str):
+        return nest
+    if isinstance(nest, Tensor):
+        return {"tensor": leaf(at, nest)}
+    if isinstance(nest, Mapping):
+        for key in nest:
+            if not isinstance(key, str | int):
+                raise TypeError(f"{at or 'the state'} has a key of type {type(key).__name__}")
+        return {"dict": [[key, to_plain(item, leaf, _under(at, key))] for key, item in nest.items()]}
+    if isinstance(nest, list | tuple):
+        kind = "list" if isinstance(nest, list) else "tuple"
+        return {kind: [to_plain(item, leaf, _under(at, index)) for index, item in enumerate(nest)]}
+    raise TypeError(f"{at or 'the state'} is of type {type(nest).__name__}, which cannot be stored")
+
+
+def from_plain(plain: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The nest that `to_plain` wrote; `leaf` reads each tensor.
+
+    >>> from_plain({"dict": [["a", {"tuple": [1, None]}]]}, lambda tensor: tensor)
+    {'a': (1, None)}
+    """
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, held),) = plain.items()
+    if kind == "tensor":
+        return leaf(held)
+    if kind == "dict":
+        return {key: from_plain(item, leaf) for key, item in held}
+    items = [from_plain(item, leaf) for item in held]
+    return items if kind == "list" else tuple(items)
+
+
+def _under(at: str, key: object) -> str:
+    return f"{at}.{key}" if at else str(key)
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    total = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file, or a folder's list of names, is on disk and not only promised."""
+    if os.name == "nt" and path.is_dir():  # folders cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

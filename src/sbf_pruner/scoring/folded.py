@@ -1,0 +1,79 @@
+"""The gated pairs of a whole model as tensors of their own, for steps that are compiled and captured.
+
+Hooks that fold a gate at every call are right for any training loop, but a compiler must see through each of
+them.  Here the hooks are lifted off for a while and every gated parameter is shadowed by one leaf tensor; a
+few kernels refresh all leaves before a forward and carry their gradients back after it.  What holds: the
+numbers are those of the hooks, and leaving the context puts the hooks back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .gates import Fold, FrozenStatistics, Gates
+
+
+class Folded:
+    """While entered, the model reads its gated pairs from `leaves`."""
+
+    def __init__(self, model: nn.Module, gates: Gates) -> None:
+        self.model, self.gates = model, gates
+        soft = gates.mode == "soft"
+        pairs = [p for p in gates.pairs if not soft or p.soft is not None]
+        self._pairs = pairs
+        self.parameters = [p.module._parameters[p.name] for p in pairs]
+        vector = gates.soft.detach() if soft else gates.hard
+        self._views = [vector[p.soft if soft and p.soft is not None else p.hard] for p in pairs]
+        self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters if p is not None]
+        places = [torch.arange(s.start, s.stop) for s in (p.soft for p in pairs) if s is not None]
+        self._places = torch.cat(places).to(vector.device) if soft else None
+        self._lifted: list[tuple[dict[Any, Any], int, Any]] = []
+
+    def __enter__(self) -> Folded:
+        for module in self.model.modules():
+            for table in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(table.items()):
+                    owner = getattr(hook, "__self__", hook)
+                    folds = isinstance(owner, Fold) and owner.parameters
+                    if folds or isinstance(owner, FrozenStatistics):
+                        self._lifted.append((table, key, table.pop(key)))
+                        if isinstance(owner, FrozenStatistics):
+                            module.training = False
+        for pair, leaf in zip(self._pairs, self.leaves, strict=True):
+            pair.module.__dict__[pair.name] = leaf
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pair in self._pairs:
+            pair.module.__dict__.pop(pair.name, None)
+        for table, key, hook in self._lifted:
+            table[key] = hook
+        self._lifted.clear()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gate the parameters anew."""
+        torch._foreach_copy_(self.leaves, torch._foreach_mul(self.parameters, self._views))
+
+    @torch.no_grad()
+    def weight_gradients(self) -> None:
+        """Carry the leaves' gradients back to the parameters; a closed gate lets none through."""
+        found = torch._foreach_mul([leaf.grad for leaf in self.leaves], self._views)
+        for parameter, leaf, gradient in zip(self.parameters, self.leaves, found, strict=True):
+            assert parameter is not None
+            parameter.grad = gradient
+            leaf.grad = None
+
+    @torch.no_grad()
+    def score_gradients(self) -> Tensor:
+        """The leaves' gradients carried back to the scores, added over each pair."""
+        found = torch._foreach_mul([leaf.grad for leaf in self.leaves], self.parameters)
+        flat = torch.cat(found).to(self.gates.soft.dtype)
+        for leaf in self.leaves:
+            leaf.grad = None
+        assert self._places is not None
+        return torch.zeros_like(self.gates.soft).index_add_(0, self._places, flat)

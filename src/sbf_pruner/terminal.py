@@ -1,0 +1,154 @@
+"""Records and summaries as text: progress while a run goes on, tables when it has ended.
+
+Plain dictionaries enter; lines leave.  A terminal with rich installed gets a progress bar, everything else
+one plain line per epoch.  Progress goes to stderr, so that stdout holds results alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+Record = dict[str, Any]
+
+
+@contextmanager
+def progress(
+    total: int, *, quiet: bool = False, stream: TextIO | None = None
+) -> Iterator[Callable[[Record], None]]:
+    """A function to call with the record of every epoch."""
+    stream = stream or sys.stderr
+    if quiet:
+        yield lambda record: None
+        return
+    rich = _rich() if stream.isatty() else None
+    if rich is None:
+        yield _Lines(stream)
+        return
+    columns = (
+        "[bold]{task.description}",
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        "{task.fields[facts]}",
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=importlib.import_module("rich.console").Console(file=stream)) as bar:
+        task = bar.add_task("starting", total=total, facts="")
+
+        def show(record: Record) -> None:
+            bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
+
+        yield show
+
+
+class _Lines:
+    """One plain line per epoch."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.began = time.perf_counter()
+        self.before: int | None = None
+
+    def __call__(self, record: Record) -> None:
+        if self.before is None:
+            self.before = record["done"] - 1
+            self.began -= record["seconds"]
+        done, total = record["done"], record["total"]
+        left = (time.perf_counter() - self.began) / (done - self.before) * (total - done)
+        width = len(str(total))
+        where = f"[{done:>{width}}/{total}] {_stage(record)}"
+        print(f"{where:<32} {_facts(record)}  {_clock(left)} left", file=self.stream, flush=True)
+
+
+def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
+    """The closing table: dense against pruned, what removal changed, and where the run lies."""
+    dense, pruned = summary["dense"], summary["pruned"]
+    rows = [["", "dense", "pruned", "change"]]
+    change = "" if dense["accuracy"] is None else f"{pruned['accuracy'] - dense['accuracy']:+.2f}"
+    rows.append(["accuracy", _percent(dense["accuracy"]), _percent(pruned["accuracy"]), change])
+    for key, label in (("params", "parameters"), ("macs", "MACs")):
+        rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
+    times = [part["latency_ms"] for part in (dense, pruned)]
+    label = f"latency, batch {summary['latency_batch']}"
+    rows.append([label, *(f"{ms:.2f} ms" for ms in times), _change(*times)])
+    before, after = (sum(layer[when] for layer in summary["layers"].values()) for when in ("before", "after"))
+    lines = table(rows, "<>>>")
+    if dense["accuracy"] is None:
+        known = dense["warmup_accuracy"]
+        said = "there was no warm-up" if known is None else f"{known:.2f} % after the warm-up"
+        lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
+    lines.append(f"filters kept: {after:,} of {before:,}")
+    lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
+    lines.append(f"run folder: {folder}")
+    return lines
+
+
+def overview_lines(seen: Mapping[str, Any]) -> list[str]:
+    """The prunable layers, the others with the reason, and the totals."""
+    rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "gated at"]]
+    for layer in seen["layers"]:
+        size = "x".join(map(str, layer["map_size"])) or "-"
+        counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{layer['macs_share']:.1f} %"]
+        rows.append([layer["name"], layer["kind"], *counts, layer["gated_at"]])
+    lines = table(rows, "<<>>>><")
+    if seen["skipped"]:
+        lines += ["", "left alone:"]
+        lines += [f"  {line}" for line in table([list(item) for item in seen["skipped"].items()], "<<")]
+    lines.append("")
+    lines.append(
+        f"{seen['model']}: {len(seen['layers'])} prunable layers with {seen['filters']:,} filters; "
+        f"{seen['params']:,} parameters, {seen['macs']:,} MACs"
+    )
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Rows as lines with aligned columns, "<" to the left or ">" to the right.
+
+    >>> table([["a", "10"], ["bc", "7"]], "<>")
+    ['a   10', 'bc   7']
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(align))]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _stage(record: Record) -> str:
+    cycle = f" {record['cycle']}" if record["cycle"] else ""
+    return f"{record['phase']}{cycle}, epoch {record['epoch']}/{record['epochs']}"
+
+
+def _facts(record: Record) -> str:
+    held_out = record["validation_accuracy"]
+    accuracy = record["test_accuracy"] if held_out is None else held_out
+    filters = f"{record['filters']}/{record['filters_total']}"
+    return f"loss {record['loss']:.3f}  accuracy {accuracy:.2f} %  filters {filters}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} %"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _rich() -> Any:
+    try:
+        return importlib.import_module("rich.progress")
+    except ImportError:
+        return None

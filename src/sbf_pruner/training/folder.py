@@ -1,0 +1,125 @@
+"""The run folder: what is in it, and when it may be written.
+
+A path and a recipe enter; a folder leaves that holds `recipe.toml`, `metrics.jsonl`, `checkpoints/`, and at
+the end `plan.json`, `model.safetensors` and `summary.json`, which comes last: a run with a summary is
+finished.  What holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's
+folder only the files named here are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import RecipeError, RunError
+from ..files import write_text
+from .recipe import Recipe, load_recipe
+
+INITIAL = "initial.safetensors"
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.summary = path / "summary.json"
+
+    @classmethod
+    def of(cls, recipe: Recipe, path: str | Path | None) -> RunFolder:
+        """The folder given, or runs/NAME-seedN below the current one."""
+        return cls(Path(path) if path is not None else Path("runs") / f"{recipe.name}-seed{recipe.seed}")
+
+    @property
+    def begun(self) -> bool:
+        """Is there a run in it?"""
+        return self.recipe.is_file()
+
+    @property
+    def finished(self) -> bool:
+        """Has the run in it come to its end?"""
+        return self.summary.is_file()
+
+    def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
+        """Raise a RunError unless a run of `recipe` may start, start over, or go on here."""
+        if resume and force:
+            raise RunError("a run either goes on (--resume) or starts over (--force), not both; choose one")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"{self.path} is a file; name a folder for the run")
+        if not self.begun:
+            if resume:
+                raise RunError(f"there is no run to resume in {self.path}; leave out --resume (resume=True)")
+            found = self.path.iterdir() if self.path.is_dir() else ()
+            if any(not name.name.endswith(".partial") for name in found):
+                raise RunError(f"{self.path} holds files but no run; name a new folder for the run")
+        elif resume:
+            self._check_same(recipe)
+        elif not force:
+            raise RunError(
+                f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
+                "or name another folder (--run)"
+            )
+
+    def begin(self, recipe: Recipe) -> None:
+        """Remove what an earlier run left here and write the recipe."""
+        stale = ["metrics.jsonl", "plan.json", "model.safetensors", "summary.json", "report.html"]
+        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL)]
+        for name in stale:
+            (self.path / name).unlink(missing_ok=True)
+        write_text(self.recipe, recipe.to_toml())
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one record to the metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rewind(self, records: int) -> None:
+        """Forget the metrics written after the checkpoint, so that no epoch stands there twice."""
+        text = self.metrics.read_text("utf-8") if self.metrics.is_file() else ""
+        lines = text.splitlines(keepends=True)
+        if len(lines) < records:
+            raise RunError(
+                f"{self.metrics} has {len(lines)} records but the checkpoint is of epoch {records}; put the "
+                "file back, or start over with --force"
+            )
+        if len(lines) > records:
+            write_text(self.metrics, "".join(lines[:records]))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, which marks the run as finished."""
+        write_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary of a finished run."""
+        try:
+            summary = json.loads(self.summary.read_text("utf-8"))
+        except ValueError:
+            summary = None
+        if not isinstance(summary, dict) or not {"dense", "pruned", "layers"} <= set(summary):
+            raise RunError(f"{self.summary} is damaged; remove it and --resume to write it anew")
+        return summary
+
+    def _check_same(self, recipe: Recipe) -> None:
+        try:
+            stored = load_recipe(self.recipe)
+        except RecipeError as error:
+            raise RunError(f"the run's recipe was changed ({error}); start over with --force") from error
+        before, now = _flat(stored.to_dict()), _flat(recipe.to_dict())
+        for key in [*now, *before]:
+            if now.get(key) != before.get(key):
+                raise RunError(
+                    f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
+                    "with its own recipe, or start over with --force"
+                )
+
+
+def _flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
+    return flat

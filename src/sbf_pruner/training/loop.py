@@ -1,0 +1,283 @@
+"""The whole schedule: a dense network in, a trained, smaller one and a run folder out.
+
+Warm-up, cycles of scores and gated weights, removal, fine-tuning of what is left, and, where the recipe asks
+for it, a dense control.  What holds: everything is checked before the first file is written; every epoch
+follows from the seed and its number alone, and a checkpoint holds all that passes from one to the next, so a
+run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import RunError
+from ..export import load, save
+from ..plan import Plan
+from .checkpoint import NAME, load_checkpoint, save_checkpoint
+from .data import Augment, Batches, Data, Split, load_data
+from .engine import Engine, Tally, make_optimizer, restore_optimizer
+from .folder import INITIAL, RunFolder
+from .networks import Networks
+from .recipe import Recipe
+from .schedule import Phase, learning_rate, optimizer_config, phases, total_epochs
+from .start import choose_device
+from .summary import environment, sizes, widths
+
+Report = Callable[[dict[str, Any]], None]
+
+SAVING_SHARE = 0.05  # of a run's time at most goes into checkpoints, but for those at the end of a phase
+EVALUATED_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: the small network, the filters it kept, the figures, and where they lie."""
+
+    model: nn.Module
+    plan: Plan
+    summary: dict[str, Any]
+    folder: Path
+    was_finished: bool = False
+    """The run had come to its end before it was resumed, and nothing was trained."""
+
+
+def fit(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    data: Data | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    report: Report | None = None,
+) -> Result:
+    """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
+
+    `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
+    or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
+
+    >>> import tempfile
+    >>> from .recipe import load_recipe
+    >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
+    >>> recipe = load_recipe("digits", [*short, "dense_control=false"])
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = fit(net, recipe, run=folder)
+    >>> result.summary["pruned"]["macs"] <= result.summary["dense"]["macs"]
+    True
+    """
+    folder = RunFolder.of(recipe, run)
+    folder.check(recipe, resume=resume, force=force)
+    if resume and folder.finished:
+        small = load(folder.path, lambda: copy.deepcopy(model))
+        return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), folder.path, True)
+    device = choose_device(recipe.device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's stream is its own
+        data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+        ahead = _Run(model, recipe, data, device, folder, report)
+        if resume and (folder.checkpoints / NAME).is_file():
+            ahead.restore()
+        else:
+            ahead.begin()
+        return ahead.go()
+
+
+class _Run:
+    """A run in progress: the networks, how far it is, and how to write it down."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        data: Data,
+        device: torch.device,
+        folder: RunFolder,
+        report: Report | None,
+    ) -> None:
+        self.recipe, self.data, self.device, self.folder = recipe, data, device, folder
+        self.report = report or (lambda record: None)
+        self.train = self._batches(data.train, Augment(recipe.data.crop, recipe.data.flip))
+        self.test = self._batches(data.test)
+        self.validation = self._batches(data.validation) if len(data.validation) else None
+        self.images = next(self.test.epoch(0))[0]
+        self.networks = Networks(model, recipe, data, self.images, device)
+        self.warmup_accuracy: float | None = None
+        self.done = 0
+        self.unfinished: dict[str, Any] | None = None  # the optimiser of a phase that was cut short
+        self.spent = 0.0  # seconds of earlier sessions
+        self.started = self.saved = time.perf_counter()
+        self.saving = 0.0  # seconds the last checkpoint took
+
+    def begin(self) -> None:
+        """Write the first files: from here on there is a run to resume."""
+        self.folder.begin(self.recipe)
+        save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
+
+    def restore(self) -> None:
+        """Go to where the last checkpoint was taken."""
+        state = load_checkpoint(self.folder.checkpoints)
+        self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
+        self.folder.rewind(state["done"])
+        self.done, self.spent, self.unfinished = state["done"], state["seconds"], state["optimizer"]
+        self.warmup_accuracy = state["warmup_accuracy"]
+
+    def go(self) -> Result:
+        """Run what is left of the schedule and write the results."""
+        for phase in phases(self.recipe):
+            if self.done < phase.end:
+                self._run_phase(phase)
+        small = self.networks.pruned()
+        save(small, self.folder.path)
+        summary = self._summary(small)
+        self.folder.write_summary(summary)
+        return Result(small, self.networks.plan, summary, self.folder.path)
+
+    def _run_phase(self, phase: Phase) -> None:
+        network = self.networks.of(phase)
+        engine = Engine(network, self.device)
+        optimizer = None
+        if phase.kind != "score":
+            optimizer = make_optimizer(network, optimizer_config(self.recipe, phase))
+            if self.unfinished is not None:
+                restore_optimizer(optimizer, self.unfinished)
+        self.unfinished = None
+        with ExitStack() as frozen:
+            if phase.kind == "score":
+                frozen.enter_context(self.networks.pruner.scoring())
+            elif phase.kind == "weights":
+                frozen.enter_context(self.networks.pruner.gated())
+            while self.done < phase.end:
+                record = self._run_epoch(phase, engine, optimizer)
+                self.done += 1
+                if self.done == phase.end:
+                    # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
+                    frozen.close()
+                    optimizer = None
+                    if phase.kind == "score":
+                        self.networks.gates_changed()
+                    elif phase.kind == "warmup":
+                        self.warmup_accuracy = record["test_accuracy"]
+                record |= self.networks.cost(phase)
+                # The metrics first: a record too many is cut off on resuming, one too few would be lost.
+                self.folder.append(record)
+                self._save(optimizer, closed=self.done == phase.end)
+                self.report(record)
+
+    def _run_epoch(
+        self, phase: Phase, engine: Engine, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, Any]:
+        began = time.perf_counter()
+        epoch = self.done - phase.first_epoch
+        torch.manual_seed(_mixed(self.recipe.seed, self.done))
+        batches = self.train.epoch(self.done)
+        if optimizer is None:
+            rate = self.recipe.scores.lr
+            tally = engine.score_epoch(batches, self.networks.pruner)
+        else:
+            config, each = optimizer_config(self.recipe, phase), len(self.train)
+            steps = range(epoch * each, (epoch + 1) * each)
+            rates = [learning_rate(config, step, each * phase.epochs) for step in steps]
+            rate = rates[0]
+            tally = engine.train_epoch(batches, optimizer, rates, config.label_smoothing)
+        test = engine.evaluate(self.test.epoch(0))
+        held_out = engine.evaluate(self.validation.epoch(0)) if self.validation else None
+        self._check_finite(phase, epoch, tally, test)
+        return {
+            "done": self.done + 1,
+            "total": total_epochs(self.recipe),
+            "phase": phase.kind,
+            "cycle": phase.cycle,
+            "epoch": epoch + 1,
+            "epochs": phase.epochs,
+            "loss": tally.loss,
+            "penalty": tally.penalty,
+            "train_accuracy": tally.accuracy,
+            "validation_accuracy": held_out.accuracy if held_out else None,
+            "test_accuracy": test.accuracy,
+            "lr": rate,
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+
+    def _check_finite(self, phase: Phase, epoch: int, *tallies: Tally) -> None:
+        """Stop before weights that are no numbers are saved; those of the last step show in the test loss."""
+        if all(tally.finite for tally in tallies):
+            return
+        section = {"score": "scores", "control": "warmup"}.get(phase.kind, phase.kind)
+        rate = getattr(self.recipe, section).lr
+        raise RunError(
+            f"the loss is no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
+            f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
+            f"{self.folder.checkpoints}"
+        )
+
+    def _save(self, optimizer: torch.optim.Optimizer | None, *, closed: bool) -> None:
+        """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""
+        now = time.perf_counter()
+        if not closed and self.saving > SAVING_SHARE * (now - self.saved):
+            return
+        state = {
+            "done": self.done,
+            "seconds": self._seconds(),
+            "warmup_accuracy": self.warmup_accuracy,
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "networks": self.networks.state(),
+        }
+        save_checkpoint(self.folder.checkpoints, state)
+        self.saved = time.perf_counter()
+        self.saving = self.saved - now
+
+    def _summary(self, small: nn.Module) -> dict[str, Any]:
+        control = self.networks.control
+        dense = self.networks.pruner.detach() if control is None else control
+        batch = self.images[: self.recipe.data.batch_size]
+        first, second = sizes(dense, small, batch)
+        return {
+            "name": self.recipe.name,
+            "seed": self.recipe.seed,
+            "epochs": sum(phase.epochs for phase in phases(self.recipe) if phase.kind != "control"),
+            "dense": {**self._judged(control), "warmup_accuracy": self.warmup_accuracy, **first},
+            "pruned": {**self._judged(small), **second},
+            "latency_batch": len(batch),
+            "cut_error": self.networks.cut_error,
+            "layers": widths(self.networks.pruner.graph, self.networks.plan),
+            "seconds": round(self._seconds(), 1),
+            "environment": environment(self.device),
+        }
+
+    def _judged(self, network: nn.Module | None) -> dict[str, float | None]:
+        """Accuracy after the last epoch; none where there is no network or no validation split."""
+        if network is None:
+            return {"accuracy": None, "validation_accuracy": None}
+        engine = Engine(network, self.device)
+        held_out = engine.evaluate(self.validation.epoch(0)).accuracy if self.validation else None
+        return {"accuracy": engine.evaluate(self.test.epoch(0)).accuracy, "validation_accuracy": held_out}
+
+    def _batches(self, split: Split, augment: Augment | None = None) -> Batches:
+        size = self.recipe.data.batch_size if augment else max(self.recipe.data.batch_size, EVALUATED_AT_ONCE)
+        return Batches(
+            split,
+            size,
+            self.data.mean,
+            self.data.std,
+            device=self.device,
+            augment=augment,
+            seed=self.recipe.seed,
+        )
+
+    def _seconds(self) -> float:
+        return self.spent + time.perf_counter() - self.started
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """One seed for the global stream (dropout) of an epoch, other than the one its order is drawn from."""
+    return int(np.random.SeedSequence((seed, epoch, 1)).generate_state(1)[0])

@@ -1,0 +1,139 @@
+"""The networks a run trains one after another: the dense one under its scores, the small one, the control.
+
+A model and a recipe enter; the network of each phase leaves.  Removal happens here, once, when the first
+phase asks for the small network, and is proved on the spot: in float64 the gated network and the extracted
+one must give the same outputs.  `state` holds all that training changed, and `restore` brings it back.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..measure import measure
+from ..plan import Plan
+from ..pruner import Pruner
+from .data import Data
+from .recipe import Recipe
+from .schedule import Phase
+from .start import check_fit, load_weights
+
+CUT_TOLERANCE = 1e-6
+
+
+class Networks:
+    """The dense network with its pruner, then the small one, then the control."""
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, data: Data, images: Tensor, device: torch.device
+    ) -> None:
+        self.images = images
+        self.dense = copy.deepcopy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if recipe.model.weights:
+            load_weights(self.dense, Path(recipe.model.weights))
+        check_fit(self.dense, images[:2], data)
+        self.initial = _snapshot(self.dense)
+        scores = recipe.scores
+        self.pruner = Pruner(
+            self.dense,
+            images[:2],
+            penalty=scores.penalty,
+            projection=scores.projection,  # type: ignore[arg-type]
+            leak=scores.leak,
+            balance=scores.balance,  # type: ignore[arg-type]
+            lr=scores.lr,
+            eps=scores.eps,
+            threshold=scores.threshold,
+        )
+        self.small: nn.Module | None = None
+        self.control: nn.Module | None = None
+        self.plan = self.pruner.plan()
+        self.cut_error: float | None = None
+        self._dense_cost = self._small_cost = measure(self.dense, images[:1])
+
+    def of(self, phase: Phase) -> nn.Module:
+        """The network that a phase trains."""
+        if phase.kind == "finetune":
+            return self.pruned()
+        if phase.kind == "control":
+            return self._controlled()
+        return self.dense
+
+    def pruned(self) -> nn.Module:
+        """The small network; the first call removes the filters, and proves that nothing else changed."""
+        if self.small is None:
+            small = self._extract()
+            self.cut_error = _difference(self.dense, small, self.images)
+            if not self.cut_error <= CUT_TOLERANCE:  # written so that nan fails too
+                raise RunError(
+                    f"the extracted network differs from the gated one by {self.cut_error:.1e} of its "
+                    "largest output, which is a fault of ours; please report the model"
+                )
+            self.small = small
+        return self.small
+
+    def cost(self, phase: Phase) -> dict[str, int]:
+        """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
+        alive, filters = self.pruner.alive()
+        cost = self._dense_cost if phase.kind == "control" else self._small_cost
+        alive = filters if phase.kind == "control" else alive
+        return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
+
+    def gates_changed(self) -> None:
+        """Count anew: a score phase has ended."""
+        self.plan = self.pruner.plan()
+        self._small_cost = measure(self.pruner.extract(), self.images[:1])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training has changed so far."""
+        pruning = self.small is None
+        return {
+            "dense": self.dense.state_dict() if pruning else None,
+            "pruner": self.pruner.state_dict() if pruning else None,
+            "plan": {name: list(kept) for name, kept in self.plan.keep.items()},
+            "small": None if self.small is None else self.small.state_dict(),
+            "control": None if self.control is None else self.control.state_dict(),
+            "cut_error": self.cut_error,
+        }
+
+    def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
+        """Go back to a state, whatever weights the model came with this time."""
+        self.initial = initial
+        if state["small"] is None:
+            self.dense.load_state_dict(state["dense"])
+            self.pruner.load_state_dict(state["pruner"])
+        else:
+            self.pruner.gate(Plan(state["plan"]))
+            self.small = self._extract()
+            self.small.load_state_dict(state["small"])
+        if state["control"] is not None:
+            self._controlled().load_state_dict(state["control"])
+        self.cut_error = state["cut_error"]
+        self.gates_changed()
+
+    def _extract(self) -> nn.Module:
+        return self.pruner.extract().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _controlled(self) -> nn.Module:
+        if self.control is None:
+            self.control = self.pruner.detach()
+            self.control.load_state_dict(self.initial)
+        return self.control
+
+
+def _snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def _difference(gated: nn.Module, small: nn.Module, images: Tensor) -> float:
+    """The largest difference of the outputs in float64, as a part of the largest output."""
+    inputs = images.double()
+    expected, found = (copy.deepcopy(network).double().eval()(inputs) for network in (gated, small))
+    largest = expected.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((expected - found).abs().max() / largest)

@@ -1,0 +1,90 @@
+"""When what is trained: the recipe's phases, and the learning rate at every step.
+
+A `Recipe` enters; a list of `Phase`s leaves, in the order they run, with every epoch of the run numbered from
+0.  Pure functions: the same recipe gives the same schedule, which is what makes a run resumable.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .recipe import OptimizerConfig, Recipe
+
+Kind = Literal["warmup", "score", "weights", "finetune", "control"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of epochs in which the same thing is trained in the same way."""
+
+    kind: Kind
+    cycle: int
+    """Which cycle of scores and weights it belongs to, from 1; 0 outside the cycles."""
+    epochs: int
+    first_epoch: int
+    """Number of its first epoch in the whole run, from 0."""
+
+    @property
+    def end(self) -> int:
+        """Number of the first epoch after it."""
+        return self.first_epoch + self.epochs
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.cycle}" if self.cycle else self.kind
+
+
+def phases(recipe: Recipe) -> list[Phase]:
+    """The phases of a run in order; those without epochs are left out.
+
+    The control is trained for as many epochs as the pruned network in all its phases together.
+
+    >>> from .recipe import load_recipe
+    >>> short = load_recipe("digits", ["phases.cycles=1"])
+    >>> [phase.kind for phase in phases(short)]
+    ['warmup', 'score', 'weights', 'finetune', 'control']
+    """
+    lengths = recipe.phases
+    planned: list[tuple[Kind, int, int]] = [("warmup", 0, lengths.warmup)]
+    for cycle in range(1, lengths.cycles + 1):
+        planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
+    planned.append(("finetune", 0, lengths.finetune))
+    if recipe.dense_control:
+        planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
+    found: list[Phase] = []
+    first = 0
+    for kind, cycle, epochs in planned:
+        if epochs:
+            found.append(Phase(kind, cycle, epochs, first))
+        first += epochs
+    return found
+
+
+def total_epochs(recipe: Recipe) -> int:
+    """All epochs of a run, the control's included."""
+    return sum(phase.epochs for phase in phases(recipe))
+
+
+def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
+    """How a phase trains the weights; the control is trained as the warm-up is, over all its epochs."""
+    return {
+        "warmup": recipe.warmup,
+        "weights": recipe.weights,
+        "finetune": recipe.finetune,
+        "control": recipe.warmup,
+    }[phase.kind]
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate at a step of a phase that has `steps` of them.
+
+    >>> [learning_rate(OptimizerConfig(lr=1.0), step, 4) for step in (0, 2)]
+    [1.0, 0.5]
+    """
+    passed = step / steps
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * passed)) / 2
+    if config.schedule == "step":
+        return config.lr * config.gamma ** sum(passed >= milestone for milestone in config.milestones)
+    return config.lr

@@ -1,0 +1,100 @@
+"""What a run starts from, checked before anything is written: device, weights, and a network that fits.
+
+A recipe's words, a model and data enter; a device, a loaded model, or one sentence of what does not fit,
+leave.  Weights are loaded all or not at all.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..errors import RunError, nearest
+from .data import Data
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device a recipe names; auto is cuda if there is one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RunError("device: this machine has no cuda device that torch can use; set device=cpu or auto")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a state_dict from a .safetensors or .pt file, which must fit the model tensor by tensor."""
+    where = f"model.weights: {path}"
+    given = _read(path, where)
+    held = model.state_dict()
+    missing = [name for name in held if name not in given]
+    unknown = [name for name in given if name not in held]
+    if unknown and all(name.startswith("module.") for name in given):
+        raise RunError(f"{where} was saved from a DataParallel wrapper; save model.module.state_dict()")
+    if missing or unknown:
+        parts = [f"has no {missing[0]!r}{_more(missing)}"] if missing else []
+        if unknown:
+            hint = "" if missing else f" ({nearest(unknown[0], held)})"
+            parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model has not{hint}")
+        raise RunError(f"{where} {' and '.join(parts)}; give the weights of this very network")
+    for name, tensor in given.items():
+        if tensor.shape != held[name].shape:
+            raise RunError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(held[name].shape)}; "
+                "set model.num_classes, model.in_channels or model.options to what it was trained with"
+            )
+    model.load_state_dict(given)
+
+
+def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
+    """Does the network run on these images and give one number per class?  It is left in evaluation mode."""
+    shape = "x".join(map(str, images.shape[1:]))
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(images)
+    except Exception as error:  # a user's network may fail in any way
+        cause = " ".join(str(error).split())
+        raise RunError(
+            f"{type(model).__name__} does not run on the images of {data.name}, {shape} "
+            f"({type(error).__name__}: {cause}); set model.in_channels = {images.shape[1]}, or "
+            "data.image_size to what it needs"
+        ) from error
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise RunError(
+            f"{type(model).__name__} gives {what} for {len(images)} images; training needs a network that "
+            f"gives one row of {data.num_classes} logits per image"
+        )
+    if outputs.shape[1] != data.num_classes:
+        raise RunError(
+            f"{type(model).__name__} gives {outputs.shape[1]} numbers per image but {data.name} has "
+            f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
+            f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
+        )
+
+
+def _read(path: Path, where: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise RunError(f"{where} does not exist; give a .safetensors or .pt file")
+    try:
+        given: Any = (
+            load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        )
+    except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise RunError(
+            f"{where} cannot be read ({cause}); save it with torch.save(model.state_dict(), path)"
+        ) from error
+    if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        raise RunError(f"{where} holds something other than a state_dict; save model.state_dict() alone")
+    return given
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,60 @@
+"""What a run came to: the dense network against the pruned one, and where it was measured.
+
+Two networks, their graph and a plan enter; plain dictionaries leave, of which `summary.json` is made.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graph.channels import ChannelGraph
+from ..measure import latency, measure
+from ..plan import Plan
+
+
+def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters, MACs of one image, and milliseconds of a forward pass on `images`, of both networks."""
+    times = latency({"dense": dense, "pruned": pruned}, images)
+    dense_size, pruned_size = (measure(network, images[:1]) for network in (dense, pruned))
+    return (
+        {"params": dense_size.params, "macs": dense_size.macs, "latency_ms": times["dense"].median},
+        {"params": pruned_size.params, "macs": pruned_size.macs, "latency_ms": times["pruned"].median},
+    )
+
+
+def widths(graph: ChannelGraph, plan: Plan) -> dict[str, dict[str, int]]:
+    """The filters of every prunable layer before and after."""
+    kept = plan.widths()
+    return {
+        name: {"before": layer.filters, "after": kept.get(name, layer.filters)}
+        for name, layer in graph.layers.items()
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions a run used."""
+    packages = ("sbf-pruner", "torch", "numpy", "safetensors")
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or f"{platform.machine()} ({sys.platform})"

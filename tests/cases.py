@@ -1,0 +1,167 @@
+"""Random plans for a network, and what it takes to compare a gated network with the extracted one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from sbf_pruner.graph.channels import ChannelGraph
+from sbf_pruner.inputs import call
+from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import Pruner
+from sbf_pruner.surgery import extract
+from zoo import fresh_inputs
+
+TOLERANCE = 1e-10
+
+
+def random_plans(graph: ChannelGraph, count: int = 20, seed: int = 0) -> list[Plan]:
+    """Plans that leave the network connected: sparse and dense ones, empty layers, one filter each, all."""
+    rng = np.random.default_rng(seed)
+    makers = [_some, _with_one_empty, _with_several_empty, _some]
+    plans = [_keep_all(graph, rng), _keep_one(graph, rng)]
+    while len(plans) < count:
+        masks = makers[len(plans) % len(makers)](graph, rng)
+        plans.append(Plan.from_masks(_reconnected(graph, masks, rng)))
+    return plans
+
+
+def _keep_all(graph, rng):
+    return Plan({name: range(layer.filters) for name, layer in graph.layers.items()})
+
+
+def _keep_one(graph, rng):
+    masks = {
+        name: np.arange(layer.filters) == rng.integers(layer.filters) for name, layer in graph.layers.items()
+    }
+    return Plan.from_masks(_reconnected(graph, masks, rng))
+
+
+def _some(graph, rng):
+    ratio = rng.uniform(0.1, 0.9)
+    return {name: rng.random(layer.filters) < ratio for name, layer in graph.layers.items()}
+
+
+def _with_one_empty(graph, rng):
+    masks = _some(graph, rng)
+    for mask in masks.values():
+        mask[rng.integers(mask.size)] = True
+    masks[rng.choice(list(masks))][:] = False
+    return masks
+
+
+def _with_several_empty(graph, rng):
+    masks = _some(graph, rng)
+    for name in rng.choice(list(masks), max(2, len(masks) // 3)):
+        masks[name][:] = False
+    return masks
+
+
+def _reconnected(graph, masks, rng):
+    """Give filters back, one at a time, until the output depends on the input again."""
+    while not graph.connected(graph.settle(masks)):
+        empty = [n for n, m in masks.items() if not m.any()] or [n for n, m in masks.items() if not m.all()]
+        name = rng.choice(empty)
+        masks[name][rng.choice(np.flatnonzero(~masks[name]))] = True
+    return masks
+
+
+# -- comparison -----------------------------------------------------------------------------------------
+
+
+def leaves(nest: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor)]
+
+
+def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE, msg=lambda m: f"{what}: {m}")
+
+
+def run(model: nn.Module, inputs: Any, training: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the gradients of the inputs; those of the parameters are left in them."""
+    model.train(training)
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.eval()
+    model.zero_grad()
+    outputs = leaves(call(model, inputs))
+    generator = torch.Generator().manual_seed(5)
+    loss = sum((o * torch.randn(o.shape, dtype=o.dtype, generator=generator)).sum() for o in outputs)
+    grads = torch.autograd.grad(loss, leaves(inputs), retain_graph=True, allow_unused=True)
+    if loss.requires_grad:
+        loss.backward(inputs=[p for p in model.parameters() if p.requires_grad])
+    zeros = [torch.zeros_like(x) for x in leaves(inputs)]
+    return outputs, [z if g is None else g for g, z in zip(grads, zeros, strict=True)]
+
+
+def sliced_gradients(pruner: Pruner) -> nn.Module:
+    """A network extracted from one that holds, in place of its weights, their gradients.
+
+    So what surgery does to a weight is done to its gradient, and the two networks can be compared by name.
+    """
+    twin = copy.deepcopy(pruner.model)
+    with torch.no_grad():
+        for parameter, source in zip(twin.parameters(), pruner.model.parameters(), strict=True):
+            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+    return extract(twin, pruner.example_inputs, pruner.plan(), pruner.graph)
+
+
+def assert_equal_networks(pruner: Pruner, small: nn.Module, training: bool, seed: int = 0) -> None:
+    """The gated and the extracted network agree in outputs and gradients; in training, in all they change."""
+    model, small = pruner.model, copy.deepcopy(small)
+    inputs = fresh_inputs(pruner.example_inputs, seed=seed, requires_grad=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        outputs, of_inputs = run(model, inputs, training)
+        expected = sliced_gradients(pruner) if training else None
+    finally:
+        model.load_state_dict(before)
+    small_outputs, small_of_inputs = run(small, inputs, training)
+    assert len(outputs) == len(small_outputs)
+    for number, (found, wanted) in enumerate(zip(small_outputs, outputs, strict=True)):
+        assert_close(found, wanted, f"output {number}")
+    for number, (found, wanted) in enumerate(zip(small_of_inputs, of_inputs, strict=True)):
+        assert_close(found, wanted, f"gradient of input {number}")
+    if expected is None:
+        return
+    for name, wanted in expected.named_parameters():
+        parameter = small.get_parameter(name)
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert_close(found, wanted.detach(), f"gradient of {name}")
+    for name, wanted in expected.named_buffers():
+        assert_close(small.get_buffer(name), wanted, name)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything of a model that must not change behind the user's back."""
+    return {
+        "tensors": {n: t.clone() for n, t in (*model.named_parameters(), *model.named_buffers())},
+        "identities": {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())},
+        "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+        "trains": {n: p.requires_grad for n, p in model.named_parameters()},
+        "modes": {n: m.training for n, m in model.named_modules()},
+        "modules": {n: id(m) for n, m in model.named_modules()},
+        "attributes": {n: sorted(vars(m)) for n, m in model.named_modules()},
+        "hooks": {n: [len(table) for table in _hook_tables(m)] for n, m in model.named_modules()},
+    }
+
+
+def _hook_tables(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    return (held for name, held in sorted(vars(module).items()) if "hooks" in name and isinstance(held, dict))
+
+
+def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+    now = snapshot(model)
+    for key in ("tensors", "gradients"):
+        held, was = now.pop(key), before[key]
+        assert held.keys() == was.keys()
+        for name in held:
+            assert held[name] is was[name] is None or torch.equal(held[name], was[name]), name
+    assert now == {key: before[key] for key in now}

@@ -1,0 +1,20 @@
+"""What all tests share; its place also lets them import `zoo`."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same cases every time where nobody looks for new ones; `HYPOTHESIS_PROFILE=explore` looks for new ones.
+settings.register_profile("repeat", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+# Tiny networks: a second thread costs more than it gives.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

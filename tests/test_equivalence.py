@@ -1,0 +1,435 @@
+"""Every network of the zoo: gated and extracted compute the same, and the filters are really gone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from cases import assert_equal_networks, assert_untouched, leaves, random_plans, run, snapshot
+from sbf_pruner.errors import PlanError
+from sbf_pruner.graph.channels import trace
+from sbf_pruner.inputs import call
+from sbf_pruner.layers import Adapted, Remap, Zeros
+from sbf_pruner.measure import measure
+from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import Pruner
+from sbf_pruner.surgery import extract
+from zoo import ZOO, fresh_inputs
+
+nets = pytest.mark.parametrize("name", ZOO)
+
+
+class Case(NamedTuple):
+    pruner: Pruner
+    model: nn.Module
+    inputs: Any
+    made: list[tuple[Plan, Plan, nn.Module]]  # as asked, as settled, and the small network
+
+
+@functools.cache
+def case(name: str) -> Case:
+    """A network with 20 random plans and what was extracted; made once, changed by nobody."""
+    model, inputs = ZOO[name]()
+    pruner = Pruner(model, inputs)
+    made = []
+    for plan in random_plans(pruner.graph):
+        pruner.gate(plan)
+        made.append((plan, pruner.plan(), pruner.extract()))
+    return Case(pruner, model, inputs, made)
+
+
+def half(pruner_or_graph) -> Plan:
+    """Every second filter of every layer."""
+    layers = getattr(pruner_or_graph, "graph", pruner_or_graph).layers
+    return Plan({name: range(0, layer.filters, 2) for name, layer in layers.items()})
+
+
+# -- the same function ----------------------------------------------------------------------------------
+
+
+@nets
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_masked_equals_extracted(name, training):
+    pruner, _, _, made = case(name)
+    for number, (plan, settled, small) in enumerate(made):
+        pruner.gate(plan)
+        assert pruner.plan() == settled
+        try:
+            assert_equal_networks(pruner, small, training, seed=number)
+        except AssertionError as error:
+            raise AssertionError(f"plan {number}, {dict(plan.keep)}: {error}") from error
+
+
+@nets
+def test_a_plan_of_all_filters_changes_nothing(name):
+    """Bit for bit, where no filter was useless in the first place."""
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    everything = Plan({n: range(layer.filters) for n, layer in graph.layers.items()})
+    small = extract(model, inputs, everything)
+    if Plan.from_masks(graph.settle({})) != everything:
+        assert name in ("Split", "Unused")
+        return
+    other = fresh_inputs(inputs, requires_grad=True)
+    for training in (False, True):
+        for found, wanted in zip(run(small, other, training), run(model, other, training), strict=True):
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a, b)
+    assert [type(m) for m in small.modules()] == [type(m) for m in model.modules()]
+    assert small.state_dict().keys() == model.state_dict().keys()
+
+
+@nets
+def test_gates_that_are_open_change_nothing(name):
+    model, inputs = ZOO[name]()
+    before = leaves(call(model.eval(), inputs))
+    pruner = Pruner(model, inputs)
+    with pruner.gated():
+        for found, wanted in zip(leaves(call(model, inputs)), before, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["Unet", "Residual", "PaddingModes", "Transposed", "Depthwise"])
+def test_other_map_sizes_than_the_traced_one(name):
+    pruner, model, inputs, made = case(name)
+    if name != "Transposed":
+        inputs = torch.randn(1, 3, 12, 20, dtype=torch.float64)
+    for plan, _, small in made:
+        pruner.gate(plan)
+        found, wanted = small.eval()(inputs), model.eval()(inputs)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+# -- the user's model -----------------------------------------------------------------------------------
+
+
+@nets
+def test_the_model_is_untouched(name):
+    model, inputs = ZOO[name]()
+    modules = list(model.modules())
+    for module in modules[1::3]:  # as a user may have left them
+        module.eval()
+    next(model.parameters()).requires_grad_(False)
+    run_before = fresh_inputs(inputs, requires_grad=True)
+    sum(tensor.sum() for tensor in leaves(call(model, run_before))).backward()
+    before = snapshot(model)
+    graph = trace(model, inputs)
+    assert_untouched(model, before)
+    small = (
+        extract(model, inputs, half(graph), graph)
+        if graph.connected(graph.settle(half(graph).masks(graph)))
+        else None
+    )
+    assert_untouched(model, before)
+    pruner = Pruner(model, inputs)
+    pruner.gate(random_plans(graph, 3)[2])
+    pruner.extract()
+    assert pruner.detach() is model
+    assert_untouched(model, before)
+    if small is not None:  # and shares no memory with the small one
+        mine = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+        assert not mine & {t.untyped_storage().data_ptr() for t in small.state_dict().values() if t.numel()}
+
+
+CUTS = {
+    "Plain": ({"4": []}, "4"),
+    "Residual": ({"5.conv2": [], "5.shortcut.0": []}, "5.conv2, 5.shortcut.0|5.shortcut.0|5.conv2"),
+    "Shuffle": ({"6": []}, "6"),
+    "Dense": ({"transition.1": []}, "transition.1"),
+    "Depthwise": ({"3.expand.0": []}, "3.expand.0"),
+    "FlattenLinear": ({"classifier.0": []}, "classifier.0"),
+    "MultiOutput": ({"stem.0": []}, "stem.0"),
+    "GatedUnit": ({"both.0": [0, 1, 2, 3]}, "both.0"),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_plan_that_cuts_the_network_is_refused(name):
+    model, inputs = ZOO[name]()
+    keep, culprit = CUTS[name]
+    before = snapshot(model)
+    with pytest.raises(PlanError, match=rf"the plan cuts the input from the output: ({culprit}) "):
+        extract(model, inputs, Plan(keep))
+    assert_untouched(model, before)
+    pruner = Pruner(model, inputs)
+    pruner.gate(random_plans(pruner.graph, 3)[2])
+    gated, held = leaves(call(model.eval(), inputs)), pruner.plan()
+    with pytest.raises(PlanError, match=rf"the plan cuts the input from the output: ({culprit}) "):
+        pruner.gate(Plan(keep))
+    assert pruner.plan() == held
+    for found, wanted in zip(leaves(call(model, inputs)), gated, strict=True):
+        assert torch.equal(found, wanted)
+
+
+# -- what is left ---------------------------------------------------------------------------------------
+
+
+@nets
+def test_parameters_and_macs_never_rise(name):
+    _, model, inputs, made = case(name)
+    dense = measure(model, inputs)
+    for plan, _, small in made:
+        left = measure(small, inputs)
+        assert left.params <= dense.params, dict(plan.keep)
+        assert left.macs <= dense.macs, dict(plan.keep)
+
+
+@nets
+def test_layers_keep_the_filters_of_the_settled_plan(name):
+    """The weight of every layer in the small network is the rows of the large one that the plan names."""
+    _, model, _, made = case(name)
+    for _, settled, small in made:
+        modules = dict(small.named_modules())
+        for layer, kept in settled.keep.items():
+            module = modules[layer]
+            module = module.module if isinstance(module, Adapted) else module
+            if not kept:
+                assert isinstance(module, Zeros), f"{layer} is empty but still a {type(module).__name__}"
+                continue
+            if name == "SharedParameter" and layer == "one.0":
+                continue  # the other convolution needs the rows that this one could lose
+            axis = 1 if "Transpose" in type(module).__name__ else 0
+            groups = getattr(module, "groups", 1)
+            assert module.weight.shape[axis] * (groups if axis else 1) == len(kept), layer
+            if module.bias is not None:
+                assert torch.equal(module.bias, model.get_submodule(layer).bias[list(kept)]), layer
+            for sizes in (("out_channels", "out_features"),):
+                for size in sizes:
+                    assert getattr(module, size, len(kept)) == len(kept), layer
+
+
+def conv(inputs, outputs, kernel, pixels):
+    return inputs * outputs * kernel * kernel * pixels
+
+
+# Multiply-accumulates of one image with every second filter kept, by hand.
+HALVED = {
+    "Plain": conv(3, 4, 3, 64) + conv(4, 3, 3, 16) + conv(3, 3, 3, 16) + 3 * 4,
+    # The stages' streams keep the even channels; the blocks' inner widths are 2, 3, 3, 3, 2.
+    "Residual": conv(3, 3, 3, 64)
+    + 2 * conv(3, 2, 3, 64)
+    + 2 * conv(3, 3, 3, 64)
+    + (conv(3, 3, 3, 16) + conv(3, 4, 3, 16) + conv(3, 4, 1, 16))
+    + 2 * conv(4, 3, 3, 16)
+    + 2 * conv(4, 2, 3, 16)
+    + 4 * 4,
+    # Two zero channels before and after turn the stream's channels 0 and 2 into 2 and 4.
+    "OptionA": conv(3, 2, 3, 64)
+    + 4 * conv(2, 2, 3, 64)
+    + (conv(2, 4, 3, 16) + conv(4, 4, 3, 16))
+    + 2 * conv(4, 4, 3, 16)
+    + 4 * 4,
+    "PreActivation": conv(3, 3, 3, 64) + 2 * conv(3, 3, 3, 64) + 2 * conv(3, 2, 3, 64) + 3 * 4,
+    "Concat": conv(3, 3, 3, 64)
+    + (conv(3, 2, 1, 64) + conv(3, 2, 1, 64) + conv(2, 3, 3, 64) + conv(3, 1, 1, 64))
+    + (conv(6, 2, 1, 16) + conv(6, 2, 1, 16) + conv(2, 3, 3, 16) + conv(6, 1, 1, 16))
+    + 6 * 4,
+    "Dense": conv(3, 2, 3, 64)
+    + (conv(2, 3, 1, 64) + conv(3, 2, 3, 64))
+    + (conv(4, 3, 1, 64) + conv(3, 2, 3, 64))
+    + conv(6, 3, 1, 64)
+    + (conv(3, 3, 1, 16) + conv(3, 2, 3, 16))
+    + 5 * 4,
+    "Depthwise": conv(3, 2, 3, 64)
+    + (conv(2, 4, 1, 64) + conv(1, 4, 3, 64) + conv(4, 3, 1, 64))
+    + (conv(3, 5, 1, 64) + conv(1, 5, 3, 64) + conv(5, 3, 1, 64))
+    + 3 * 4,
+    "DepthwiseMultiplier": conv(3, 2, 3, 64)
+    + (conv(2, 4, 1, 64) + conv(1, 8, 3, 64) + conv(8, 3, 1, 64))
+    + (conv(3, 5, 1, 64) + conv(1, 10, 3, 64) + conv(10, 3, 1, 64))
+    + 3 * 4,
+    # Of the 3 filters in each of 4 groups 2, 1, 2 and 1 are kept; the fullest group decides, so it is 2 each.
+    "Grouped": conv(3, 3, 3, 64)
+    + (conv(3, 4, 1, 64) + conv(2, 4, 3, 64) + conv(4, 3, 1, 64))
+    + (conv(3, 6, 1, 64) + conv(2, 8, 3, 64) + conv(8, 3, 1, 64))
+    + 3 * 4,
+    "SqueezeExcite": conv(3, 3, 3, 64)
+    + (conv(3, 3, 3, 64) + 3 * 2 + 2 * 3)
+    + (conv(3, 4, 3, 64) + 4 * 2 + 2 * 4)
+    + 4 * 4,
+    "Unet": conv(3, 2, 3, 256)
+    + conv(2, 3, 3, 64)
+    + conv(3, 4, 3, 16)
+    + conv(4, 3, 2, 16)
+    + conv(6, 3, 3, 64)
+    + conv(5, 3, 3, 256)
+    + conv(3, 2, 1, 256),
+    "FlattenLinear": conv(3, 2, 3, 64) + conv(2, 3, 3, 16) + 3 * 16 * 5 + 5 * 4 + 4 * 4,
+    # The layer norm sees all six channels, three of them zero; the depthwise convolution before it three.
+    "LayerNorm": conv(3, 3, 2, 16) + 2 * (conv(1, 3, 3, 16) + (6 * 5 + 5 * 3) * 16) + 3 * 4,
+    # Two of four channels in each half of each unit; channels 0, 1, 2 and 5 reach the last convolution.
+    "Shuffle": conv(3, 4, 3, 64)
+    + 2 * (conv(2, 2, 1, 64) + conv(1, 2, 3, 64) + conv(2, 2, 1, 64))
+    + conv(4, 3, 3, 16)
+    + 3 * 4,
+}
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_half_of_the_filters_leave_the_work_counted_by_hand(name):
+    model, inputs = ZOO[name]()
+    small = extract(model, inputs, half(trace(model, inputs)))
+    assert measure(small, inputs).macs == inputs.shape[0] * HALVED[name]
+
+
+@nets
+def test_every_layer_is_either_prunable_or_left_alone_with_a_reason(name):
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    kinds = (nn.modules.conv._ConvNd, nn.Linear)
+    ran = {n for n, m in model.named_modules() if isinstance(m, kinds) and n in graph.trace.calls}
+    assert not set(graph.layers) & set(graph.skipped)
+    assert ran <= {*graph.layers, *graph.skipped}
+    assert all(graph.skipped.values())
+    assert graph.layers
+
+
+LEFT_ALONE = {
+    "Plain": {"11.fc": r"its filters are the network's outputs"},
+    "GroupNorm": {"3": r"aten\.native_group_norm at .* shares its statistics among channels"},
+    "MeanOverChannels": {
+        "middle.0": r"aten\.mean at zoo\.py:\d+ reduces over the channels, whose number would change",
+        "attend": r"aten\.sigmoid at zoo\.py:\d+ turns a removed channel into a constant",
+    },
+    "Depthwise": {"3.depthwise.0": "depthwise: its filters follow its input channels"},
+    "SqueezeExcite": {
+        "first.3.restore": r"aten\.sigmoid at zoo\.py:\d+ turns a removed channel into a constant",
+    },
+    "InplaceOps": {"scale": r"aten\.sigmoid_ at zoo\.py:\d+ turns a removed channel into a constant"},
+    "SharedNorm": {
+        "left": r"aten\.native_batch_norm at zoo\.py:\d+ brings a removed channel back as a constant",
+    },
+    "SharedParameter": {"two.0": "it shares its weight with one.0, and follows it"},
+    "PlainListModules": {
+        "one": "it is also held in steps, where a change would not be seen; register it only",
+    },
+    "ComputedWeight": {
+        "stem.0": r"it feeds aten\.convolution at zoo\.py:\d+, whose weight is computed",
+    },
+    "WeightNorm": {"conv": r"its weight is computed at zoo\.py:\d+, not stored, and cannot be sliced"},
+    "FunctionalConv": {
+        "(model)": r"its weight is used at zoo\.py:\d+ outside the module, where no gate can be placed",
+    },
+    "NonLocal": {"query": r"aten\.bmm at zoo\.py:\d+ mixes channels in a way that is not known"},
+    "InplaceSlice": {"left.0": r"aten\.copy_ at zoo\.py:\d+ mixes channels in a way that is not known"},
+    "Maxout": {"pairs.0": r"aten\.max at zoo\.py:\d+ mixes channels in a way that is not known"},
+    "SelectiveKernel": {"excite": r"aten\._softmax at zoo\.py:\d+ normalises over the channels"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_reasons_for_leaving_a_layer_alone(name):
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    for layer, reason in LEFT_ALONE[name].items():
+        assert re.fullmatch(reason, graph.skipped[layer])
+        with pytest.raises(
+            PlanError, match=f"{re.escape(layer)} cannot be pruned: {reason}; leave it out of the plan"
+        ):
+            extract(model, inputs, Plan({layer: [0]}))
+
+
+def test_layers_of_one_stage_keep_different_filters():
+    model, inputs = ZOO["Residual"]()
+    keep = {
+        "0": [0, 1],
+        "3.conv2": [2, 3],
+        "4.conv2": [4],
+        "6.conv2": [],
+        "7.conv2": [0, 1],
+        "5.shortcut.0": [7],
+    }
+    small = extract(model, inputs, Plan({**keep, "5.conv2": [1, 5]}))
+    assert torch.equal(small[3].conv2.weight, model[3].conv2.weight[[2, 3]])
+    assert small[3].conv1.weight.shape[1] == 2, "the first block sees the stem's two channels"
+    assert small[4].conv1.weight.shape[1] == 4, "the second those and two more"
+    assert small[5].conv1.weight.shape[1] == 5
+    assert small[6].conv1.weight.shape[1:2] == (3,) if hasattr(small[6].conv1, "weight") else True
+    assert small[7].conv1.weight.shape[1] == 3
+    assert small[8].fc.weight.shape[1] == 4, "channels 0, 1, 5 and 7 of the last stage are left"
+
+
+def test_an_empty_branch_leaves_no_work_behind():
+    model, inputs = ZOO["EmptyBranch"]()
+    small = extract(model, inputs, Plan({"left.0": [], "right.0": []}))
+    assert isinstance(small.left[0], Zeros)
+    assert measure(small, inputs).macs == 2 * (conv(3, 6, 3, 64) + 6 * 4)
+
+
+# -- an ordinary module ---------------------------------------------------------------------------------
+
+
+@nets
+def test_the_result_is_an_ordinary_module(name):
+    """It can be copied, pickled, trained, moved to another type, saved and loaded."""
+    _, model, inputs, made = case(name)
+    _, _, small = made[3]
+    small = copy.deepcopy(small)
+    assert type(small) is type(model)
+    other = fresh_inputs(inputs)
+    small.eval()
+    expected = leaves(call(small, other))
+    twins = [copy.deepcopy(small)]
+    if name != "WeightNorm":  # torch does not pickle parametrised modules
+        twins.append(pickle.loads(pickle.dumps(small)))
+    for twin in twins:
+        for a, b in zip(leaves(call(twin, other)), expected, strict=True):
+            assert torch.equal(a, b)
+    buffer = io.BytesIO()
+    torch.save(small.state_dict(), buffer)
+    buffer.seek(0)
+    twin = copy.deepcopy(small)
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    optimizer = torch.optim.SGD(small.parameters(), 0.1, momentum=0.9)
+    _, _ = run(small, fresh_inputs(inputs, requires_grad=True), training=True)
+    optimizer.step()
+    after = leaves(call(small.eval(), other))
+    assert any(not torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+    as_float = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float(), other)
+    for a, b in zip(leaves(call(twin.float(), as_float)), expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+
+
+EXPORTED = ["Residual", "OptionA", "Shuffle", "Depthwise", "SqueezeExcite", "EmptyBranch", "MultiOutput"]
+
+
+def exports(name):
+    _, _, inputs, made = case(name)
+    for _, _, small in (made[1], made[3]):
+        args, kwargs = (
+            ((), inputs)
+            if isinstance(inputs, dict)
+            else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+        )
+        program = torch.export.export(copy.deepcopy(small).eval(), args, kwargs, strict=False)
+        found, wanted = leaves(program.module()(*args, **kwargs)), leaves(call(small.eval(), inputs))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_result_can_be_exported(name):
+    exports(name)
+
+
+@pytest.mark.slow
+@nets
+def test_all_results_can_be_exported(name):
+    exports(name)
+
+
+def test_no_helper_module_stands_where_none_is_needed():
+    """In a chain, layouts meet without remaps."""
+    for name in ("Plain", "FlattenLinear", "Depthwise", "Concat"):
+        model, inputs = ZOO[name]()
+        small = extract(model, inputs, half(trace(model, inputs)))
+        assert not [m for m in small.modules() if isinstance(m, (Remap, Adapted, Zeros))], name

@@ -1,0 +1,166 @@
+"""What is saved comes back equal, whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from sbf_pruner import files
+from sbf_pruner.errors import RunError
+from sbf_pruner.training.checkpoint import NAME, load_checkpoint, save_checkpoint
+from sbf_pruner.training.engine import make_optimizer, restore_optimizer
+from sbf_pruner.training.recipe import OptimizerConfig
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in value and in type, all the way down."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def test_a_nest_comes_back_equal_in_value_and_type(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).view(2, 3)
+    state = {
+        "numbers": [1, -2.5, 1e-300, True, None, "text", float("inf")],
+        "empty": {"list": [], "dict": {}, "tuple": (), "tensor": torch.zeros(0, 3)},
+        "keys": {0: "int", "0": "text", "a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+        "tensors": (shared, shared.t(), shared, torch.tensor(3), torch.tensor([True, False])),
+        "types": [torch.ones(3, dtype=kind) for kind in (torch.bfloat16, torch.float64, torch.int8)],
+        "format": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    }
+    save_checkpoint(tmp_path, state)
+    assert same(load_checkpoint(tmp_path), state)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_an_optimiser_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Conv2d(7, 2, 3)).to(memory_format=torch.channels_last)
+        return net, make_optimizer(net, OptimizerConfig(optimizer=kind, lr=0.01, weight_decay=1e-3))
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            net(torch.randn(4, 3, 9, 9)).square().mean().backward()
+            optimizer.step()
+
+    straight, optimizer = made()
+    train(straight, optimizer, range(6))
+    first, optimizer = made()
+    train(first, optimizer, range(3))
+    save_checkpoint(tmp_path, {"net": first.state_dict(), "optimizer": optimizer.state_dict()})
+    second, optimizer = made()
+    state = load_checkpoint(tmp_path)
+    second.load_state_dict(state["net"])
+    restore_optimizer(optimizer, state["optimizer"])
+    for parameter, held in optimizer.state.items():
+        moments = [value for value in held.values() if value.shape == parameter.shape]
+        assert moments and all(value.stride() == parameter.stride() for value in moments)
+    train(second, optimizer, range(3, 6))
+    assert all(map(torch.equal, straight.parameters(), second.parameters()))
+
+
+def test_a_type_that_cannot_be_stored_is_named_and_leaves_the_old_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, {"done": 1})
+    with pytest.raises(TypeError, match=r"optimizer\.fn is of type function"):
+        save_checkpoint(tmp_path, {"optimizer": {"fn": same}})
+    assert load_checkpoint(tmp_path) == {"done": 1}
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, {"done": 1, "x": torch.ones(3)})
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        Path(path).write_bytes(b"half of")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, {"done": 2, "x": torch.zeros(3)})
+    assert load_checkpoint(tmp_path)["done"] == 1
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_a_killed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, {"done": 1})
+
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, {"done": 2})
+    monkeypatch.undo()
+    assert load_checkpoint(tmp_path) == {"done": 1}
+    save_checkpoint(tmp_path, {"done": 3})
+    assert load_checkpoint(tmp_path) == {"done": 3}
+
+
+def test_a_missing_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"last\.safetensors does not exist; start over with --force"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
+    path = save_checkpoint(tmp_path, {"x": torch.ones(1000)})
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(RunError, match=r"is damaged or cut short .*; start over with --force"):
+        load_checkpoint(tmp_path)
+
+
+def test_changed_numbers_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, {"x": torch.ones(1000)})
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="was changed after it was written"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_changed_skeleton_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, {"done": 5, "x": torch.ones(2)})
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {"x": file.get_tensor("x")}
+    entry = json.loads(metadata["sbf"])
+    entry["header"] = entry["header"].replace("5", "6")
+    metadata["sbf"] = json.dumps(entry)
+    save_file(tensors, path, metadata)
+    with pytest.raises(RunError, match="was changed after it was written"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / NAME)
+    with pytest.raises(RunError, match="was not written by sbf-pruner"):
+        load_checkpoint(tmp_path)
+    files.write_tensors(tmp_path / NAME, {}, {"format": "something else"})
+    with pytest.raises(RunError, match="is no checkpoint of this version"):
+        load_checkpoint(tmp_path)
+
+
+def test_the_file_is_plain_safetensors_with_readable_names(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, {"networks": {"dense": {"conv1.weight": torch.ones(2)}}, "done": 7})
+    with safe_open(path, framework="pt") as file:
+        assert list(file.keys()) == ["networks.dense.conv1.weight"]
+        header = json.loads(json.loads(file.metadata()["sbf"])["header"])
+        assert header["format"] == "sbf-pruner checkpoint 1"

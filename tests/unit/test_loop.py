@@ -1,0 +1,472 @@
+"""The whole schedule on a tiny network: what is written, what is refused, and what a killed run loses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import sbf_pruner as sbf
+from sbf_pruner.errors import PruningError, RunError
+from sbf_pruner.measure import measure
+from sbf_pruner.training import loop, networks
+from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training.recipe import Recipe
+from sbf_pruner.training.schedule import total_epochs
+
+TABLE: dict[str, Any] = {
+    "name": "tiny",
+    "dense_control": True,
+    "device": "cpu",
+    "model": {"name": "tests:Tiny", "num_classes": 4, "in_channels": 1},
+    "data": {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 64, "batch_size": 16, "crop": 1},
+    "phases": {"warmup": 2, "cycles": 2, "score": 2, "weights": 2, "finetune": 2},
+    "scores": {"lr": 3e-3, "penalty": 0.02},
+}
+EPOCHS = 12
+
+
+class Tiny(nn.Module):
+    """A stem, one residual block whose two sides keep different filters, dropout, and a classifier."""
+
+    def __init__(self, num_classes: int = 4, in_channels: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+        self.conv1 = nn.Conv2d(8, 12, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(12)
+        self.conv2 = nn.Conv2d(12, 8, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(0.2)
+        self.fc = nn.Linear(8, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return self.fc(self.dropout(torch.relu(x + out).mean((2, 3))))
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it on the way."""
+
+
+def recipe(**changes: Any) -> Recipe:
+    table = copy.deepcopy(TABLE)
+    for key, value in changes.items():
+        section, _, inner = key.partition("__")
+        if inner:
+            table.setdefault(section, {})[inner] = value
+        else:
+            table[section] = value
+    return Recipe.from_dict(table)
+
+
+def model(seed: int = 0) -> Tiny:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tiny()
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records without the seconds, which no two runs share."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+
+
+def weights(result: Result) -> list[Tensor]:
+    return list(result.model.state_dict().values())
+
+
+def kill_after(epoch: int) -> Any:
+    def report(record: dict[str, Any]) -> None:
+        if record["done"] == epoch:
+            raise Killed
+
+    return report
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The run that nothing interrupts."""
+    return fit(model(), recipe(), run=tmp_path_factory.mktemp("runs") / "straight")
+
+
+# -- what a run leaves ---------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
+    names = sorted(str(p.relative_to(straight.folder)) for p in straight.folder.rglob("*") if p.is_file())
+    assert names == [
+        "checkpoints/initial.safetensors",
+        "checkpoints/last.safetensors",
+        "metrics.jsonl",
+        "model.safetensors",
+        "plan.json",
+        "recipe.toml",
+        "summary.json",
+    ]
+    assert sbf.load_recipe(straight.folder / "recipe.toml") == recipe()
+    assert sbf.Plan.load(straight.folder / "plan.json") == straight.plan
+    assert json.loads((straight.folder / "summary.json").read_text()) == straight.summary
+
+
+def test_filters_are_really_gone_and_nothing_else_changed(straight: Result) -> None:
+    dense, pruned = straight.summary["dense"], straight.summary["pruned"]
+    images = torch.rand(1, 1, 8, 8)
+    assert pruned["params"] == sum(p.numel() for p in straight.model.parameters()) < dense["params"]
+    assert pruned["macs"] == measure(straight.model, images).macs < dense["macs"]
+    assert dense["params"] == sum(p.numel() for p in model().parameters())
+    assert 0 <= straight.summary["cut_error"] <= 1e-12
+    assert {
+        name: layer["after"] for name, layer in straight.summary["layers"].items()
+    } == straight.plan.widths()
+    assert isinstance(straight.model, Tiny)
+
+
+def test_the_summary_tells_how_it_was_come_by(straight: Result) -> None:
+    summary = straight.summary
+    assert summary["name"] == "tiny" and summary["seed"] == 0 and summary["epochs"] == EPOCHS
+    assert summary["seconds"] > 0 and summary["latency_batch"] == 16
+    assert {"torch", "python", "cpu", "threads", "numpy", "sbf-pruner", "device"} <= set(
+        summary["environment"]
+    )
+    records = metrics(straight.folder)
+    assert summary["pruned"]["accuracy"] == records[EPOCHS - 1]["test_accuracy"]
+    assert summary["dense"]["accuracy"] == records[-1]["test_accuracy"]
+    assert summary["dense"]["warmup_accuracy"] == records[1]["test_accuracy"]
+    assert summary["dense"]["latency_ms"] > 0 and summary["pruned"]["latency_ms"] > 0
+
+
+def test_every_epoch_has_one_record(straight: Result) -> None:
+    records = metrics(straight.folder)
+    assert [r["done"] for r in records] == list(range(1, 2 * EPOCHS + 1))
+    assert {r["total"] for r in records} == {total_epochs(recipe())} == {2 * EPOCHS}
+    spelled = [f"{r['phase']}{r['cycle'] or ''}" for r in records[::2]]
+    assert spelled == ["warmup", "score1", "weights1", "score2", "weights2", "finetune", *["control"] * 6]
+    filters = [r["filters"] for r in records]
+    assert filters[0] == filters[2] == 28  # gates move at the end of a score phase
+    assert filters[3] < 28 and filters[11] <= filters[3]
+    assert {r["filters"] for r in records if r["phase"] == "control"} == {28}
+    assert records[11]["macs"] == straight.summary["pruned"]["macs"]
+    assert records[-1]["macs"] == straight.summary["dense"]["macs"]
+    assert all((r["penalty"] > 0) == (r["phase"] == "score") for r in records)
+
+
+def test_the_run_folder_loads_again(straight: Result) -> None:
+    again = sbf.load(straight.folder, Tiny).eval()
+    images = torch.rand(3, 1, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), straight.model.eval()(images), rtol=0, atol=0)
+
+
+def test_the_users_model_and_random_stream_are_untouched(tmp_path: Path) -> None:
+    net = model()
+    net.bn1.eval()
+    before = copy.deepcopy(net.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    fit(net, recipe(phases__cycles=1), run=tmp_path / "run")
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert net.training and not net.bn1.training and not net.bn1._forward_pre_hooks
+
+
+def test_a_run_starts_where_its_name_and_seed_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = recipe(seed=3, dense_control=False, phases__warmup=1, phases__cycles=0, phases__finetune=0)
+    assert fit(model(), short).folder == Path("runs/tiny-seed3")
+    assert (tmp_path / "runs/tiny-seed3/summary.json").is_file()
+
+
+def test_another_seed_is_another_run(straight: Result, tmp_path: Path) -> None:
+    other = fit(model(), recipe(seed=1, dense_control=False), run=tmp_path / "run")
+    assert metrics(other.folder)[0]["loss"] != metrics(straight.folder)[0]["loss"]
+
+
+def test_accuracy_on_a_validation_split_is_told_beside_the_tests(tmp_path: Path) -> None:
+    made = recipe(data__validation=0.25, dense_control=False, phases__cycles=1)
+    result = fit(model(), made, run=tmp_path / "run")
+    record = metrics(result.folder)[-1]
+    assert 0 <= record["validation_accuracy"] <= 100
+    assert result.summary["pruned"]["validation_accuracy"] == record["validation_accuracy"]
+
+
+# -- schedules with holes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hole", ["warmup", "score", "weights", "finetune"])
+def test_a_phase_may_have_no_epochs(hole: str, tmp_path: Path) -> None:
+    made = recipe(dense_control=False, phases__cycles=1, **{f"phases__{hole}": 0})
+    result = fit(model(), made, run=tmp_path / "run")
+    assert len(metrics(result.folder)) == total_epochs(made)
+    assert (result.summary["dense"]["warmup_accuracy"] is None) == (hole == "warmup")
+    assert (result.summary["pruned"]["macs"] == result.summary["dense"]["macs"]) == (hole == "score")
+    assert result.summary["dense"]["accuracy"] is None
+
+
+def test_no_cycles_are_dense_training_without_pruning(tmp_path: Path) -> None:
+    result = fit(model(), recipe(phases__cycles=0, dense_control=False), run=tmp_path / "run")
+    assert [r["phase"] for r in metrics(result.folder)] == ["warmup", "warmup", "finetune", "finetune"]
+    assert result.summary["pruned"]["params"] == result.summary["dense"]["params"]
+    assert all(layer["after"] == layer["before"] for layer in result.summary["layers"].values())
+
+
+def test_no_epochs_at_all_only_measure(tmp_path: Path) -> None:
+    made = recipe(phases__warmup=0, phases__cycles=0, phases__finetune=0)
+    result = fit(model(), made, run=tmp_path / "run")
+    assert not (result.folder / "metrics.jsonl").exists()
+    assert all(torch.equal(a, b) for a, b in zip(weights(result), model().state_dict().values(), strict=True))
+
+
+# -- killed and resumed --------------------------------------------------------------------------------------
+
+
+def assert_same_run(result: Result, straight: Result) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(weights(result), weights(straight), strict=True))
+    assert result.plan == straight.plan
+    assert metrics(result.folder) == metrics(straight.folder)
+    for part in ("dense", "pruned"):
+        for key in ("accuracy", "params", "macs"):
+            assert result.summary[part][key] == straight.summary[part][key]
+    assert result.summary["cut_error"] == straight.summary["cut_error"]
+    files = [folder / "model.safetensors" for folder in (result.folder, straight.folder)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# 1, 2: warm-up; 3, 4: scores; 5, 6: weights; 7, 10: second cycle; 11, 12: fine-tuning; 13 to 24: control
+@pytest.mark.parametrize("epoch", [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24])
+def test_a_run_killed_after_any_epoch_ends_with_the_same_bits(
+    epoch: int, straight: Result, tmp_path: Path
+) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(epoch))
+    assert len(metrics(tmp_path / "run")) == epoch
+    # Other weights than the first time: everything must come from the checkpoint.
+    seen: list[int] = []
+    resumed = fit(
+        model(9),
+        recipe(),
+        run=tmp_path / "run",
+        resume=True,
+        report=lambda record: seen.append(record["done"]),
+    )
+    assert seen == list(range(2 * EPOCHS + 1 - len(seen), 2 * EPOCHS + 1)) and len(seen) >= 2 * EPOCHS - epoch
+    assert_same_run(resumed, straight)
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(straight: Result, tmp_path: Path) -> None:
+    for epoch in (1, 4, 5, 9, 12, 20):
+        with pytest.raises(Killed):
+            fit(model(), recipe(), run=tmp_path / "run", resume=epoch > 1, report=kill_after(epoch))
+    assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
+
+
+@pytest.mark.parametrize("epoch", [1, 4, 8])
+def test_a_run_killed_between_record_and_checkpoint_does_that_epoch_again(
+    epoch: int, straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = loop.save_checkpoint
+
+    def killed(folder: Path, state: dict[str, Any], *name: str) -> Path:
+        if state.get("done") == epoch:
+            raise Killed
+        return save(folder, state, *name)
+
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
+    monkeypatch.setattr(loop, "save_checkpoint", killed)
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == epoch
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"half a rec')
+    monkeypatch.undo()
+    assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
+
+
+def test_checkpoints_that_are_rare_change_nothing(
+    straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 0.0)  # only the end of a phase is saved
+    for epoch, kept in ((3, 2), (11, 10), (17, 12)):
+        with pytest.raises(Killed):
+            fit(model(), recipe(), run=tmp_path / "run", resume=epoch > 3, report=kill_after(epoch))
+        assert load_checkpoint(tmp_path / "run/checkpoints")["done"] in (kept, kept + 1)
+    assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
+
+
+def test_resuming_a_finished_run_gives_its_result(straight: Result) -> None:
+    before = {p: p.read_bytes() for p in straight.folder.rglob("*") if p.is_file()}
+    again = fit(model(), recipe(), run=straight.folder, resume=True, report=kill_after(1))
+    assert again.was_finished and not straight.was_finished
+    assert again.summary == straight.summary and again.plan == straight.plan
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(straight), strict=True))
+    assert before == {p: p.read_bytes() for p in straight.folder.rglob("*") if p.is_file()}
+
+
+# -- refused -------------------------------------------------------------------------------------------------
+
+
+def refused(match: str, folder: Path, net: nn.Module | None = None, **changes: Any) -> str:
+    """The message of a run that must fail before it writes anything."""
+    with pytest.raises(PruningError, match=match) as caught:
+        fit(net or model(), recipe(**changes), run=folder / "run")
+    assert not (folder / "run").exists()
+    return str(caught.value)
+
+
+def test_an_existing_run_is_refused_and_untouched(straight: Result) -> None:
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in straight.folder.rglob("*") if p.is_file()}
+    with pytest.raises(RunError, match=r"holds a run already; go on with it \(--resume\), start over"):
+        fit(model(), recipe(), run=straight.folder)
+    with pytest.raises(
+        RunError, match=r"was run with scores.penalty = 0.02, not 0.5; resume it with its own"
+    ):
+        fit(model(), recipe(scores__penalty=0.5), run=straight.folder, resume=True)
+    with pytest.raises(RunError, match="not both"):
+        fit(model(), recipe(), run=straight.folder, resume=True, force=True)
+    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in straight.folder.rglob("*") if p.is_file()}
+    assert before == after
+
+
+def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, dense_control=False)
+    fit(model(), short, run=tmp_path / "run")
+    (tmp_path / "run/notes.txt").write_text("mine")
+    (tmp_path / "run/checkpoints/best.pt").write_text("mine too")
+    other = recipe(phases__cycles=0, phases__warmup=1, dense_control=False)
+    result = fit(model(), other, run=tmp_path / "run", force=True)
+    assert len(metrics(result.folder)) == 3
+    assert sbf.load_recipe(result.folder / "recipe.toml") == other
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    assert (tmp_path / "run/checkpoints/best.pt").read_text() == "mine too"
+
+
+def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, dense_control=False)
+    fit(model(), short, run=tmp_path / "run")
+    before = (tmp_path / "run/summary.json").read_bytes()
+    with pytest.raises(PruningError, match="gives 7 numbers per image"):
+        fit(Tiny(7), short, run=tmp_path / "run", force=True)
+    assert (tmp_path / "run/summary.json").read_bytes() == before
+
+
+def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(RunError, match="holds files but no run; name a new folder"):
+            fit(model(), recipe(), run=tmp_path, force=force)
+    with pytest.raises(RunError, match="is a file; name a folder"):
+        fit(model(), recipe(), run=tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match="there is no run to resume"):
+        fit(model(), recipe(), run=tmp_path / "missing", resume=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(3))
+    path = tmp_path / "run/checkpoints/last.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RunError, match=r"is damaged or cut short .*; start over with --force"):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    with pytest.raises(RunError, match="has 0 records but the checkpoint is of epoch 4"):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "phase", "good"),
+    [("warmup", "warmup", 0), ("weights", "weights 1", 4), ("finetune", "finetune", 10)],
+)
+def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good: int, tmp_path: Path) -> None:
+    made = recipe(**{f"{section}__lr": 1e37, f"{section}__optimizer": "sgd"})
+    with pytest.raises(RunError) as caught:
+        fit(model(), made, run=tmp_path / "run")
+    said = str(caught.value)
+    assert f"no longer finite in phase {phase}, epoch 1 of 2; lower {section}.lr (it is 1e+37)" in said
+    if good:
+        state = load_checkpoint(tmp_path / "run/checkpoints")
+        assert state["done"] == good == len(metrics(tmp_path / "run"))
+        held = state["networks"]["small"] or state["networks"]["dense"]
+        assert all(tensor.isfinite().all() for tensor in held.values())
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_a_cut_that_changes_the_outputs_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(networks, "_difference", lambda *given: float("nan"))
+    with pytest.raises(RunError, match="the extracted network differs from the gated one by nan"):
+        fit(model(), recipe(dense_control=False), run=tmp_path / "run")
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
+    said = refused("Tiny gives 7 numbers per image but synthetic has 4 classes", tmp_path, Tiny(7))
+    assert "num_classes = 4" in said
+    said = refused(r"Tiny does not run on the images of synthetic, 1x8x8", tmp_path, Tiny(4, 3))
+    assert "set model.in_channels = 1" in said
+    refused("needs a network that gives one row of 4 logits", tmp_path, nn.Conv2d(1, 4, 1))
+
+
+def test_a_model_without_convolutions_is_refused(tmp_path: Path) -> None:
+    refused("no convolution", tmp_path, nn.Sequential(nn.Flatten(), nn.Linear(64, 4)))
+
+
+def test_missing_data_is_refused(tmp_path: Path) -> None:
+    refused("no data set is called 'cifra'", tmp_path, data__name="cifra")
+    refused("cannot read", tmp_path, data__name="npz", data__path="missing.npz")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a cuda device")
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    refused("no cuda device", tmp_path, device="cuda")
+
+
+# -- given weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_run_starts_from_given_weights(suffix: str, tmp_path: Path) -> None:
+    given = model(7).state_dict()
+    path = tmp_path / f"weights.{suffix}"
+    save_file(given, path) if suffix == "safetensors" else torch.save(given, path)
+    made = recipe(model__weights=str(path), phases__warmup=0, phases__cycles=0, phases__finetune=0)
+    result = fit(model(), made, run=tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(weights(result), given.values(), strict=True))
+    initial = load_checkpoint(tmp_path / "run/checkpoints", "initial.safetensors")
+    assert all(torch.equal(initial[name], given[name]) for name in given)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+
+    def given(state: Any) -> dict[str, Any]:
+        torch.save(state, path)
+        return {"model__weights": str(path)}
+
+    good = model().state_dict()
+    missing = {name: tensor for name, tensor in good.items() if not name.startswith("bn1.")}
+    refused("has no 'bn1.weight' and 4 more", tmp_path, **given(missing))
+    unknown = {**good, "head.weight": torch.ones(1)}
+    refused("has 'head.weight', which the model has not", tmp_path, **given(unknown))
+    wrapped = {f"module.{name}": tensor for name, tensor in good.items()}
+    refused("DataParallel wrapper; save model.module.state_dict", tmp_path, **given(wrapped))
+    other = Tiny(9).state_dict()
+    refused(r"fc.weight has shape \(9, 8\), the model's \(4, 8\)", tmp_path, **given(other))
+    refused("something other than a state_dict", tmp_path, **given({"epoch": 3, "model": good}))
+    refused("cannot be read", tmp_path, **given(model()))
+    path.write_bytes(b"nothing")
+    refused("cannot be read", tmp_path, model__weights=str(path))
+    refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
