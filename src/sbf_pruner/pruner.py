@@ -190,7 +190,8 @@ class Pruner:
         return [held[layer.weight].detach() for layer in self.graph.layers.values()]
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.projection.parameters, lr=self.lr, eps=self.eps)
+        parameters = self.projection.parameters
+        return torch.optim.Adam(parameters, lr=self.lr, eps=self.eps, capturable=parameters[0].is_cuda)
 
     def _refresh_scores(self) -> None:
         with torch.no_grad():

@@ -22,6 +22,7 @@ from .graph.channels import ChannelGraph, trace
 from .graph.layout import solve
 from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Node, Norm, shrink
 from .graph.trace import REMAP, ZEROS, Op, Value, record
+from .inputs import map_tensors
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
 from .scoring.gates import without_gates
@@ -46,7 +47,7 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
         small = surgeon.operate()
         odd = _first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
-            return small
+            return _signed(small, model, example_inputs, Plan.from_masks(keep))
         if odd.position in pinned:
             raise PruningError(
                 f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
@@ -54,6 +55,13 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
             )
         # What one line of the model insists on, it insists on wherever that line runs.
         pinned |= {op.position for op in graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)}
+
+
+def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
+    """Note on the network what made it, which is all that saving and loading it needs."""
+    small.sbf_plans = (*getattr(model, "sbf_plans", ()), plan)  # type: ignore[assignment]
+    small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
+    return small
 
 
 class _Surgeon:

@@ -130,7 +130,7 @@ def _facts(record: Record) -> str:
     held_out = record["validation_accuracy"]
     accuracy = record["test_accuracy"] if held_out is None else held_out
     filters = f"{record['filters']}/{record['filters_total']}"
-    return f"loss {record['loss']:.3f}  accuracy {accuracy:.2f} %  filters {filters}"
+    return f"loss {record['loss']:.3f}  accuracy {_percent(accuracy)}  filters {filters}"
 
 
 def _percent(value: float | None) -> str:

@@ -219,6 +219,7 @@ class _Builder:
             )
         self._lay_out(self._edged_calls())
         self._close_edges()
+        self._keep_statistics()
         self.consumers: dict[Value, list[Node]] = defaultdict(list)
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
@@ -291,6 +292,13 @@ class _Builder:
                 self.main.pop(module, None)
                 for edge in edges:
                     edge.free = False
+
+    def _keep_statistics(self) -> None:
+        """A norm that is called several times sees what each call brings, also where its result is not used."""
+        for module, mains in self.main.items():
+            if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
+                for edge in self.edges[module, "out"]:
+                    edge.lasting = True
 
     def _edge(self, call: Call, side: str, x: Value, dim: int) -> Value:
         out = Value(x.shape, "result")

@@ -23,8 +23,6 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
     for value, grid in graph.grids.items():
         needed = flow.needed.get(value, np.zeros(grid, bool))
         layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
-        if value.kind == "result":
-            _hold_place(layout, value)
     for value in graph.outputs:
         layout.fill(value)
     for node in graph.nodes:
@@ -32,6 +30,16 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
             for value in (*node.inputs, *node.outputs):
                 layout.fill(value)
     shared = _calls_of_one_module(graph)
+    _grow(graph, layout, shared)
+    for value in graph.grids:  # only now: a place held too early would stay where ties bring other channels
+        if value.kind == "result":
+            _hold_place(layout, value)
+    _grow(graph, layout, shared)
+    return layout
+
+
+def _grow(graph: ChannelGraph, layout: Layout, shared: list[list[Boundary]]) -> None:
+    """Let every operator add what it must have, until none adds anything."""
     layout.changed = True
     while layout.changed:
         layout.changed = False
@@ -40,7 +48,6 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
         for edges in shared:
             layout.tie([(e.x, e.dim) for e in edges])
             layout.tie([(e.out, e.dim) for e in edges])
-    return layout
 
 
 def _hold_place(layout: Layout, value: Value) -> None:

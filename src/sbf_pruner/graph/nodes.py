@@ -412,6 +412,7 @@ class Boundary(Node):
     labels: NDArray[np.int64] | None = None
     dim: int = 1
     free: bool = True  # False: nothing can be inserted here, both sides have one layout
+    lasting: bool = False  # every call leaves a trace in the module's statistics, so none is ever useless
 
     @property
     def line(self) -> Grid:
@@ -432,6 +433,9 @@ class Boundary(Node):
         if self.labels is not None:
             alive = np.append(np.broadcast_to(alive, self.grids[self.x]).reshape(-1), False)[self.labels]
         flow.alive[self.out] = np.broadcast_to(alive, self.grids[self.out])
+
+    def wanted(self, flow: Flow) -> Mask | None:
+        return flow.alive[self.out] if self.lasting else super().wanted(flow)
 
     def gate(self, flow: Flow, keep: Mask) -> None:
         """Close the gates of the filters that are not kept."""

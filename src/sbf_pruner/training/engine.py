@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..pruner import Pruner
+from .data import Batches
 from .recipe import OptimizerConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -39,20 +40,25 @@ class Tally:
 class Engine:
     """Runs epochs of one network on one device.
 
-    >>> engine = Engine(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
-    >>> engine.evaluate([(torch.zeros(3, 1, 2, 2), torch.tensor([0, 1, 0]))]).loss > 0
-    True
+    >>> from .data import Split
+    >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
+    >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(Batches(two, 2, [0.0], [1.0])).accuracy
+    50.0
     """
 
-    def __init__(self, network: nn.Module, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, network: nn.Module, device: torch.device | str = "cpu", pruner: Pruner | None = None
+    ) -> None:
         # Measured on two cores, ResNet-20, batch 64 of 8x8 images: 13 ms a step with the channels last, 18 to
         # 20 ms with them first; batch 128 of 32x32: 230 and 330 ms.
         self.network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = torch.device(device)
+        self.pruner = pruner
 
     def train_epoch(
         self,
-        batches: Iterable[Batch],
+        batches: Batches,
+        epoch: int,
         optimizer: torch.optim.Optimizer,
         rates: Sequence[float],
         label_smoothing: float = 0.0,
@@ -60,7 +66,7 @@ class Engine:
         """Train the weights for one epoch; `rates` holds the learning rate of each step."""
         self.network.train()
         sums = _Sums(self.device)
-        for (images, labels), rate in zip(batches, rates, strict=True):
+        for (images, labels), rate in zip(batches.epoch(epoch), rates, strict=True):
             set_rate(optimizer, rate)
             optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
@@ -70,11 +76,13 @@ class Engine:
             sums.add(outputs, labels, loss)
         return sums.tally()
 
-    def score_epoch(self, batches: Iterable[Batch], pruner: Pruner) -> Tally:
+    def score_epoch(self, batches: Batches, epoch: int) -> Tally:
         """Train the scores for one epoch, inside `pruner.scoring()`."""
+        pruner = self.pruner
+        assert pruner is not None
         self.network.train()
         sums = _Sums(self.device)
-        for images, labels in batches:
+        for images, labels in batches.epoch(epoch):
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels)
             penalty = pruner.penalty()
@@ -84,11 +92,11 @@ class Engine:
         return sums.tally()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tally:
+    def evaluate(self, batches: Batches) -> Tally:
         """Loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(self.device)
-        for images, labels in batches:
+        for images, labels in batches.epoch(0):
             outputs = self._forward(images)
             sums.add(outputs, labels, F.cross_entropy(outputs, labels))
         return sums.tally()
@@ -123,15 +131,19 @@ class _Sums:
 def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """A fresh optimiser over the parameters that are trained, with its learning rate in a tensor."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    rate: Any = torch.tensor(config.lr)
+    on_cuda = trained[0].is_cuda
+    rate: Any = torch.tensor(config.lr, device=trained[0].device)
     if config.optimizer == "adam":
-        return torch.optim.Adam(trained, lr=rate, weight_decay=config.weight_decay)
+        return torch.optim.Adam(
+            trained, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
+        )
     return torch.optim.SGD(
         trained,
         lr=rate,
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
+        fused=on_cuda,
     )
 
 

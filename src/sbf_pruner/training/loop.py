@@ -23,8 +23,10 @@ from torch import nn
 from ..errors import RunError
 from ..export import load, save
 from ..plan import Plan
+from ..pruner import Pruner
 from .checkpoint import NAME, load_checkpoint, save_checkpoint
 from .data import Augment, Batches, Data, Split, load_data
+from .captured import make_engine
 from .engine import Engine, Tally, make_optimizer, restore_optimizer
 from .folder import INITIAL, RunFolder
 from .networks import Networks
@@ -37,6 +39,7 @@ Report = Callable[[dict[str, Any]], None]
 
 SAVING_SHARE = 0.05  # of a run's time at most goes into checkpoints, but for those at the end of a phase
 EVALUATED_AT_ONCE = 256
+TIMED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,11 @@ class _Run:
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
         self.networks = Networks(model, recipe, data, self.images, device)
+        self.engines: dict[tuple[int, bool], Engine] = {}
         self.warmup_accuracy: float | None = None
         self.done = 0
         self.unfinished: dict[str, Any] | None = None  # the optimiser of a phase that was cut short
-        self.spent = 0.0  # seconds of earlier sessions
+        self.spent = 0.0  # seconds before it was resumed
         self.started = self.saved = time.perf_counter()
         self.saving = 0.0  # seconds the last checkpoint took
 
@@ -144,7 +148,7 @@ class _Run:
 
     def _run_phase(self, phase: Phase) -> None:
         network = self.networks.of(phase)
-        engine = Engine(network, self.device)
+        engine = self._engine(network, None if phase.kind in ("finetune", "control") else self.networks.pruner)
         optimizer = None
         if phase.kind != "score":
             optimizer = make_optimizer(network, optimizer_config(self.recipe, phase))
@@ -179,19 +183,20 @@ class _Run:
         began = time.perf_counter()
         epoch = self.done - phase.first_epoch
         torch.manual_seed(_mixed(self.recipe.seed, self.done))
-        batches = self.train.epoch(self.done)
         if optimizer is None:
             rate = self.recipe.scores.lr
-            tally = engine.score_epoch(batches, self.networks.pruner)
+            tally = engine.score_epoch(self.train, self.done)
         else:
             config, each = optimizer_config(self.recipe, phase), len(self.train)
             steps = range(epoch * each, (epoch + 1) * each)
             rates = [learning_rate(config, step, each * phase.epochs) for step in steps]
             rate = rates[0]
-            tally = engine.train_epoch(batches, optimizer, rates, config.label_smoothing)
-        test = engine.evaluate(self.test.epoch(0))
-        held_out = engine.evaluate(self.validation.epoch(0)) if self.validation else None
-        self._check_finite(phase, epoch, tally, test)
+            tally = engine.train_epoch(self.train, self.done, optimizer, rates, config.label_smoothing)
+        test = held_out = None
+        if self.done + 1 == phase.end or (epoch + 1) % self.recipe.evaluate_every == 0:
+            test = engine.evaluate(self.test)
+            held_out = engine.evaluate(self.validation) if self.validation else None
+        self._check_finite(phase, epoch, tally, *(t for t in (test,) if t is not None))
         return {
             "done": self.done + 1,
             "total": total_epochs(self.recipe),
@@ -203,7 +208,7 @@ class _Run:
             "penalty": tally.penalty,
             "train_accuracy": tally.accuracy,
             "validation_accuracy": held_out.accuracy if held_out else None,
-            "test_accuracy": test.accuracy,
+            "test_accuracy": test.accuracy if test else None,
             "lr": rate,
             "seconds": round(time.perf_counter() - began, 3),
         }
@@ -239,7 +244,7 @@ class _Run:
     def _summary(self, small: nn.Module) -> dict[str, Any]:
         control = self.networks.control
         dense = self.networks.pruner.detach() if control is None else control
-        batch = self.images[: self.recipe.data.batch_size]
+        batch = self.images[:TIMED_AT_ONCE]
         first, second = sizes(dense, small, batch)
         return {
             "name": self.recipe.name,
@@ -258,9 +263,16 @@ class _Run:
         """Accuracy after the last epoch; none where there is no network or no validation split."""
         if network is None:
             return {"accuracy": None, "validation_accuracy": None}
-        engine = Engine(network, self.device)
-        held_out = engine.evaluate(self.validation.epoch(0)).accuracy if self.validation else None
-        return {"accuracy": engine.evaluate(self.test.epoch(0)).accuracy, "validation_accuracy": held_out}
+        engine = self._engine(network)
+        held_out = engine.evaluate(self.validation).accuracy if self.validation else None
+        return {"accuracy": engine.evaluate(self.test).accuracy, "validation_accuracy": held_out}
+
+    def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
+        """One engine per network, from phase to phase: what it has compiled stays valid."""
+        key = id(network), pruner is not None
+        if key not in self.engines:
+            self.engines = {key: make_engine(network, self.device, pruner)}
+        return self.engines[key]
 
     def _batches(self, split: Split, augment: Augment | None = None) -> Batches:
         size = self.recipe.data.batch_size if augment else max(self.recipe.data.batch_size, EVALUATED_AT_ONCE)

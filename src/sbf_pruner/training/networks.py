@@ -24,6 +24,7 @@ from .schedule import Phase
 from .start import check_fit, load_weights
 
 CUT_TOLERANCE = 1e-6
+PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
 
 class Networks:
@@ -68,7 +69,7 @@ class Networks:
         """The small network; the first call removes the filters, and proves that nothing else changed."""
         if self.small is None:
             small = self._extract()
-            self.cut_error = _difference(self.dense, small, self.images)
+            self.cut_error = _difference(self.dense, small, self.images[:PROVED_ON])
             if not self.cut_error <= CUT_TOLERANCE:  # written so that nan fails too
                 raise RunError(
                     f"the extracted network differs from the gated one by {self.cut_error:.1e} of its "
@@ -103,6 +104,11 @@ class Networks:
 
     def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
         """Go back to a state, whatever weights the model came with this time."""
+        if _shapes(initial) != _shapes(self.initial):
+            raise RunError(
+                "the run was begun with another network; resume it with the same model, or start over "
+                "with --force"
+            )
         self.initial = initial
         if state["small"] is None:
             self.dense.load_state_dict(state["dense"])
@@ -121,6 +127,7 @@ class Networks:
 
     def _controlled(self) -> nn.Module:
         if self.control is None:
+            self.pruned()  # before its weights are gone: the control is the dense network over again
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
@@ -128,6 +135,10 @@ class Networks:
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 @torch.no_grad()

@@ -157,6 +157,9 @@ class Recipe(Section):
     dense_control: bool = field(
         default=False, metadata=about("also train the dense network for as many epochs, to compare with")
     )
+    evaluate_every: int = field(
+        default=1, metadata=about("epochs between evaluations; the last of a phase always has one", least=1)
+    )
     phases: PhasesConfig = field(default_factory=PhasesConfig, metadata=about("the phases"))
     warmup: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the warm-up"))
     weights: OptimizerConfig = field(default_factory=_adam, metadata=about("the gated weight phases"))

@@ -18,10 +18,15 @@ from ..graph.channels import ChannelGraph
 from ..measure import latency, measure
 from ..plan import Plan
 
+TIMED_SECONDS = 10.0  # about, for both networks together, however large they are
+
 
 def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters, MACs of one image, and milliseconds of a forward pass on `images`, of both networks."""
-    times = latency({"dense": dense, "pruned": pruned}, images)
+    images = images.contiguous(memory_format=torch.channels_last)
+    first = latency({"dense": dense}, images, pairs=1)["dense"].median / 1e3
+    pairs = min(20, max(3, int(TIMED_SECONDS / (2 * first))))
+    times = latency({"dense": dense, "pruned": pruned}, images, pairs=pairs)
     dense_size, pruned_size = (measure(network, images[:1]) for network in (dense, pruned))
     return (
         {"params": dense_size.params, "macs": dense_size.macs, "latency_ms": times["dense"].median},

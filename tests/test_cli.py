@@ -1,0 +1,414 @@
+"""The command: what it prints, its exit codes, and that bad input is one sentence and leaves no files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbf_pruner.cli import main
+from sbf_pruner.terminal import progress
+
+RECIPE = """
+device = "cpu"
+[model]
+name = "tinynet:Net"
+num_classes = 4
+in_channels = 1
+[data]
+name = "synthetic"
+image_size = 8
+channels = 1
+samples = 64
+batch_size = 16
+[phases]
+warmup = 2
+cycles = 2
+score = 1
+weights = 1
+finetune = 2
+[scores]
+lr = 0.01
+penalty = 0.05
+"""
+EPOCHS = 8
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes=4, in_channels=1, width=8):
+        super().__init__(
+            nn.Conv2d(in_channels, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 6, 3),
+            nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, num_classes),
+        )
+
+class Fixed(Net):
+    def __init__(self):
+        super().__init__(num_classes=7)
+
+class Slow(Net):
+    def forward(self, x):
+        import time
+        time.sleep(0.01)
+        return super().forward(x)
+
+def linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x).mean((2, 3))
+        raise RuntimeError("it depends")
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a network and a recipe of their own."""
+    (tmp_path / "tinynet.py").write_text(MODULE)
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "tinynet", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+    return tmp_path
+
+
+def listing(folder: Path) -> set[str]:
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return {name for name in found if "__pycache__" not in name}
+
+
+def command(*words: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= options.pop("env", {})
+    return subprocess.Popen(
+        [sys.executable, "-m", "sbf_pruner", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+# -- run -------------------------------------------------------------------------------------------------
+
+
+def test_run_prints_a_line_per_epoch_and_a_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml"]) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert len(lines) == EPOCHS
+    assert lines[0].startswith("[1/8] warmup, epoch 1/2") and "filters 14/14" in lines[0]
+    assert lines[2].startswith("[3/8] score 1, epoch 1/1") and "left" in lines[2]
+    table = said.out.splitlines()
+    assert table[0].split() == ["dense", "pruned", "change"]
+    assert [line.split()[0] for line in table[1:5]] == ["accuracy", "parameters", "MACs", "latency,"]
+    assert "no dense control was trained" in said.out and "after the warm-up" in said.out
+    assert "differ by" in said.out and table[-1] == "run folder: runs/tiny-seed0"
+    assert (here / "runs/tiny-seed0/summary.json").is_file()
+
+
+def test_run_quiet_prints_the_table_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet", "--seed", "4", "--set", "dense_control=true"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "run folder: runs/tiny-seed4" in said.out
+    assert "no dense control" not in said.out
+
+
+def test_run_json_prints_json_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "tiny.toml", "--json", "--quiet", "--run", "mine", "--set", "phases.cycles=1"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    summary = json.loads(said.out)
+    assert summary["folder"] == "mine" and summary["epochs"] == 6 and said.err == ""
+    assert json.loads((here / "mine/summary.json").read_text())["pruned"] == summary["pruned"]
+    assert summary["pruned"]["macs"] < summary["dense"]["macs"]
+
+
+def test_resuming_a_finished_run_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    first = capsys.readouterr().out
+    assert main(["run", "tiny.toml", "--quiet", "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert said == f"runs/tiny-seed0 was finished already; nothing was trained\n\n{first}"
+
+
+def test_force_starts_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    assert main(["run", "tiny.toml", "--quiet", "--force", "--set", "phases.cycles=1"]) == 0
+    assert len((here / "runs/tiny-seed0/metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_failure_outside_the_input_is_one_sentence_and_1(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device", "runs/tiny-seed0")
+
+    monkeypatch.setattr("sbf_pruner.files.save_file", full)
+    assert main(["run", "tiny.toml", "--quiet"]) == 1
+    assert capsys.readouterr().err == "sbf: No space left on device: runs/tiny-seed0\n"
+
+
+# -- bad input -------------------------------------------------------------------------------------------
+
+BAD_RUNS: dict[str, tuple[list[str], str]] = {
+    "no recipe": ([], "name a recipe to run: "),
+    "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
+    "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
+    "broken file": (["broken.toml"], "broken.toml, line 1: "),
+    "unknown key": (["tiny.toml", "--set", "phases.cycle=4"], "did you mean 'phases.cycles'?"),
+    "ill-typed key": (["tiny.toml", "--set", "phases.cycles=many"], "phases.cycles: expected int, got str"),
+    "out of bounds": (["tiny.toml", "--set", "warmup.lr=-1"], "warmup.lr: must be above 0"),
+    "no value": (["tiny.toml", "--set", "phases.cycles"], "write KEY=VALUE"),
+    "negative seed": (["tiny.toml", "--seed", "-1"], "seed: must be at least 0"),
+    "unknown model": (
+        ["tiny.toml", "--set", "model.name=resnet21"],
+        "no bundled model is called 'resnet21'; did",
+    ),
+    "unknown module": (["tiny.toml", "--set", "model.name=nowhere:Net"], "no module named 'nowhere'"),
+    "unknown option": (["tiny.toml", "--set", "model.options.wdith=4"], "has no option 'wdith'"),
+    "no network": (["tiny.toml", "--set", "model.name=tinynet:number"], "of type int, not an nn.Module"),
+    "no convolution": (["tiny.toml", "--set", "model.name=tinynet:linear"], "there is no convolution"),
+    "other classes": (
+        ["tiny.toml", "--set", "model.name=tinynet:Fixed"],
+        "7 numbers per image but synthetic",
+    ),
+    "other channels": (["tiny.toml", "--set", "model.in_channels=3"], "set model.in_channels = 1"),
+    "unknown data": (["tiny.toml", "--set", "data.name=sintetic"], "no data set is called 'sintetic'"),
+    "missing data": (
+        ["tiny.toml", "--set", "data.name=npz", "--set", "data.path=x.npz"],
+        "cannot read x.npz",
+    ),
+    "missing weights": (["tiny.toml", "--set", "model.weights=x.pt"], "model.weights: x.pt does not exist"),
+    "nothing to resume": (["tiny.toml", "--resume"], "there is no run to resume in runs/tiny-seed0"),
+    "both ways": (["tiny.toml", "--resume", "--force"], "not both"),
+    "a stranger's folder": (["tiny.toml", "--run", "."], ". holds files but no run"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_a_bad_run_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "broken.toml").write_text("name = \n")
+    before = listing(here)
+    words, expected = BAD_RUNS[case]
+    assert main(["run", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
+def test_an_existing_run_needs_resume_or_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}
+    capsys.readouterr()
+    assert main(["run", "tiny.toml"]) == 2
+    assert "holds a run already; go on with it (--resume), start over (--force)" in capsys.readouterr().err
+    assert main(["run", "tiny.toml", "--resume", "--set", "weights.lr=0.5"]) == 2
+    assert "was run with weights.lr = 0.001, not 0.5" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
+
+
+def test_a_loss_that_is_not_finite(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet", "--set", "finetune.lr=1e37"]) == 2
+    said = capsys.readouterr().err
+    assert "no longer finite in phase finetune, epoch 1 of 2; lower finetune.lr" in said
+    assert said.count("\n") == 1
+    assert (here / "runs/tiny-seed0/checkpoints/last.safetensors").is_file()
+
+
+# -- inspect ---------------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_the_layers_of_a_bundled_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "resnet56"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layer", "kind", "filters", "map", "parameters", "MACs", "gated", "at"]
+    assert lines[1].split() == ["conv1", "Conv2d", "16", "32x32", "432", "0.4", "%", "bn1", "(affine)"]
+    assert "  fc  its filters are the network's outputs" in lines
+    assert lines[-1].startswith(
+        "ResNet: 55 prunable layers with 2,032 filters; 853,018 parameters, 125,485,696"
+    )
+
+
+def test_inspect_reads_a_users_own_network(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", "tinynet:Net", "--input", "1,8,8", "--option", "width=5", "--json"]
+    assert main(words) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert [(layer["name"], layer["filters"]) for layer in seen["layers"]] == [("0", 5), ("3", 6)]
+    assert seen["layers"][0]["macs"] == 5 * 9 * 36 and seen["layers"][0]["params"] == 50
+    assert list(seen["skipped"]) == ["8"]
+    assert sum(layer["macs"] for layer in seen["layers"]) + 6 * 4 == seen["macs"]
+
+
+BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
+    "unknown": (["resnet5"], "no bundled model is called 'resnet5'"),
+    "half a name": (["tinynet:"], "is half a name"),
+    "no such callable": (["tinynet:Nett"], "did you mean 'Net'?"),
+    "no convolution": (["tinynet:linear", "--input", "1,8,8"], "there is no convolution in the model"),
+    "untraceable": (["tinynet:Untraceable", "--input", "1,8,8"], "at tinynet.py:32 (`raise RuntimeError"),
+    "too small": (["tinynet:Net", "--input", "1,2,2"], "Kernel size can't be greater than actual input size"),
+    "wrong rank": (["tinynet:Net", "--input", "1,8"], "cannot run on the example inputs"),
+    "no sizes": (["resnet20", "--input", "large"], "--input 'large': write one input's sizes"),
+    "size 0": (["resnet20", "--input", "3,0,3"], "--input '3,0,3': write one input's sizes"),
+    "no value": (["resnet20", "--option", "num_classes"], "--option 'num_classes': write KEY=VALUE"),
+    "unknown option": (["resnet20", "--option", "classes=3"], "resnet20 has no option 'classes'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INSPECTIONS)
+def test_a_bad_inspection_is_one_sentence_and_2(
+    case: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, expected = BAD_INSPECTIONS[case]
+    before = listing(here)
+    assert main(["inspect", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ")
+    assert said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
+# -- the real command ------------------------------------------------------------------------------------
+
+
+def test_help_answers_without_torch() -> None:
+    code = "import sys\nfrom sbf_pruner.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    for words in (["--help"], ["run", "--help"], ["--version"], ["run"], ["run", "nothing"], []):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if words == ["run", "--help"]:
+            assert "bundled recipes: " in done.stdout and "phases.cycles int" in done.stdout
+
+
+def test_unknown_words_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["prune"], ["run", "digits", "--fast"], ["inspect"], ["run", "--seed", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def wait_for_epochs(process: subprocess.Popen[str], metrics: Path, epochs: int) -> None:
+    for _ in range(6000):
+        if metrics.is_file() and len(metrics.read_text().splitlines()) >= epochs:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError("the run did not begin")
+
+
+def test_a_run_killed_by_the_system_goes_on_to_the_same_bits(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "tiny.toml", "--quiet", "--set", "model.name=tinynet:Slow"]
+    assert main([*words, "--run", "straight"]) == 0
+    process = command(*words, "--run", "killed")
+    wait_for_epochs(process, here / "killed/metrics.jsonl", 4)
+    process.kill()
+    process.communicate()
+    assert not (here / "killed/summary.json").exists()
+    assert main([*words, "--run", "killed", "--resume"]) == 0
+    for name in ("model.safetensors", "plan.json"):
+        assert (here / "killed" / name).read_bytes() == (here / "straight" / name).read_bytes()
+    assert len((here / "killed/metrics.jsonl").read_text().splitlines()) == EPOCHS
+
+
+def test_an_interrupted_run_says_how_to_go_on(here: Path) -> None:
+    process = command("run", "tiny.toml", "--force", "--set", "model.name=tinynet:Slow")
+    wait_for_epochs(process, here / "runs/tiny-seed0/metrics.jsonl", 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == ""
+    again = "sbf run tiny.toml --set model.name=tinynet:Slow --resume"
+    assert err.splitlines()[-1] == f"sbf: stopped; go on with: {again}"
+    assert "Traceback" not in err
+
+
+def test_the_core_dependencies_are_enough(here: Path) -> None:
+    barred = here / "barred"
+    barred.mkdir()
+    for package in ("rich", "PIL", "hypothesis", "sklearn"):
+        (barred / f"{package}.py").write_text("raise ImportError('not here')")
+    process = command("run", "tiny.toml", "--json", env={"PYTHONPATH": str(barred)})
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["pruned"]["params"] > 0
+    assert len(err.splitlines()) == EPOCHS and "Traceback" not in err
+
+
+def test_a_reader_that_stops_early_is_no_failure_of_ours(here: Path) -> None:
+    process = command("inspect", "resnet56")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+# -- progress --------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+RECORD = {
+    "done": 3,
+    "total": 8,
+    "phase": "score",
+    "cycle": 1,
+    "epoch": 1,
+    "epochs": 1,
+    "loss": 0.5,
+    "validation_accuracy": None,
+    "test_accuracy": 91.25,
+    "filters": 12,
+    "filters_total": 14,
+    "seconds": 0.1,
+}
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    with progress(8, stream=stream) as report:
+        report(RECORD)
+    text = stream.getvalue()
+    assert "score 1, epoch 1/1" in text and "3/8" in text
+    assert "loss 0.500" in text and "accuracy 91.25 %" in text and "filters 12/14" in text
+
+
+def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    stream = Terminal()
+    with progress(8, stream=stream) as report:
+        report(RECORD)
+        report({**RECORD, "done": 4, "validation_accuracy": 90.0})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("[3/8] score 1, epoch 1/1")
+    assert "accuracy 90.00 %" in lines[1] and lines[1].endswith("left")
