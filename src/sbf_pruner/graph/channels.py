@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PlanError, PruningError, nearest
 from ..layers import Adapted, Remap
-from .nodes import Boundary, Contract, Elementwise, Flow, Map, Mask, Node, Norm, level
+from .nodes import Boundary, Contract, Elementwise, Flow, Map, Mask, Node, Norm, level, shrink
 from .rules import Grids, build_node
 from .trace import REMAP, Call, Op, Trace, Value, record
 
@@ -133,7 +133,7 @@ class ChannelGraph:
         reached = set(self.trace.inputs)
         for node in self.nodes:
             if any(v in reached and flow.alive[v].any() for v in node.inputs):
-                if isinstance(node, Contract) and not node.fed(flow).any():
+                if isinstance(node, Contract) and not node.live(flow).any():
                     continue
                 reached |= {v for v in node.outputs if flow.alive[v].any()}
         return [v in reached for v in self.outputs]
@@ -220,6 +220,7 @@ class _Builder:
         self._lay_out(self._edged_calls())
         self._close_edges()
         self._keep_statistics()
+        self._find_idle()
         self.consumers: dict[Value, list[Node]] = defaultdict(list)
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
@@ -299,6 +300,18 @@ class _Builder:
             if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
                 for edge in self.edges[module, "out"]:
                     edge.lasting = True
+
+    def _find_idle(self) -> None:
+        """Channels that are zero in the user's own network (padding, say), and that a shift makes constants."""
+        flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs).flow({})
+        for node in self.nodes:
+            if isinstance(node, Contract):
+                idle = ~node.live(flow)
+            elif isinstance(node, Norm) and node.revives:
+                idle = ~shrink(flow.alive[node.x], self.grids[node.out])
+            else:
+                continue
+            node.idle = idle if idle.any() else None
 
     def _edge(self, call: Call, side: str, x: Value, dim: int) -> Value:
         out = Value(x.shape, "result")

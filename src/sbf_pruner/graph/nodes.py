@@ -300,6 +300,7 @@ class Contract(Node):
     groups: int = field(default=1, kw_only=True)
     stored: bool = field(default=True, kw_only=True)  # False: the weight is computed, and cannot be sliced
     revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
+    idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
 
     @property
     def out(self) -> Value:
@@ -317,16 +318,23 @@ class Contract(Node):
         """A mask over channels as one row per group."""
         return mask.reshape(self.groups, -1)
 
-    def fed(self, flow: Flow) -> Mask:
+    def live(self, flow: Flow) -> Mask:
         """Which filters have any live input."""
         alive = shrink(flow.alive[self.x], self._line(self.x)).reshape(-1)
         return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
+
+    def fed(self, flow: Flow) -> Mask:
+        """Which filters have not lost their input (what had none from the start is the user's own constant)."""
+        live = self.live(flow)
+        return live if self.idle is None else live | self.idle
 
     def _line(self, value: Value) -> Grid:
         return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
 
     def push(self, flow: Flow) -> None:
-        alive = np.ones(self.filters, bool) if self.revives else self.fed(flow)
+        alive = self.live(flow) if self.bias is None else self.fed(flow)
+        if self.revives:
+            alive = np.ones(self.filters, bool)
         flow.alive[self.out] = alive.reshape(self._line(self.out))
 
     def pull(self, flow: Flow) -> None:
@@ -376,7 +384,8 @@ class Norm(Node):
 
     x: Value = field(kw_only=True)
     states: tuple[Value, ...] = field(kw_only=True)
-    revives: bool = field(default=True, kw_only=True)  # no gate stands here, so a zero comes back as a constant
+    revives: bool = field(default=True, kw_only=True)  # no gate stands here: a zero comes back as a constant
+    idle: Mask | None = field(default=None, kw_only=True)  # zero in the user's own network, a constant after
 
     @property
     def out(self) -> Value:
@@ -386,7 +395,8 @@ class Norm(Node):
         for value in self.outputs:
             flow.alive[value] = np.ones(self.grids[value], bool)
         if not self.revives:
-            flow.alive[self.out] = shrink(flow.alive[self.x], self.grids[self.out])
+            alive = shrink(flow.alive[self.x], self.grids[self.out])
+            flow.alive[self.out] = alive if self.idle is None else alive | self.idle
 
     def pull(self, flow: Flow) -> None:
         wanted = self.wanted(flow)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..pruner import Pruner
 from ..scoring.folded import Folded
+from .convolutions import tunable_convolutions
 from .data import Batches
 from .engine import Engine, Tally
 
@@ -54,14 +55,12 @@ class CapturedEngine(Engine):
     ) -> Tally:
         self.network.train()
         if optimizer not in self._steps:
-            with self._folding() as folded:
-                self._only(optimizer, _Step(
-                    batches,
-                    self._weight_work(optimizer, label_smoothing, folded),
-                    _Changed(self.network, optimizer),
-                    optimizer.param_groups[0]["lr"],
-                    self._fast,
-                ))  # fmt: skip
+            folded = self._folded()
+            work = self._weight_work(optimizer, label_smoothing, folded)
+            rate = optimizer.param_groups[0]["lr"]
+            changed = _Changed(self.network, optimizer)
+            with self._tunable():
+                self._only(optimizer, _Step(batches, work, folded, changed, rate))
         return self._steps[optimizer].epoch(epoch, rates)
 
     def score_epoch(self, batches: Batches, epoch: int) -> Tally:
@@ -69,11 +68,13 @@ class CapturedEngine(Engine):
         self.network.train()
         optimizer = self.pruner.optimizer
         if optimizer not in self._steps:
-            scores = [*self.pruner.projection.parameters, self.pruner.gates.soft]
-            with self._folding() as folded:
-                assert folded is not None
-                changed = _Changed(self.network, optimizer, scores)
-                self._only(optimizer, _Step(batches, self._score_work(folded), changed, None, self._fast))
+            folded = self._folded()
+            assert folded is not None
+            changed = _Changed(
+                self.network, optimizer, [*self.pruner.projection.parameters, self.pruner.gates.soft]
+            )
+            with self._tunable():
+                self._only(optimizer, _Step(batches, self._score_work(folded), folded, changed, None))
         return self._steps[optimizer].epoch(epoch, [0.0] * len(batches))
 
     @torch.no_grad()
@@ -91,8 +92,11 @@ class CapturedEngine(Engine):
     def _only(self, key: Any, step: _Step) -> None:
         self._steps = {key: step}  # one optimiser at a time: an old graph would hold on to its memory
 
-    def _folding(self) -> AbstractContextManager[Folded | None]:
-        return nullcontext() if self.pruner is None else Folded(self.network, self.pruner.gates)
+    def _tunable(self) -> AbstractContextManager[None]:
+        return tunable_convolutions(self.network) if self._fast else nullcontext()
+
+    def _folded(self) -> Folded | None:
+        return None if self.pruner is None else Folded(self.network, self.pruner.gates)
 
     def _weight_work(
         self, optimizer: torch.optim.Optimizer, label_smoothing: float, folded: Folded | None
@@ -172,10 +176,12 @@ class _Step:
     """One step over the data of an epoch, captured once and replayed."""
 
     def __init__(
-        self, batches: Batches, work: Work, changed: _Changed, rate: Tensor | None, capture: bool
+        self, batches: Batches, work: Work, folded: Folded | None, changed: _Changed, rate: Tensor | None
     ) -> None:
         self.batches, self.work, self.rate = batches, work, rate
+        self.folded: Any = nullcontext() if folded is None else folded
         device, self.steps = batches.device, len(batches)
+        capture = device.type == "cuda"
         self.take = torch.compile(batches.take) if capture else batches.take
         self.drawn = [self._rows(c).to(device) for c in batches.draw(0)]
         self.rates = torch.zeros(self.steps, device=device)
@@ -184,7 +190,8 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.next: tuple[int, list[Tensor]] | None = None
         if capture:
-            self._capture()
+            with self.folded:  # a replay reads the folded tensors wherever the model looks by then
+                self._capture()
             changed.undo()
 
     def _rows(self, choice: Tensor) -> Tensor:
@@ -221,10 +228,12 @@ class _Step:
         self.rates.copy_(torch.tensor(rates))
         self.at.zero_()
         self.sums.zero_()
-        for _ in range(self.steps):
-            if self.graph is None:
-                self._once()
-            else:
+        if self.graph is None:
+            with self.folded:
+                for _ in range(self.steps):
+                    self._once()
+        else:
+            for _ in range(self.steps):
                 self.graph.replay()
         self.next = index + 1, self._draw(index + 1)  # while the device is busy
         loss, hits, penalty = (self.sums / self.drawn[0].numel()).tolist()

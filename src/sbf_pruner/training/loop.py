@@ -148,7 +148,8 @@ class _Run:
 
     def _run_phase(self, phase: Phase) -> None:
         network = self.networks.of(phase)
-        engine = self._engine(network, None if phase.kind in ("finetune", "control") else self.networks.pruner)
+        gated = self.networks.is_gated(phase)
+        engine = self._engine(network, self.networks.pruner if gated else None)
         optimizer = None
         if phase.kind != "score":
             optimizer = make_optimizer(network, optimizer_config(self.recipe, phase))
@@ -158,7 +159,7 @@ class _Run:
         with ExitStack() as frozen:
             if phase.kind == "score":
                 frozen.enter_context(self.networks.pruner.scoring())
-            elif phase.kind == "weights":
+            elif gated:
                 frozen.enter_context(self.networks.pruner.gated())
             while self.done < phase.end:
                 record = self._run_epoch(phase, engine, optimizer)

@@ -51,6 +51,8 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
         )
+        fast = device.type == "cuda" if recipe.finetune_on == "auto" else recipe.finetune_on == "gated"
+        self._finetunes_gated = fast
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
@@ -59,11 +61,15 @@ class Networks:
 
     def of(self, phase: Phase) -> nn.Module:
         """The network that a phase trains."""
-        if phase.kind == "finetune":
+        if phase.kind == "finetune" and not self.is_gated(phase):
             return self.pruned()
         if phase.kind == "control":
             return self._controlled()
         return self.dense
+
+    def is_gated(self, phase: Phase) -> bool:
+        """Does a phase train the dense network under its gates?"""
+        return phase.kind in ("warmup", "score", "weights") or (phase.kind == "finetune" and self._finetunes_gated)
 
     def pruned(self) -> nn.Module:
         """The small network; the first call removes the filters, and proves that nothing else changed."""

@@ -157,6 +157,14 @@ class Recipe(Section):
     dense_control: bool = field(
         default=False, metadata=about("also train the dense network for as many epochs, to compare with")
     )
+    finetune_on: str = field(
+        default="auto",
+        metadata=about(
+            "fine-tune the small network or the gated dense one, which trains the same weights; auto: small on "
+            "the cpu, gated on cuda, whose kernels are slow at odd widths",
+            choices=("auto", "small", "gated"),
+        ),
+    )
     evaluate_every: int = field(
         default=1, metadata=about("epochs between evaluations; the last of a phase always has one", least=1)
     )
