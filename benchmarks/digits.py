@@ -38,9 +38,7 @@ def main() -> int:
             summary = sbf.fit(model, recipe, run=f"{folder}/run").summary
         environment = summary["environment"]
         runs.append({**_figures(summary), "seconds": round(time.perf_counter() - began, 1)})
-        print(
-            f"seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in runs[-1].items()), flush=True
-        )
+        print(f"seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in runs[-1].items()), flush=True)
     keys = [key for key in runs[0] if key != "seed"]
     spread = {key: _spread([run[key] for run in runs]) for key in keys}
     met = min(run["macs_removed"] for run in runs) >= FEWER_MACS

@@ -36,9 +36,7 @@ def _keep_all(graph, rng):
 
 
 def _keep_one(graph, rng):
-    masks = {
-        name: np.arange(layer.filters) == rng.integers(layer.filters) for name, layer in graph.layers.items()
-    }
+    masks = {name: np.arange(layer.filters) == rng.integers(layer.filters) for name, layer in graph.layers.items()}
     return Plan.from_masks(reconnected(graph, masks, rng))
 
 

@@ -247,9 +247,7 @@ def test_inspect_lists_the_layers_of_a_bundled_network(capsys: pytest.CaptureFix
     assert lines[0].split() == ["layer", "kind", "filters", "map", "parameters", "MACs", "gated", "at"]
     assert lines[1].split() == ["conv1", "Conv2d", "16", "32x32", "432", "0.4", "%", "bn1", "(affine)"]
     assert "  fc  its filters are the network's outputs" in lines
-    assert lines[-1].startswith(
-        "ResNet: 55 prunable layers with 2,032 filters; 853,018 parameters, 125,485,696"
-    )
+    assert lines[-1].startswith("ResNet: 55 prunable layers with 2,032 filters; 853,018 parameters, 125,485,696")
 
 
 def test_inspect_reads_a_users_own_network(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,9 +276,7 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INSPECTIONS)
-def test_a_bad_inspection_is_one_sentence_and_2(
-    case: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_inspection_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, expected = BAD_INSPECTIONS[case]
     before = listing(here)
     assert main(["inspect", *words]) == 2

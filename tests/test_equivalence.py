@@ -18,7 +18,7 @@ from sbf_pruner.errors import PlanError
 from sbf_pruner.graph.channels import trace
 from sbf_pruner.inputs import call
 from sbf_pruner.layers import Adapted, Remap, Zeros
-from sbf_pruner.measure import measure
+from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -406,9 +406,7 @@ def exports(name):
     _, _, inputs, made = case(name)
     for _, _, small in (made[1], made[3]):
         args, kwargs = (
-            ((), inputs)
-            if isinstance(inputs, dict)
-            else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+            ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
         )
         program = torch.export.export(copy.deepcopy(small).eval(), args, kwargs, strict=False)
         found, wanted = leaves(program.module()(*args, **kwargs)), leaves(call(small.eval(), inputs))

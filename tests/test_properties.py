@@ -19,7 +19,7 @@ from torch import nn
 
 from cases import assert_equal_networks, reconnected
 from sbf_pruner.graph.channels import ChannelGraph, trace
-from sbf_pruner.measure import measure
+from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -134,9 +134,7 @@ class RandomNet(nn.Module):
 
     def _again(self, a, b, n):
         """A layer that was used before, on a tensor it fits."""
-        used = [
-            (layer, source, at) for at, (_, (source, *_), layer, _) in enumerate(self.program, 1) if layer
-        ]
+        used = [(layer, source, at) for at, (_, (source, *_), layer, _) in enumerate(self.program, 1) if layer]
         fitting = [(layer, at) for layer, source, at in used if self.sizes[source] == self.sizes[a]]
         if not fitting:
             return self._conv_bn(a, b, n)

@@ -152,9 +152,7 @@ class Dropout(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(
-            *conv_bn(3, 6), nn.Dropout(0.0), nn.ReLU(), *conv_bn(6, 5), nn.Dropout2d(0.0)
-        )
+        self.body = nn.Sequential(*conv_bn(3, 6), nn.Dropout(0.0), nn.ReLU(), *conv_bn(6, 5), nn.Dropout2d(0.0))
         self.head = Head(5)
 
     def forward(self, x):
@@ -198,9 +196,7 @@ class Conv1d(nn.Module):
 class Conv3d(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv3d(2, 5, 3, padding=1), nn.BatchNorm3d(5), nn.ReLU(), nn.AvgPool3d(2)
-        )
+        self.stem = nn.Sequential(nn.Conv3d(2, 5, 3, padding=1), nn.BatchNorm3d(5), nn.ReLU(), nn.AvgPool3d(2))
         self.depthwise = nn.Conv3d(5, 5, 3, padding=1, groups=5)
         self.body = nn.Sequential(
             nn.Conv3d(5, 6, (1, 3, 3), bias=False), nn.BatchNorm3d(6), nn.AdaptiveAvgPool3d(1)

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from .errors import PruningError
     from .export import load, save
     from .graph.channels import ChannelGraph, trace
-    from .measure import measure
+    from .measuring import measure
     from .plan import Plan
     from .pruner import Pruner
     from .surgery import extract
     from .training.loop import fit
     from .training.recipe import Recipe, load_recipe
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ChannelGraph",
@@ -42,7 +44,7 @@ _ROOMS = {
     "fit": "training.loop",
     "load": "export",
     "load_recipe": "training.recipe",
-    "measure": "measure",
+    "measure": "measuring",
     "save": "export",
     "trace": "graph.channels",
 }
@@ -51,7 +53,7 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
-        globals()[name] = value  # also puts `measure` the function before `measure` the module
+        globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -129,9 +129,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     folder.check(recipe, resume=arguments.resume, force=arguments.force)
     torch.manual_seed(recipe.seed)
     config = recipe.model
-    model = resolve(
-        config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options
-    )
+    model = resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
     try:
         with progress(total_epochs(recipe), quiet=arguments.quiet) as report:
             result = fit(

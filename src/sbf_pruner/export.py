@@ -58,9 +58,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
     _check_plan(path / PLAN, _joined(plans))
     model = build()
     if not isinstance(model, nn.Module):
-        raise RunError(
-            f"build() returned {type(model).__name__}; give a function that builds the dense network"
-        )
+        raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
     inputs = from_plain(header["inputs"], lambda described: _made(described, next(model.parameters())))
     for plan in plans:
         model = extract(model, inputs, plan)
@@ -107,6 +105,4 @@ def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
 def _made(described: dict[str, Any], like: Tensor) -> Tensor:
     """Zeros of the described shape, in the network's precision: tracing asks only what is connected."""
     kind: torch.dtype = getattr(torch, described["dtype"])
-    return torch.zeros(
-        described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device
-    )
+    return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)

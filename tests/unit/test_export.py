@@ -59,9 +59,7 @@ def test_a_network_pruned_twice_comes_back(tmp_path: Path) -> None:
     again = load(tmp_path, net)
     torch.testing.assert_close(again.eval()(images), twice.eval()(images), rtol=0, atol=0)
     save(again, tmp_path / "again")
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (
-        tmp_path / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
 def test_an_ordinary_network_can_be_saved_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.measure import measure
+from sbf_pruner.measuring import measure
 from sbf_pruner.training import loop, networks, summary
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
@@ -132,9 +132,7 @@ def test_filters_are_really_gone_and_nothing_else_changed(straight: Result) -> N
     assert pruned["macs"] == measure(straight.model, images).macs < dense["macs"]
     assert dense["params"] == sum(p.numel() for p in model().parameters())
     assert 0 <= straight.summary["cut_error"] <= 1e-12
-    assert {
-        name: layer["after"] for name, layer in straight.summary["layers"].items()
-    } == straight.plan.widths()
+    assert {name: layer["after"] for name, layer in straight.summary["layers"].items()} == straight.plan.widths()
     assert isinstance(straight.model, Tiny)
 
 
@@ -142,9 +140,7 @@ def test_the_summary_tells_how_it_was_come_by(straight: Result) -> None:
     told = straight.summary
     assert told["name"] == "tiny" and told["seed"] == 0 and told["epochs"] == EPOCHS
     assert told["seconds"] > 0 and told["latency_batch"] == 16  # all the test images there are
-    assert {"torch", "python", "cpu", "threads", "numpy", "sbf-pruner", "device"} <= set(
-        told["environment"]
-    )
+    assert {"torch", "python", "cpu", "threads", "numpy", "sbf-pruner", "device"} <= set(told["environment"])
     records = metrics(straight.folder)
     assert told["pruned"]["accuracy"] == records[EPOCHS - 1]["test_accuracy"]
     assert told["dense"]["accuracy"] == records[-1]["test_accuracy"]
@@ -257,9 +253,7 @@ def assert_same_run(result: Result, straight: Result) -> None:
 
 # 1, 2: warm-up; 3, 4: scores; 5, 6: weights; 7, 10: second cycle; 11, 12: fine-tuning; 13 to 24: control
 @pytest.mark.parametrize("epoch", [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24])
-def test_a_run_killed_after_any_epoch_ends_with_the_same_bits(
-    epoch: int, straight: Result, tmp_path: Path
-) -> None:
+def test_a_run_killed_after_any_epoch_ends_with_the_same_bits(epoch: int, straight: Result, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(epoch))
     assert len(metrics(tmp_path / "run")) == epoch
@@ -340,9 +334,7 @@ def test_an_existing_run_is_refused_and_untouched(straight: Result) -> None:
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in straight.folder.rglob("*") if p.is_file()}
     with pytest.raises(RunError, match=r"holds a run already; go on with it \(--resume\), start over"):
         fit(model(), recipe(), run=straight.folder)
-    with pytest.raises(
-        RunError, match=r"was run with scores.penalty = 0.02, not 0.5; resume it with its own"
-    ):
+    with pytest.raises(RunError, match=r"was run with scores.penalty = 0.02, not 0.5; resume it with its own"):
         fit(model(), recipe(scores__penalty=0.5), run=straight.folder, resume=True)
     with pytest.raises(RunError, match="not both"):
         fit(model(), recipe(), run=straight.folder, resume=True, force=True)
@@ -429,9 +421,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
     assert not (tmp_path / "run/summary.json").exists()
 
 
-def test_a_cut_that_changes_the_outputs_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "_difference", lambda *given: float("nan"))
     with pytest.raises(RunError, match="the extracted network differs from the gated one by nan"):
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")

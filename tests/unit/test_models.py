@@ -153,9 +153,7 @@ def test_own_callables_that_do_not_work(own: str, name: str, message: str) -> No
 
 
 def test_own_callables_refuse_unknown_options(own: str) -> None:
-    with pytest.raises(
-        PruningError, match=r"own_networks:sized has no option 'widht'; did you mean 'width'\?"
-    ):
+    with pytest.raises(PruningError, match=r"own_networks:sized has no option 'widht'; did you mean 'width'\?"):
         resolve("own_networks:sized", num_classes=5, widht=9)
     with pytest.raises(PruningError, match=r"own_networks:plain has no option 'width'; it takes none"):
         resolve("own_networks:plain", width=9)
@@ -173,9 +171,7 @@ def test_torchvision_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def resnet18(*, weights: None = None, **options: int) -> nn.Module:
         return nn.Linear(1, out_features=options.pop("num_classes"), **options)
 
-    models = fake(
-        "torchvision.models", list_models=lambda: ["resnet18"], get_model_builder=lambda _: resnet18
-    )
+    models = fake("torchvision.models", list_models=lambda: ["resnet18"], get_model_builder=lambda _: resnet18)
     monkeypatch.setitem(sys.modules, "torchvision", fake("torchvision", models=models))
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
     assert resolve("torchvision:resnet18", num_classes=6, in_channels=3).out_features == 6
@@ -183,13 +179,9 @@ def test_torchvision_names(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("torchvision:resnet81")
     with pytest.raises(PruningError, match=r"torchvision has no model 'zzz'; it knows 1 others"):
         resolve("torchvision:zzz")
-    with pytest.raises(
-        PruningError, match=r"torchvision:resnet18 takes images of 3 channels, not 1; wrap it"
-    ):
+    with pytest.raises(PruningError, match=r"torchvision:resnet18 takes images of 3 channels, not 1; wrap it"):
         resolve("torchvision:resnet18", in_channels=1)
-    with pytest.raises(
-        PruningError, match=r"torchvision:resnet18 could not be built with num_classes=6, depth=2"
-    ):
+    with pytest.raises(PruningError, match=r"torchvision:resnet18 could not be built with num_classes=6, depth=2"):
         resolve("torchvision:resnet18", num_classes=6, depth=2)
 
 

@@ -261,9 +261,7 @@ def test_free_logits_keep_their_value_and_have_a_speed_per_layer():
     projection.begin_phase(make_weights())
     train(projection, 0, 1, lr=0.01)
     projection.end_phase()
-    expected = torch.tensor([0.01, 0.02, 0.03, 0.04], dtype=torch.float64).repeat_interleave(
-        torch.tensor(FILTERS)
-    )
+    expected = torch.tensor([0.01, 0.02, 0.03, 0.04], dtype=torch.float64).repeat_interleave(torch.tensor(FILTERS))
     torch.testing.assert_close(projection.logits().abs(), expected)
     before = projection.logits()
     projection.begin_phase(change(make_weights(), 1))

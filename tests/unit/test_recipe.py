@@ -169,9 +169,7 @@ def test_incomplete_and_broken_files(text: str, message: str, tmp_path: Path) ->
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nowhere\.toml does not exist; bundled recipes: .*digits"):
         load_recipe(tmp_path / "nowhere.toml")
-    with pytest.raises(
-        RecipeError, match=r"no bundled recipe is called 'digts'; did you mean 'digits'\?; a file"
-    ):
+    with pytest.raises(RecipeError, match=r"no bundled recipe is called 'digts'; did you mean 'digits'\?; a file"):
         load_recipe("digts")
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(RecipeError, match=r"folder\.toml cannot be read: .*directory"):
@@ -184,9 +182,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_sections_check_themselves_when_built_in_python() -> None:
     with pytest.raises(RecipeError, match=r"^balance: 'aera' is not one of area, side, none; did you mean"):
         ScoresConfig(balance="aera")
-    with pytest.raises(
-        RecipeError, match=r"^model: expected ModelConfig, got table \(\{'name': 'resnet20'\}\)"
-    ):
+    with pytest.raises(RecipeError, match=r"^model: expected ModelConfig, got table \(\{'name': 'resnet20'\}\)"):
         Recipe("x", {"name": "resnet20"}, DataConfig("digits"))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"^a key of options: expected str, got int \(1\)"):
         ModelConfig("net", options={1: 2})  # type: ignore[dict-item]
@@ -238,9 +234,7 @@ options = st.dictionaries(words, plain, max_size=3).filter(lambda table: not {"n
 recipes = st.builds(
     Recipe,
     name=words,
-    model=st.builds(
-        ModelConfig, name=words, num_classes=st.integers(1, 9), options=options, weights=st.just("")
-    ),
+    model=st.builds(ModelConfig, name=words, num_classes=st.integers(1, 9), options=options, weights=st.just("")),
     data=st.builds(DataConfig, name=words, path=words, validation=numbers, flip=st.booleans()),
     dense_control=st.booleans(),
     warmup=optimizers,

@@ -37,9 +37,7 @@ def test_every_epoch_belongs_to_one_phase(overrides: tuple[str, ...]) -> None:
 
 
 def test_no_epochs_at_all_are_no_phases() -> None:
-    assert (
-        phases(recipe("phases.warmup=0", "phases.cycles=0", "phases.finetune=0", "dense_control=true")) == []
-    )
+    assert phases(recipe("phases.warmup=0", "phases.cycles=0", "phases.finetune=0", "dense_control=true")) == []
 
 
 def test_each_phase_has_its_own_optimiser_and_the_control_the_warm_ups() -> None:

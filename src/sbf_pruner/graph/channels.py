@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PlanError, PruningError, nearest
-from ..layers import Adapted, Remap
-from .nodes import Boundary, Contract, Elementwise, Flow, Map, Mask, Node, Norm, level, shrink
+from ..layers import Adapted, Remap, Zeros
+from .nodes import Boundary, Contract, Elementwise, Flow, Map, Mask, Node, Norm, Source, level, shrink, some
 from .rules import Grids, build_node
-from .trace import REMAP, Call, Op, Trace, Value, record
+from .trace import REMAP, ZEROS, Call, Op, Trace, Value, record
 
 _LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
@@ -120,7 +120,7 @@ class ChannelGraph:
         left &= held & np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
-            left = level(rows, rows.any(1)).reshape(-1)
+            left = level(rows, some(rows, 1)).reshape(-1)
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
@@ -324,17 +324,19 @@ class _Builder:
         return out
 
     def _node(self, op: Op) -> Node:
-        if op.name != REMAP:
+        if op.name not in (REMAP, ZEROS):
             return build_node(op, self.grids)
         assert op.call is not None
         module = self.modules[op.call.module]
-        assert isinstance(module, Remap)
+        assert isinstance(module, (Remap, Zeros))
         out = op.outputs[0]
         assert out is not None
         dim = module.dim % len(out.shape)
         grid = tuple(n if d == dim else 1 for d, n in enumerate(out.shape))
         self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
         self.grids[out] = grid
+        if isinstance(module, Zeros):  # its width is ours to choose
+            return Source(op, self.grids, zero=True)
         labels = np.array(module.source, np.int64).reshape(grid)
         if self.grids[op.inputs[0]][dim] == 1:  # nothing tells the channels apart: all are number 0
             labels = np.minimum(labels, 0)
@@ -377,9 +379,7 @@ class _Builder:
                 norm.revives = False
             kind = type(self.modules[module]).__name__
             spatial = node.x.shape[2:]
-            layers[name] = Layer(
-                name, node.filters, kind, node.weight.name, spatial, node.groups, site, nodes
-            )
+            layers[name] = Layer(name, node.filters, kind, node.weight.name, spatial, node.groups, site, nodes)
         return layers, skipped
 
     def _reason_to_skip(self, node: Contract, module: str) -> str:

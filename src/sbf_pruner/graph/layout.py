@@ -14,7 +14,7 @@ import numpy as np
 
 from .channels import ChannelGraph
 from .nodes import Boundary, Flow, Layout
-from .trace import Value
+from .trace import ZEROS, Value
 
 
 def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layout:
@@ -38,16 +38,15 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
     return layout
 
 
-def _grow(graph: ChannelGraph, layout: Layout, shared: list[list[Boundary]]) -> None:
+def _grow(graph: ChannelGraph, layout: Layout, shared: list[list[tuple[Value, int]]]) -> None:
     """Let every operator add what it must have, until none adds anything."""
     layout.changed = True
     while layout.changed:
         layout.changed = False
         for node in (*graph.nodes, *reversed(graph.nodes)):
             node.tie(layout)
-        for edges in shared:
-            layout.tie([(e.x, e.dim) for e in edges])
-            layout.tie([(e.out, e.dim) for e in edges])
+        for ends in shared:
+            layout.tie(ends)
 
 
 def _hold_place(layout: Layout, value: Value) -> None:
@@ -57,9 +56,14 @@ def _hold_place(layout: Layout, value: Value) -> None:
             layout.add(value, dim, np.arange(len(mask)) == 0)
 
 
-def _calls_of_one_module(graph: ChannelGraph) -> list[list[Boundary]]:
-    edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+def _calls_of_one_module(graph: ChannelGraph) -> list[list[tuple[Value, int]]]:
+    """What goes into (and comes out of) one module in its several calls, and must have one layout."""
+    ends: dict[tuple[str, str], list[tuple[Value, int]]] = defaultdict(list)
     for node in graph.nodes:
         if isinstance(node, Boundary):
-            edges[node.module, node.side].append(node)
-    return [e for e in edges.values() if len(e) > 1]
+            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
+            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
+        elif node.op.name == ZEROS and node.op.call is not None:
+            out = node.outputs[0]
+            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(graph.grids[out]))))
+    return [e for e in ends.values() if len(e) > 1]

@@ -111,16 +111,21 @@ class Layout:
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
     present = np.broadcast_to(present, grid)
     axes = range(len(grid))
-    return [present.any(tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
+    return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
+
+
+def some(mask: Mask, axes: int | tuple[int, ...], keepdims: bool = False) -> Mask:
+    """Where any element along the axes is set, as an array even when nothing is left to index."""
+    return np.asarray(mask.any(axes, keepdims=keepdims))
 
 
 def shrink(mask: Mask, grid: Grid) -> Mask:
     """Reduce a mask to a smaller grid it broadcasts from: a channel is in if any of its elements is."""
     extra = mask.ndim - len(grid)
     if extra > 0:
-        mask = mask.any(tuple(range(extra)))
+        mask = some(mask, tuple(range(extra)))
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
-    mask = mask.any(axes, keepdims=True) if axes else mask
+    mask = some(mask, axes, keepdims=True) if axes else mask
     return np.broadcast_to(mask, grid)
 
 
@@ -363,7 +368,7 @@ class Contract(Node):
     def _tie_groups(self, layout: Layout) -> None:
         """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
         sides = [self.grouped(np.isin(np.arange(v.shape[1]), layout.indices(v, 1))) for v in (self.x, self.out)]
-        there = sides[0].any(1) | sides[1].any(1)
+        there = some(sides[0], 1) | some(sides[1], 1)
         for value, rows in zip((self.x, self.out), sides, strict=True):
             layout.add(value, 1, level(rows, there).reshape(-1))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .nodes import Contract, Elementwise, Grid, Map, Node, Norm, Opaque, Source
-from .trace import STALE, ZEROS, Op, Value
+from .trace import STALE, Op, Value
 
 Grids = dict[Value, Grid]
 Rule = Callable[[Op, Grids], Node]
@@ -129,6 +129,18 @@ def hardtanh(op: Op, grids: Grids) -> Node:
     return _elementwise(op, grids, "any" if inside else "never")
 
 
+def threshold(op: Op, grids: Grids) -> Node:
+    """Zero stays where it lies above the threshold, or is what stands below it."""
+    limit, value = _number(op, 1, "threshold", 0), _number(op, 2, "value", 0)
+    kept = value == 0 or (limit is not None and limit < 0)
+    return _elementwise(op, grids, "any" if kept else "never")
+
+
+def prelu(op: Op, grids: Grids) -> Node:
+    """Alive where the map is; the slopes make nothing out of zero."""
+    return _elementwise(op, grids, "first")
+
+
 def power(op: Op, grids: Grids) -> Node:
     """A positive power of zero is zero."""
     exponent = _number(op, 1, "exponent", None)
@@ -171,7 +183,7 @@ def moved(op: Op, grids: Grids) -> Node:
         if value.data is not None and not value.data.is_floating_point():
             numbers[value] = value.data.cpu()  # an index table, which is used and not moved
             continue
-        if value.kind == "constant":
+        if value.kind == "constant" or value in op.args[2:]:  # an index table that is not stored
             return opaque(op, grids)
         numbers[value] = _numbered(value, grids[value], start)
         start += int(np.prod(grids[value]))
@@ -247,17 +259,13 @@ def reduced(op: Op, grids: Grids) -> Node:
     """Mean, sum, maximum or norm over dimensions along which channels do not differ."""
     x = op.args[0]
     grid, rank = grids[x], len(x.shape)
-    dims = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), None)
-    if dims is None:
-        dims = op.kwargs.get("dim")
-        if dims is None and len(op.args) > 1 and isinstance(op.args[1], int) and not isinstance(op.args[1], bool):
-            dims = [op.args[1]]
-    dims = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
+    if given is None and len(op.args) > 1 and type(op.args[1]) is int:
+        given = [op.args[1]]
+    dims = [given] if isinstance(given, int) else given or range(rank)
     over = {int(d) % rank for d in dims} if rank else set()
     if any(grid[d] > 1 for d in over):
-        return Opaque(
-            op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change"
-        )
+        return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
     outputs = [v for v in op.outputs if v is not None]
     keep = len(outputs[0].shape) == rank
     shape = [n for d, n in enumerate(grid) if keep or d not in over]
@@ -369,14 +377,6 @@ def fresh_zeros(op: Op, grids: Grids) -> Node:
     return Source(op, grids, zero=True)
 
 
-def vanished(op: Op, grids: Grids) -> Node:
-    """The zeros an earlier pruning left in place of a layer; their width is ours to choose."""
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = _line(out)
-    return Source(op, grids, zero=True)
-
-
 def _rows(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name}": rule for name in names.split()}
 
@@ -391,7 +391,7 @@ RULES: dict[str, Rule] = {
     **_rows(
         zero_kept,
         "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sqrt sign square sin erf expm1 "
-        "log1p floor ceil round trunc hardshrink softshrink threshold nan_to_num _prelu_kernel rrelu_with_noise "
+        "log1p floor ceil round trunc hardshrink softshrink nan_to_num rrelu_with_noise "
         "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum",
     ),
     **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log log2 log_sigmoid_forward rsqrt reciprocal"),
@@ -405,6 +405,8 @@ RULES: dict[str, Rule] = {
     **_rows(clamp_min, "clamp_min"),
     **_rows(clamp_max, "clamp_max"),
     **_rows(hardtanh, "hardtanh"),
+    **_rows(threshold, "threshold"),
+    **_rows(prelu, "_prelu_kernel"),
     **_rows(power, "pow"),
     **_rows(transpose, "t"),
     **_rows(
@@ -428,6 +430,5 @@ RULES: dict[str, Rule] = {
     **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
     **_rows(fresh, "ones full empty arange linspace rand randn eye scalar_tensor new_ones new_full new_empty"),
     **_rows(fresh_zeros, "zeros new_zeros"),
-    ZEROS: vanished,
     STALE: opaque,
 }

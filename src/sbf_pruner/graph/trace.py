@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from ..layers import Remap, Zeros
 
 REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_QUIET = (os.path.join(os.path.dirname(torch.__file__), ""), *(os.path.join(_PACKAGE, n) for n in ("graph", "inputs", "layers")))
+_QUIET = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    *(os.path.join(_PACKAGE, room) for room in ("graph", "inputs", "layers")),
+)
 
 
 @dataclass(eq=False)
@@ -192,9 +196,7 @@ class _Recorder(TorchDispatchMode):
             if done.outputs == done.inputs:
                 fresh = self._note(tensors[0], Value(done.outputs[0].shape, "result"))
                 done.outputs = (fresh,)
-            self.ops[done.first :] = [
-                Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)
-            ]
+            self.ops[done.first :] = [Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)]
             done.last = done.first + 1
 
     # -- operators -----------------------------------------------------------------------------------
@@ -296,7 +298,11 @@ class _Hooks:
 
 # Operators that make a tensor from nothing but sizes and numbers, and those that take over a literal.
 _FRESH = {
-    f"aten.{n}" for n in "zeros ones full empty arange linspace rand randn eye scalar_tensor empty_strided".split()
+    f"aten.{name}"
+    for name in (
+        *("zeros", "ones", "full", "empty", "arange", "linspace", "rand", "randn"),
+        *("eye", "scalar_tensor", "empty_strided"),
+    )
 }
 _LIFTED = {"aten.lift_fresh", "aten.lift_fresh_copy", "aten._to_copy", "aten.detach", "aten.alias"}
 
@@ -317,7 +323,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _user_frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_QUIET):
             yield frame

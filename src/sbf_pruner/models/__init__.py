@@ -44,9 +44,7 @@ def resolve(name: str, **options: Any) -> nn.Module:
             raise PruningError(f"no bundled model is called {name!r}; {nearest(name, BUNDLED)}")
         return _build(name, BUNDLED[name], options)
     if not library or not inner:
-        raise PruningError(
-            f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable"
-        )
+        raise PruningError(f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable")
     if library == "torchvision":
         return _torchvision(name, inner, options)
     if library == "timm":
@@ -59,9 +57,7 @@ def _torchvision(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
     _known(name, inner, models.list_models())
     channels = options.pop("in_channels", 3)
     if channels != 3:
-        raise PruningError(
-            f"{name} takes images of 3 channels, not {channels}; wrap it in a callable of your own"
-        )
+        raise PruningError(f"{name} takes images of 3 channels, not {channels}; wrap it in a callable of your own")
     return _build(name, models.get_model_builder(inner), options)
 
 
@@ -79,26 +75,20 @@ def _own(name: str, module: str, inner: str, options: dict[str, Any]) -> nn.Modu
         try:
             target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise PruningError(
-                f"{name}: no module named {error.name!r} here or among the installed"
-            ) from error
+            raise PruningError(f"{name}: no module named {error.name!r} here or among the installed") from error
         except Exception as error:
             raise PruningError(f"{name}: importing {module} failed with {_said(error)}") from error
     for part in inner.split("."):
         if not hasattr(target, part):
             public = (
-                [word for word in vars(target) if not word.startswith("_")]
-                if hasattr(target, "__dict__")
-                else []
+                [word for word in vars(target) if not word.startswith("_")] if hasattr(target, "__dict__") else []
             )
             raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
         target = getattr(target, part)
     if isinstance(target, nn.Module):
         raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
     if not callable(target):
-        raise PruningError(
-            f"{name} is of type {type(target).__name__}, which cannot be called to build a network"
-        )
+        raise PruningError(f"{name} is of type {type(target).__name__}, which cannot be called to build a network")
     return _build(name, target, _wanted(target, options))
 
 

@@ -85,9 +85,7 @@ class MobileNetV2(nn.Module):
         for stage in STAGES:
             channels = _rounded(stage.channels * width_mult)
             for index in range(stage.blocks):
-                blocks.append(
-                    InvertedResidual(width, channels, stage.expansion, stage.stride if index == 0 else 1)
-                )
+                blocks.append(InvertedResidual(width, channels, stage.expansion, stage.stride if index == 0 else 1))
                 width = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = ConvNorm(width, head, 1)

@@ -22,14 +22,13 @@ class Folded:
     def __init__(self, model: nn.Module, gates: Gates) -> None:
         self.model, self.gates = model, gates
         soft = gates.mode == "soft"
-        pairs = [p for p in gates.pairs if not soft or p.soft is not None]
-        self._pairs = pairs
-        self.parameters = [p.module._parameters[p.name] for p in pairs]
+        self._pairs = [p for p in gates.pairs if not soft or p.soft is not None]
+        self.parameters: list[Tensor] = [p.module._parameters[p.name] for p in self._pairs]  # type: ignore[misc]
         vector = gates.soft.detach() if soft else gates.hard
-        self._views = [vector[p.soft if soft and p.soft is not None else p.hard] for p in pairs]
-        self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters if p is not None]
-        places = [torch.arange(s.start, s.stop) for s in (p.soft for p in pairs) if s is not None]
-        self._places = torch.cat(places).to(vector.device) if soft else None
+        spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
+        self._gates = [vector[span] for span in spans]
+        self._places = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(vector.device)
+        self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
         self._lifted: list[tuple[dict[Any, Any], int, Any]] = []
 
     def __enter__(self) -> Folded:
@@ -57,23 +56,29 @@ class Folded:
     @torch.no_grad()
     def refresh(self) -> None:
         """Gate the parameters anew."""
-        torch._foreach_copy_(self.leaves, torch._foreach_mul(self.parameters, self._views))
+        torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
     @torch.no_grad()
     def weight_gradients(self) -> None:
         """Carry the leaves' gradients back to the parameters; a closed gate lets none through."""
-        found = torch._foreach_mul([leaf.grad for leaf in self.leaves], self._views)
-        for parameter, leaf, gradient in zip(self.parameters, self.leaves, found, strict=True):
-            assert parameter is not None
+        found = _products(self._taken_gradients(), self._gates)
+        for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
-            leaf.grad = None
 
     @torch.no_grad()
     def score_gradients(self) -> Tensor:
         """The leaves' gradients carried back to the scores, added over each pair."""
-        found = torch._foreach_mul([leaf.grad for leaf in self.leaves], self.parameters)
-        flat = torch.cat(found).to(self.gates.soft.dtype)
+        found = torch.cat(_products(self._taken_gradients(), self.parameters))
+        return torch.zeros_like(self.gates.soft).index_add_(0, self._places, found.to(self.gates.soft.dtype))
+
+    def _taken_gradients(self) -> list[Tensor]:
+        taken: list[Tensor] = []
         for leaf in self.leaves:
+            assert leaf.grad is not None
+            taken.append(leaf.grad)
             leaf.grad = None
-        assert self._places is not None
-        return torch.zeros_like(self.gates.soft).index_add_(0, self._places, flat)
+        return taken
+
+
+def _products(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_mul(first, second))

@@ -95,9 +95,10 @@ class Fold:
         if gate is not None:
             for name in self.parameters:
                 held = module._parameters[name]
+                assert held is not None
                 # An instance attribute goes before a registered parameter when the module looks it up, so
                 # the forward reads the gated pair while the parameters stay where and what they are.
-                module.__dict__[name] = held * gate.to(held.dtype)  # type: ignore[union-attr]
+                module.__dict__[name] = held * gate.to(held.dtype)
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         for name in self.parameters:

@@ -34,9 +34,7 @@ def balance_weights(kind: Balance, spatial: Sequence[tuple[int, ...]]) -> list[f
         raise PruningError(f"no balance is called {kind!r}: {nearest(kind, get_args(Balance))}")
     if kind == "none":
         return [1.0] * len(spatial)
-    sizes = [
-        float(prod(size)) if kind == "area" or not size else prod(size) ** (1 / len(size)) for size in spatial
-    ]
+    sizes = [float(prod(size)) if kind == "area" or not size else prod(size) ** (1 / len(size)) for size in spatial]
     smallest = min((size for size in sizes if size > 1), default=1.0)
     return [size / smallest for size in sizes]
 

@@ -209,9 +209,7 @@ PROJECTIONS: dict[str, Callable[[Sequence[Tensor], Sequence[int]], Projection]] 
 }
 
 
-def literal_bytes(
-    weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None
-) -> int:
+def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None) -> int:
     """The bytes of the literal `W` alone; refuses when training it would take more than `limit_bytes`.
 
     >>> literal_bytes([torch.empty(16, 3, 3, 3)], [16])

@@ -98,9 +98,7 @@ class CapturedEngine(Engine):
     def _folded(self) -> Folded | None:
         return None if self.pruner is None else Folded(self.network, self.pruner.gates)
 
-    def _weight_work(
-        self, optimizer: torch.optim.Optimizer, label_smoothing: float, folded: Folded | None
-    ) -> Work:
+    def _weight_work(self, optimizer: torch.optim.Optimizer, label_smoothing: float, folded: Folded | None) -> Work:
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             optimizer.zero_grad(set_to_none=True)
             if folded is not None:
@@ -148,9 +146,7 @@ def make_engine(network: nn.Module, device: torch.device, pruner: Pruner | None 
 class _Changed:
     """Everything a step changes, remembered so that warming it up leaves no trace."""
 
-    def __init__(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, more: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, more: Sequence[Tensor] = ()) -> None:
         self.optimizer = optimizer
         self.tensors = [*network.parameters(), *network.buffers(), *more]
         self.before = [t.detach().clone() for t in self.tensors]

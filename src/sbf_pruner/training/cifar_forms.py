@@ -54,8 +54,7 @@ def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
         # A file may hold images, labels or both; each kind is spread evenly over its files.
         read = {name: form.read(files[name], str(path / name)) for name in names}
         images, labels = (
-            _joined({name: held[kind] for name, held in read.items()}, parts[part].count, path)
-            for kind in (0, 1)
+            _joined({name: held[kind] for name, held in read.items()}, parts[part].count, path) for kind in (0, 1)
         )
         raw[part] = images, labels
     return raw
@@ -90,15 +89,11 @@ def _joined(held: Mapping[str, Bytes | None], count: int, path: Path) -> Bytes:
 def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
     batch = read_pickle(data, where)
     if isinstance(batch, dict):  # keys are bytes where Python 3 has written the batches again
-        batch = {
-            key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()
-        }
+        batch = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
         pixels = batch.get("data")
         if isinstance(pixels, np.ndarray) and pixels.ndim == 2 and pixels.shape[1] == 3072:
             return _from_planes(pixels), _labels(batch.get("labels"), where)
-    raise DataError(
-        f"{where}: not a batch of CIFAR-10, which has 'data' of 3072 columns and 'labels'; {AGAIN}"
-    )
+    raise DataError(f"{where}: not a batch of CIFAR-10, which has 'data' of 3072 columns and 'labels'; {AGAIN}")
 
 
 def _read_records(data: bytes, where: str) -> tuple[Bytes, Bytes]:

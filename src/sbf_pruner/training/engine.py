@@ -8,7 +8,7 @@ the gates are too: a step holds no Python number that changes, and can be compil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

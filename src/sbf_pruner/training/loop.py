@@ -24,9 +24,9 @@ from ..errors import RunError
 from ..export import load, save
 from ..plan import Plan
 from ..pruner import Pruner
+from .captured import make_engine
 from .checkpoint import NAME, load_checkpoint, save_checkpoint
 from .data import Augment, Batches, Data, Split, load_data
-from .captured import make_engine
 from .engine import Engine, Tally, make_optimizer, restore_optimizer
 from .folder import INITIAL, RunFolder
 from .networks import Networks
@@ -178,9 +178,7 @@ class _Run:
                 self._save(optimizer, closed=self.done == phase.end)
                 self.report(record)
 
-    def _run_epoch(
-        self, phase: Phase, engine: Engine, optimizer: torch.optim.Optimizer | None
-    ) -> dict[str, Any]:
+    def _run_epoch(self, phase: Phase, engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         began = time.perf_counter()
         epoch = self.done - phase.first_epoch
         torch.manual_seed(_mixed(self.recipe.seed, self.done))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
-from ..measure import measure
+from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
 from .data import Data
@@ -30,9 +30,7 @@ PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 class Networks:
     """The dense network with its pruner, then the small one, then the control."""
 
-    def __init__(
-        self, model: nn.Module, recipe: Recipe, data: Data, images: Tensor, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, data: Data, images: Tensor, device: torch.device) -> None:
         self.images = images
         self.dense = copy.deepcopy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.model.weights:
@@ -51,8 +49,8 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
         )
-        fast = device.type == "cuda" if recipe.finetune_on == "auto" else recipe.finetune_on == "gated"
-        self._finetunes_gated = fast
+        gated = recipe.finetune_on == "gated" or (recipe.finetune_on == "auto" and device.type == "cuda")
+        self._gated_kinds = {"warmup", "score", "weights", *(["finetune"] if gated else [])}
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
@@ -69,7 +67,7 @@ class Networks:
 
     def is_gated(self, phase: Phase) -> bool:
         """Does a phase train the dense network under its gates?"""
-        return phase.kind in ("warmup", "score", "weights") or (phase.kind == "finetune" and self._finetunes_gated)
+        return phase.kind in self._gated_kinds
 
     def pruned(self) -> nn.Module:
         """The small network; the first call removes the filters, and proves that nothing else changed."""
@@ -112,8 +110,7 @@ class Networks:
         """Go back to a state, whatever weights the model came with this time."""
         if _shapes(initial) != _shapes(self.initial):
             raise RunError(
-                "the run was begun with another network; resume it with the same model, or start over "
-                "with --force"
+                "the run was begun with another network; resume it with the same model, or start over with --force"
             )
         self.initial = initial
         if state["small"] is None:

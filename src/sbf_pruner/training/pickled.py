@@ -40,9 +40,7 @@ def read_pickle(data: bytes, where: str) -> Any:
     try:
         return _run(data, where)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{where}: damaged or incomplete, not a whole pickle of arrays; get it again"
-        ) from error
+        raise DataError(f"{where}: damaged or incomplete, not a whole pickle of arrays; get it again") from error
 
 
 def _run(data: bytes, where: str) -> Any:

@@ -55,15 +55,11 @@ class DataConfig(Section):
         default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
     )
     batch_size: int = field(default=256, metadata=about("images per step", least=1))
-    crop: int = field(
-        default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0)
-    )
+    crop: int = field(default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0))
     flip: bool = field(default=False, metadata=about("mirror half of the training images"))
     image_size: int = field(
         default=0,
-        metadata=about(
-            "side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0
-        ),
+        metadata=about("side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0),
     )
     channels: int = field(
         default=3,
@@ -123,9 +119,7 @@ class ScoresConfig(Section):
 
     projection: str = field(
         default="factored",
-        metadata=about(
-            "the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")
-        ),
+        metadata=about("the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")),
     )
     lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
     eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
@@ -135,9 +129,7 @@ class ScoresConfig(Section):
         default="area",
         metadata=about("weigh layers by the area or side of their maps", choices=("area", "side", "none")),
     )
-    threshold: float = field(
-        default=0.5, metadata=about("score from which a filter is kept", above=0, most=1)
-    )
+    threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
 
 
 @dataclass(frozen=True)
@@ -147,9 +139,7 @@ class Recipe(Section):
     name: str = field(metadata=about("what the run is called"))
     model: ModelConfig = field(metadata=about("the network"))
     data: DataConfig = field(metadata=about("the data"))
-    seed: int = field(
-        default=0, metadata=about("seed of weights, order and augmentation", least=0, most=2**32 - 1)
-    )
+    seed: int = field(default=0, metadata=about("seed of weights, order and augmentation", least=0, most=2**32 - 1))
     device: str = field(
         default="auto",
         metadata=about("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
@@ -160,8 +150,8 @@ class Recipe(Section):
     finetune_on: str = field(
         default="auto",
         metadata=about(
-            "fine-tune the small network or the gated dense one, which trains the same weights; auto: small on "
-            "the cpu, gated on cuda, whose kernels are slow at odd widths",
+            "fine-tune the small network or the gated dense one, which trains the same weights; auto: small "
+            "on the cpu, gated on cuda, whose kernels are slow at odd widths",
             choices=("auto", "small", "gated"),
         ),
     )
@@ -197,9 +187,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 def bundled_recipes() -> list[str]:
     """The names of the recipes that come with the package."""
-    return sorted(
-        item.name.removesuffix(".toml") for item in _bundle().iterdir() if item.name.endswith(".toml")
-    )
+    return sorted(item.name.removesuffix(".toml") for item in _bundle().iterdir() if item.name.endswith(".toml"))
 
 
 def settings() -> dict[str, Setting]:

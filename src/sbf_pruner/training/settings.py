@@ -70,9 +70,7 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain, nested tables and lists."""
-        return {
-            field.name: _plain(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)
-        }
+        return {field.name: _plain(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_toml(self) -> str:
         """The settings as TOML text, from which `from_dict` makes an equal section."""

@@ -124,15 +124,11 @@ def _from_npz(file: IO[bytes], source: str) -> Arrays:
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{source} is not a NumPy .npz archive") from error
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise DataError(
-            f"{source} holds a single array; save with numpy.savez(x_train=..., y_train=..., ...)"
-        )
+        raise DataError(f"{source} holds a single array; save with numpy.savez(x_train=..., y_train=..., ...)")
     parts = ["train", "val", "test"] if {"x_val", "y_val"} & set(archive.files) else ["train", "test"]
     for key in (axis + part for part in parts for axis in ("x_", "y_")):
         if key not in archive.files:
-            raise DataError(
-                f"{source} has no array {key!r}; it holds: {', '.join(archive.files) or 'nothing'}"
-            )
+            raise DataError(f"{source} has no array {key!r}; it holds: {', '.join(archive.files) or 'nothing'}")
     arrays: Arrays = {}
     for part in parts:
         images, labels = _member(archive, f"x_{part}", source), _member(archive, f"y_{part}", source)
@@ -212,9 +208,7 @@ def _picture(path: Path, channels: int, size: int) -> NDArray[np.uint8]:
         raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {channels}")
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(
-                image.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR)
-            )
+            pixels = np.asarray(image.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is not a readable image: {error}") from error
     return np.atleast_3d(pixels).transpose(2, 0, 1)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import __version__
 from ..graph.channels import ChannelGraph
-from ..measure import latency, measure
+from ..measuring import latency, measure
 from ..plan import Plan
 
 TIMED_SECONDS = 10.0  # about, for both networks together, however large they are
@@ -45,9 +46,10 @@ def widths(graph: ChannelGraph, plan: Plan) -> dict[str, dict[str, int]]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The machine and the versions a run used."""
-    packages = ("sbf-pruner", "torch", "numpy", "safetensors")
+    packages = ("torch", "numpy", "safetensors")
     return {
         "python": platform.python_version(),
+        "sbf-pruner": __version__,
         **{name: version(name) for name in packages},
         "platform": platform.platform(),
         "cpu": _cpu(),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sbf_pruner.errors import DataError, PruningError
-from sbf_pruner.measure import Measurement, accuracy, latency, measure, saved_activations
+from sbf_pruner.measuring import Measurement, accuracy, latency, measure, saved_activations
 
 
 class Small(nn.Module):
@@ -133,9 +133,7 @@ def test_a_compiled_model_is_counted_by_what_it_wraps():
 
 
 def test_inputs_that_do_not_fit_are_refused_with_the_cause():
-    with pytest.raises(
-        PruningError, match=r"Small does not run on the example inputs \(RuntimeError: .*tuple"
-    ):
+    with pytest.raises(PruningError, match=r"Small does not run on the example inputs \(RuntimeError: .*tuple"):
         measure(Small(), torch.zeros(1, 4, 8, 8))
 
 

@@ -1,0 +1,274 @@
+"""One row per operator: which channels are alive behind it, and which are needed before it, by hand."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sbf_pruner.graph.nodes import Contract, Elementwise, Flow, Map, Norm, Opaque, Source
+from sbf_pruner.graph.rules import RULES, build_node
+from sbf_pruner.graph.trace import record
+
+
+class Apply(nn.Module):
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.table = nn.Buffer(torch.tensor([3, 0]))
+        self.slopes = nn.Parameter(torch.ones(4))
+
+    def forward(self, *inputs):
+        takes_module = "m" in inspect.signature(self.function).parameters
+        return self.function(self, *inputs) if takes_module else self.function(*inputs)
+
+
+def run(function, *masks, modules=None, side=6):
+    """The nodes of a function of maps whose channels are alive as the masks say, and what flows in them."""
+    inputs = tuple(torch.zeros(2, len(mask), side, side) for mask in masks)
+    trace = record(Apply(function, **(modules or {})), inputs)
+    flow, grids = Flow(), {}
+    for value, mask in zip(trace.inputs, masks, strict=True):
+        grids[value] = (1, len(mask), 1, 1)
+        flow.alive[value] = np.array(mask, bool).reshape(grids[value])
+    nodes = []
+    for op in trace.ops:
+        for value in op.inputs:
+            if value.kind in ("state", "constant"):
+                flow.alive.setdefault(value, np.ones((), bool))
+        node = build_node(op, grids)
+        for value in op.inputs:
+            flow.alive[value] = np.broadcast_to(flow.alive[value], grids[value])
+        node.push(flow)
+        nodes.append(node)
+    return trace, nodes, flow, grids
+
+
+def alive(function, *masks, **options):
+    trace, _, flow, _ = run(function, *masks, **options)
+    return flow.alive[trace.outputs[0]].astype(int).reshape(-1).tolist()
+
+
+def needed(function, wanted, *masks, **options):
+    """Which channels of the inputs are needed if those of the output are wanted that the mask says."""
+    trace, nodes, flow, grids = run(function, *masks, **options)
+    out = trace.outputs[0]
+    flow.need(out, np.array(wanted, bool).reshape(grids[out]), grids[out])
+    for node in reversed(nodes):
+        node.pull(flow)
+    return [flow.needed[v].astype(int).reshape(-1).tolist() if v in flow.needed else None for v in trace.inputs]
+
+
+A, B = [1, 1, 0, 0], [1, 0, 1, 0]
+
+ALIVE = {
+    # Zero stays zero.
+    "relu": (lambda x: F.relu(x), [A], A),
+    "relu in place": (lambda x: F.relu_(x * 1), [A], A),
+    "leaky relu": (lambda x: F.leaky_relu(x), [A], A),
+    "gelu, silu, tanh": (lambda x: F.gelu(F.silu(torch.tanh(x))), [A], A),
+    "hardswish, elu, mish": (lambda x: F.hardswish(F.elu(F.mish(x))), [A], A),
+    "relu6": (lambda x: F.relu6(x), [A], A),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=True), [A], A),
+    "negation, absolute value": (lambda x: -x.abs(), [A], A),
+    "square": (lambda x: x**2, [A], A),
+    "prelu": (lambda m, x: F.prelu(x, m.slopes), [A], A),
+    "clamp around zero": (lambda x: x.clamp(-1, 1), [A], A),
+    "clamp from below": (lambda x: x.clamp_min(0), [A], A),
+    "threshold below zero": (lambda x: F.threshold(x, -1.0, 5.0), [A], A),
+    "threshold to zero": (lambda x: F.threshold(x, 1.0, 0.0), [A], A),
+    # Zero comes back as a constant.
+    "sigmoid": (lambda x: torch.sigmoid(x), [A], [1, 1, 1, 1]),
+    "exponential": (lambda x: x.exp(), [A], [1, 1, 1, 1]),
+    "softplus": (lambda x: F.softplus(x), [A], [1, 1, 1, 1]),
+    "softmax over pixels": (lambda x: x.softmax(-1), [A], [1, 1, 1, 1]),
+    "plus one": (lambda x: x + 1, [A], [1, 1, 1, 1]),
+    "one minus": (lambda x: 1 - x, [A], [1, 1, 1, 1]),
+    "one over": (lambda x: 1 / x, [A], [1, 1, 1, 1]),
+    "clamp above zero": (lambda x: x.clamp(1, 2), [A], [1, 1, 1, 1]),
+    "threshold to a constant": (lambda x: F.threshold(x, 1.0, 5.0), [A], [1, 1, 1, 1]),
+    "power zero": (lambda x: x**0, [A], [1, 1, 1, 1]),
+    # Sums, products, quotients.
+    "sum": (lambda x, y: x + y, [A, B], [1, 1, 1, 0]),
+    "difference": (lambda x, y: x - y, [A, B], [1, 1, 1, 0]),
+    "maximum": (lambda x, y: torch.maximum(x, y), [A, B], [1, 1, 1, 0]),
+    "product": (lambda x, y: x * y, [A, B], [1, 0, 0, 0]),
+    "times a number": (lambda x: 3 * x, [A], A),
+    "plus zero": (lambda x: x + 0, [A], A),
+    "product with a vector": (lambda x, y: x * y.mean((2, 3), keepdim=True), [A, B], [1, 0, 0, 0]),
+    "quotient where both live": (lambda x, y: x / y, [A, [1, 1, 1, 1]], A),
+    "nothing over nothing": (lambda x, y: x / y, [A, A], [1, 1, 1, 1]),
+    "zeros": (lambda x: x * torch.zeros_like(x), [A], [0, 0, 0, 0]),
+    # Channels moved about.
+    "concatenation": (lambda x, y: torch.cat([x, y, x], 1), [A, B], A + B + A),
+    "chunk": (lambda x: x.chunk(2, 1)[1], [B], [1, 0]),
+    "split": (lambda x: x.split([1, 3], 1)[1], [A], [1, 0, 0]),
+    "slice": (lambda x: x[:, 1:], [A], [1, 0, 0]),
+    "every second": (lambda x: x[:, ::2], [A], [1, 0]),
+    "select": (lambda x: x[:, 1][:, None], [A], [1]),
+    "flip": (lambda x: x.flip(1), [A], [0, 0, 1, 1]),
+    "roll": (lambda x: x.roll(1, 1), [A], [0, 1, 1, 0]),
+    "repeat": (lambda x: x.repeat(1, 2, 1, 1), [A], A + A),
+    "padding": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)), [A], [0, *A, 0, 0]),
+    "shuffle": (lambda x: x.view(-1, 2, 2, 6, 6).transpose(1, 2).reshape(x.shape), [A], B),
+    "channel shuffle": (lambda x: F.channel_shuffle(x, 2), [A], B),
+    "index table": (lambda m, x: x.index_select(1, m.table), [A], [0, 1]),
+    "flatten": (lambda x: x.flatten(1), [[1, 0]], [1] * 36 + [0] * 36),
+    "stack": (lambda x, y: torch.stack([x, y], 1).flatten(1, 2), [A, B], A + B),
+    "pixel unshuffle": (lambda x: F.pixel_unshuffle(x, 2), [[1, 0]], [1, 1, 1, 1, 0, 0, 0, 0]),
+    "last dimension": (lambda x: x.permute(0, 2, 3, 1).flip(-1), [A], [0, 0, 1, 1]),
+    # Pixels.
+    "pooling": (lambda x: F.avg_pool2d(F.max_pool2d(x, 2), 2), [A], A),
+    "adaptive pooling": (lambda x: F.adaptive_avg_pool2d(x, 1), [A], A),
+    "mean and maximum over pixels": (lambda x: x.mean((2, 3)) + x.amax((2, 3)), [A], A),
+    "interpolation": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [A], A),
+    "padding of pixels": (lambda x: F.pad(F.pad(x, (1, 1, 1, 1)), (1, 1, 1, 1), mode="reflect"), [A], A),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIVE)
+def test_alive(name):
+    function, masks, expected = ALIVE[name]
+    assert alive(function, *masks) == expected
+
+
+NEEDED = {
+    "activation": (lambda x: F.relu(x), B, [[1, 1, 1, 1]], [B]),
+    "sum": (lambda x, y: x + y, B, [[1, 1, 1, 1], [1, 1, 1, 1]], [B, B]),
+    "what is dead is not needed": (lambda x, y: x * y, [1, 1, 1, 1], [A, B], [[1, 0, 0, 0], [1, 0, 0, 0]]),
+    "concatenation": (lambda x, y: torch.cat([x, y], 1), [1, 0, 0, 1], [[1, 1], [1, 1]], [[1, 0], [0, 1]]),
+    "slice": (lambda x: x[:, 1:3], [0, 1], [[1, 1, 1, 1]], [[0, 0, 1, 0]]),
+    "flip": (lambda x: x.flip(1), A, [[1, 1, 1, 1]], [[0, 0, 1, 1]]),
+    "mean over pixels": (lambda x: x.mean((2, 3)), B, [[1, 1, 1, 1]], [B]),
+    "unknown": (lambda x: x.cumsum(1), [1], [[1, 1, 1, 1]], [[1, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_needed(name):
+    function, wanted, masks, expected = NEEDED[name]
+    assert needed(function, wanted, *masks) == expected
+
+
+# -- layers ---------------------------------------------------------------------------------------------
+
+
+def layer(module):
+    return {"modules": {"layer": module}}
+
+
+def test_a_convolution_lives_if_any_input_does():
+    conv = layer(nn.Conv2d(4, 3, 1, bias=False))
+    assert alive(lambda m, x: m.layer(x), A, **conv) == [1, 1, 1]
+    assert alive(lambda m, x: m.layer(x), [0, 0, 0, 0], **conv) == [0, 0, 0]
+    assert needed(lambda m, x: m.layer(x), [0, 1, 0], A, **conv) == [[1, 1, 1, 1]]
+    assert needed(lambda m, x: m.layer(x), [0, 0, 0], A, **conv) == [[0, 0, 0, 0]]
+
+
+def test_a_bias_brings_filters_without_input_back():
+    assert alive(lambda m, x: m.layer(x), [0, 0, 0, 0], **layer(nn.Conv2d(4, 3, 1))) == [1, 1, 1]
+
+
+def test_a_grouped_convolution_lives_group_by_group():
+    conv = layer(nn.Conv2d(4, 6, 1, groups=2, bias=False))
+    assert alive(lambda m, x: m.layer(x), A, **conv) == [1, 1, 1, 0, 0, 0]
+    assert needed(lambda m, x: m.layer(x), [0, 0, 0, 0, 1, 0], [1, 1, 1, 1], **conv) == [[0, 0, 1, 1]]
+
+
+def test_a_depthwise_convolution_follows_its_input():
+    conv = layer(nn.Conv2d(4, 8, 1, groups=4, bias=False))
+    assert alive(lambda m, x: m.layer(x), B, **conv) == [1, 1, 0, 0, 1, 1, 0, 0]
+
+
+def test_a_transposed_convolution_has_its_filters_in_the_second_axis():
+    _, nodes, _, _ = run(lambda m, x: m.layer(x), A, **layer(nn.ConvTranspose2d(4, 6, 2, 2, groups=2)))
+    (node,) = nodes
+    assert isinstance(node, Contract)
+    assert (node.out_axis, node.in_axis, node.groups, node.filters) == (1, 0, 2, 6)
+
+
+def test_a_linear_layer_is_a_contraction_of_the_stored_weight():
+    modules = {"modules": {"layer": nn.Linear(4, 3)}}
+    _, nodes, _, _ = run(lambda m, x: m.layer(x.mean((2, 3))), A, **modules)
+    node = nodes[-1]
+    assert isinstance(node, Contract)
+    assert (node.weight.name, node.bias.name, node.out_axis, node.in_axis) == (
+        "layer.weight",
+        "layer.bias",
+        0,
+        1,
+    )
+
+
+def test_a_convolution_takes_any_pixel_for_the_channel():
+    """Where a learned map was added, channels are alive pixel by pixel."""
+    conv = layer(nn.Conv2d(1, 3, 1, bias=False))
+    assert alive(lambda m, x: m.layer(F.pixel_shuffle(x, 2)), [0, 0, 1, 0], **conv) == [1, 1, 1]
+
+
+def test_a_norm_brings_every_channel_back_until_a_gate_stands_there():
+    trace, nodes, flow, _ = run(lambda m, x: m.layer(x), A, **layer(nn.BatchNorm2d(4)))
+    node = next(n for n in nodes if isinstance(n, Norm))
+    assert flow.alive[trace.outputs[0]].all()
+    node.revives = False
+    node.push(flow)
+    assert flow.alive[trace.outputs[0]].reshape(-1).tolist() == [True, True, False, False]
+    node.idle = np.array([0, 0, 1, 0], bool).reshape(1, 4, 1, 1)
+    node.push(flow)
+    assert flow.alive[trace.outputs[0]].reshape(-1).tolist() == [True, True, True, False]
+
+
+def test_an_instance_norm_without_shift_keeps_zeros():
+    assert alive(lambda m, x: m.layer(x), [0, 0, 0, 0], **layer(nn.InstanceNorm2d(4))).count(1) == 0
+
+
+# -- what is not known ----------------------------------------------------------------------------------
+
+UNKNOWN = "mixes channels in a way that is not known"
+REDUCES = "reduces over the channels, whose number would change"
+SHARES = "shares its statistics among channels"
+
+OPAQUE = {
+    "cumulative sum": (lambda x: x.cumsum(1), "cumsum", UNKNOWN),
+    "mean over channels": (lambda x: x.mean(1), "mean", REDUCES),
+    "mean of all": (lambda x: x.mean(), "mean", REDUCES),
+    "norm of all": (lambda x: x.norm(), "linalg_vector_norm", REDUCES),
+    "softmax over channels": (lambda x: x.softmax(1), "_softmax", "normalises over the channels"),
+    "group norm": (lambda x: F.group_norm(x, 2), "native_group_norm", SHARES),
+    "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), "native_layer_norm", SHARES),
+    "product": (lambda x: x[0, 0] @ x[0, 1].t(), "mm", "multiplies activations with each other"),
+    "computed index": (lambda x: x.index_select(1, torch.arange(3)), "index_select", UNKNOWN),
+    "padding with a number": (lambda x: F.pad(x, (1, 1), value=2.0), "constant_pad_nd", UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_unknown_operators_say_why_they_block(name):
+    function, operator, reason = OPAQUE[name]
+    _, nodes, _, _ = run(function, A)
+    node = next(n for n in nodes if isinstance(n, Opaque))
+    assert re.fullmatch(rf"aten\.{operator} at test_rules\.py:\d+ {reason}", node.blocks)
+
+
+def test_an_operator_without_a_row_is_opaque():
+    assert "aten.cumsum" not in RULES
+    _, nodes, flow, _ = run(lambda x: x.cumsum(2), A)
+    assert isinstance(nodes[0], Opaque)
+    assert all(flow.alive[v].all() for v in nodes[0].outputs)
+
+
+def test_kinds():
+    def kind(function):
+        return type(run(function, A)[1][-1])
+
+    assert kind(lambda x: F.relu(x)) is Elementwise
+    assert kind(lambda x: x.flip(1)) is Map
+    assert kind(lambda x: x + torch.ones(6)) is Elementwise
+    assert type(run(lambda x: x + torch.ones(6), A)[1][0]) is Source
