@@ -440,6 +440,44 @@ def Shuffle():
 
 
 @entry(IMAGE)
+class WidthDependent(nn.Module):
+    """Where a channel goes, and by what it is multiplied, depends on how many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = conv_bn(3, 8), conv_bn(8, 8), conv_bn(8, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = F.channel_shuffle(F.relu(self.one(x)), 2)
+        x = F.relu(self.two(x))
+        x = x.roll(x.shape[1] // 2, 1)
+        x = torch.add(x, x, alpha=1 / x.shape[1])
+        x = self.three(x)
+        return self.head(x / x.shape[1] ** 0.5)
+
+
+@entry(IMAGE)
+class PaddedStream(nn.Module):
+    """Channels that are zero from the start, until a norm or a bias makes constants of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 4), nn.ReLU())
+        self.norm, self.depthwise = nn.BatchNorm2d(7), nn.Conv2d(7, 7, 3, padding=1, groups=7)
+        self.grouped = nn.Conv2d(8, 4, 1, groups=2)
+        self.out = conv_bn(11, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        wide = F.relu(self.norm(F.pad(x, (0, 0, 0, 0, 1, 2))))
+        right = self.grouped(F.pad(x, (0, 0, 0, 0, 0, 4)))
+        left = self.depthwise(F.pad(x, (0, 0, 0, 0, 3, 0))) + wide
+        return self.head(self.out(F.relu(torch.cat([left, right], 1))))
+
+
+@entry(IMAGE)
 def PixelShuffle():
     return nn.Sequential(
         *conv_bn(3, 6), nn.ReLU(), *conv_bn(6, 12), nn.PixelShuffle(2), nn.ReLU(), *conv_bn(3, 5), nn.ReLU(),

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .attached import attached_hooks, without_attached
 from .errors import PruningError, nearest
 from .graph.channels import ChannelGraph, trace
 from .graph.nodes import Mask
 from .plan import Plan
 from .scoring.activation import binary_gate, leaky_exponential
-from .scoring.gates import FrozenStatistics, Gates, has_gates, without_gates
+from .scoring.gates import FrozenStatistics, Gates
 from .scoring.penalty import Balance, balance_weights, per_filter, weighted_l1
 from .scoring.projection import PROJECTIONS, Projection
 from .surgery import extract
@@ -58,7 +59,7 @@ class Pruner:
         ignore: Sequence[str] = (),
         graph: ChannelGraph | None = None,
     ) -> None:
-        if has_gates(model):
+        if any(attached_hooks(model)):
             raise PruningError("the model has a pruner already; detach() that one first")
         if projection not in PROJECTIONS:
             raise PruningError(f"projection {projection!r} is not known; {nearest(projection, PROJECTIONS)}")
@@ -73,8 +74,8 @@ class Pruner:
         filters = {name: layer.filters for name, layer in layers.items()}
         self.projection: Projection = PROJECTIONS[projection](self._weights(), list(filters.values()))
         self.optimizer: torch.optim.Optimizer | None = None
-        self.gates = Gates(model, self.graph.sites, filters)
         weights = balance_weights(balance, [layer.map_size for layer in layers.values()])
+        self.gates = Gates(model, self.graph.sites, filters)
         self.weights = per_filter(weights, list(filters.values())).to(self.gates.soft)
         self._held = self.graph.all_filters()
         self._attached = True
@@ -159,7 +160,7 @@ class Pruner:
     def detach(self) -> nn.Module:
         """Take the gates off the model and return it as it was (with the weights it has now)."""
         self._attached = False
-        return without_gates(self.model)
+        return without_attached(self.model)
 
     # -- saving ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .attached import without_attached
 from .errors import PruningError
 from .graph.channels import ChannelGraph, trace
 from .graph.layout import solve
@@ -26,7 +27,6 @@ from .graph.trace import REMAP, ZEROS, Op, Value, record
 from .inputs import map_tensors
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
-from .scoring.gates import without_gates
 
 
 def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
@@ -68,7 +68,7 @@ def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan)
 class _Surgeon:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
-        self.small = without_gates(copy.deepcopy(model))
+        self.small = without_attached(copy.deepcopy(model))
         self.modules = dict(self.small.named_modules())
         self.vanished: set[str] = set()
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
@@ -195,8 +195,16 @@ def _is_wanted(node: Node, flow: Flow) -> bool:
     return wanted is not None and bool(wanted.any())
 
 
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    # Slicing gives plain layouts whatever the tensor had.
+    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
+            return held
+    return torch.contiguous_format
+
+
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.clone(memory_format=torch.preserve_format)
+    new = new.clone(memory_format=_memory_format(old))
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new

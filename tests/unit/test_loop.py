@@ -182,6 +182,14 @@ def test_the_users_model_and_random_stream_are_untouched(tmp_path: Path) -> None
     assert net.training and not net.bn1.training and not net.bn1._forward_pre_hooks
 
 
+def test_a_recipe_may_set_the_threads_of_its_run(tmp_path: Path) -> None:
+    before, seen = torch.get_num_threads(), []
+    made = recipe(threads=before + 1, dense_control=False, phases__cycles=0)
+    result = fit(model(), made, run=tmp_path / "run", report=lambda record: seen.append(torch.get_num_threads()))
+    assert set(seen) == {before + 1} and torch.get_num_threads() == before
+    assert result.summary["environment"]["threads"] == before + 1
+
+
 def test_a_run_starts_where_its_name_and_seed_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     short = recipe(seed=3, dense_control=False, phases__warmup=1, phases__cycles=0, phases__finetune=0)

@@ -25,8 +25,10 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
         layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
     for value in graph.outputs:
         layout.fill(value)
+    calls = {node.op.call for node in graph.nodes if node.op.position in pinned} - {None}
     for node in graph.nodes:
-        if node.op.position in pinned:
+        # With an operator the edges of its module get everything: what it sees may depend on what is outside.
+        if node.op.position in pinned or (isinstance(node, Boundary) and node.op.call in calls):
             for value in (*node.inputs, *node.outputs):
                 layout.fill(value)
     shared = _calls_of_one_module(graph)

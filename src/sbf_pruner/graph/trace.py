@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..attached import without_attached
 from ..errors import TraceError
 from ..inputs import call, map_tensors, meta_copy
 from ..layers import Remap, Zeros
@@ -90,6 +91,7 @@ class Trace:
     outputs: list[Value]
     calls: dict[str, list[Call]]  # by module
     states: dict[str, Value]  # parameters and buffers that were used, by qualified name
+    literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
@@ -105,15 +107,34 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
         # cannot run with them either, that second failure is the one worth showing.
         pass
     try:
-        return _record_copy(model, copy.deepcopy(model), map_tensors(example_inputs, Tensor.clone), False)
+        found = _record_copy(model, copy.deepcopy(model), map_tensors(example_inputs, Tensor.clone), False)
+        if found.literals:
+            _check_literals(model, example_inputs, found)
+        return found
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
 
 
+def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
+    """Are the tensors that the forward made of numbers the same for other inputs?"""
+    noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
+    again = _record_copy(model, copy.deepcopy(model), noise, False)
+    for (where, one), (_, other) in zip(found.literals, again.literals, strict=False):
+        if not torch.equal(one, other):
+            raise TraceError(_not_from_torch(where))
+
+
+def _not_from_torch(where: str) -> str:
+    return (
+        f"at {where} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
+        "values?), so what it depends on cannot be followed; keep that step in torch"
+    )
+
+
 def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool) -> Trace:
-    twin.eval()
+    without_attached(twin).eval()
     recorder = _Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
         with torch.no_grad(), recorder.watching(twin), recorder:
@@ -126,7 +147,7 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool) 
         raise TraceError("the model returns no tensor; return a tensor, or a tuple or dict of them")
     for position, op in enumerate(recorder.ops):
         op.position = position
-    return Trace(recorder.ops, recorder.input_values, outputs, recorder.calls, recorder.states)
+    return Trace(recorder.ops, recorder.input_values, outputs, recorder.calls, recorder.states, recorder.literals)
 
 
 def _as_tree(result: Any) -> Any:
@@ -146,6 +167,7 @@ class _Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.calls: dict[str, list[Call]] = {}
         self.states: dict[str, Value] = {}
+        self.literals: list[tuple[str, Tensor]] = []
         self._stack: list[Call] = []
         self._trusts_constants = trusts_constants
         self._alive: list[Tensor] = []  # holds every tensor seen, so that an id is never used twice
@@ -206,10 +228,7 @@ class _Recorder(TorchDispatchMode):
         known = self._value.get(id(tensor))
         if known is None:
             if not self._trusts_constants:
-                raise TraceError(
-                    f"at {_where()} a tensor arrives that torch did not compute from the inputs (NumPy, or a "
-                    "list made from values?), so what it depends on cannot be followed; keep that step in torch"
-                )
+                raise TraceError(_not_from_torch(_where()))
             return self._note(tensor, Value(tuple(tensor.shape), "constant"))
         storage = _storage(tensor)
         if self._seen[id(tensor)] != self._writes.get(storage, 0):
@@ -231,6 +250,8 @@ class _Recorder(TorchDispatchMode):
             for tensor in tensors:
                 if id(tensor) not in self._value:  # torch.tensor(...) written in the forward
                     self._note(tensor, Value(tuple(tensor.shape), "constant"))
+                    if not self._trusts_constants:
+                        self.literals.append((_where(), tensor.clone()))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
         result = func(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attached import attached_hooks
 from .gates import Fold, FrozenStatistics, Gates
 
 
@@ -32,15 +33,12 @@ class Folded:
         self._lifted: list[tuple[dict[Any, Any], int, Any]] = []
 
     def __enter__(self) -> Folded:
-        for module in self.model.modules():
-            for table in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in list(table.items()):
-                    owner = getattr(hook, "__self__", hook)
-                    folds = isinstance(owner, Fold) and owner.parameters
-                    if folds or isinstance(owner, FrozenStatistics):
-                        self._lifted.append((table, key, table.pop(key)))
-                        if isinstance(owner, FrozenStatistics):
-                            module.training = False
+        for module, table, key, owner in list(attached_hooks(self.model)):
+            if isinstance(owner, FrozenStatistics):
+                module.training = False
+            elif not (isinstance(owner, Fold) and owner.parameters):
+                continue  # it multiplies a map, and a compiler follows that
+            self._lifted.append((table, key, table.pop(key)))
         for pair, leaf in zip(self._pairs, self.leaves, strict=True):
             pair.module.__dict__[pair.name] = leaf
         self.refresh()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..attached import Attached
 from ..graph.channels import Site
 from ..graph.nodes import Mask
 
@@ -83,7 +84,7 @@ class Gates:
         return None
 
 
-class Fold:
+class Fold(Attached):
     """The hooks of one site."""
 
     def __init__(self, gates: Gates, number: int, span: slice | None, site: Site) -> None:
@@ -113,27 +114,8 @@ class Fold:
         return result * gate.to(result.dtype).view(shape)
 
 
-class FrozenStatistics:
+class FrozenStatistics(Attached):
     """A hook that keeps batch norms on their running statistics, whatever mode the model is put in."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         module.training = False
-
-
-def without_gates(model: nn.Module) -> nn.Module:
-    """Take every gate off a model (and what froze its statistics), in place."""
-    for module in model.modules():
-        for table in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(table.items()):
-                if isinstance(getattr(hook, "__self__", hook), (Fold, FrozenStatistics)):
-                    del table[key]
-                    module._forward_hooks_always_called.pop(key, None)
-                    module._forward_hooks_with_kwargs.pop(key, None)
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
-    return model
-
-
-def has_gates(model: nn.Module) -> bool:
-    """Are gates attached to the model?"""
-    hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
-    return any(isinstance(getattr(hook, "__self__", None), Fold) for hook in hooks)

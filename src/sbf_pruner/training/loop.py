@@ -32,7 +32,7 @@ from .folder import INITIAL, RunFolder
 from .networks import Networks
 from .recipe import Recipe
 from .schedule import Phase, learning_rate, optimizer_config, phases, total_epochs
-from .start import choose_device
+from .start import choose_device, cpu_threads
 from .summary import environment, sizes, widths
 
 Report = Callable[[dict[str, Any]], None]
@@ -85,7 +85,8 @@ def fit(
         small = load(folder.path, lambda: copy.deepcopy(model))
         return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), folder.path, True)
     device = choose_device(recipe.device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's stream is its own
+    streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
+    with streams, cpu_threads(recipe.threads):
         data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
         ahead = _Run(model, recipe, data, device, folder, report)
         if resume and (folder.checkpoints / NAME).is_file():

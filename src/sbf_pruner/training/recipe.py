@@ -144,6 +144,10 @@ class Recipe(Section):
         default="auto",
         metadata=about("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
     )
+    threads: int = field(
+        default=0,
+        metadata=about("CPU threads; 0: as torch chooses; with one, equal seeds give equal bits", least=0),
+    )
     dense_control: bool = field(
         default=False, metadata=about("also train the dense network for as many epochs, to compare with")
     )

@@ -7,6 +7,8 @@ leave.  Weights are loaded all or not at all.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads on the CPU, or as many as it likes if that is 0; then as before."""
+    before = torch.get_num_threads()
+    try:
+        if count:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -1,0 +1,72 @@
+"""The house: rooms import only from rooms above them, and there is one door."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import sbf_pruner
+
+PACKAGE = Path(sbf_pruner.__file__).parent
+
+# In the order data flows; see the architecture.
+ROOMS = [
+    *("errors", "files", "inputs", "layers", "graph", "plan", "scoring", "surgery", "pruner", "measuring"),
+    *("methods", "models", "export", "training", "overview", "report", "integrations", "terminal", "cli"),
+]
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms of the package a file imports from, wherever the import stands."""
+    here = ("sbf_pruner", *path.relative_to(PACKAGE).with_suffix("").parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*here[: len(here) - node.level]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        found |= {name[1] for name in names if name[0] == "sbf_pruner" and len(name) > 1}
+    return found - {room(path)}
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or not p.name.startswith("__"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_imports_only_from_rooms_above_it(path):
+    mine = room(path)
+    assert mine in ROOMS, f"{mine} has no place in the house yet"
+    above = ROOMS[: ROOMS.index(mine)]
+    assert sorted(imported_rooms(path) - {*above, "__version__"}) == []
+
+
+def test_the_public_names():
+    assert sbf_pruner.__all__ == [
+        *("ChannelGraph", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe"),
+        *("measure", "save", "trace"),
+    ]
+
+
+def test_every_public_name_is_there_and_says_what_it_is():
+    for name in sbf_pruner.__all__:
+        assert getattr(sbf_pruner, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        sbf_pruner.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_and_open_with_what_they_do(path):
+    text = path.read_text(encoding="utf-8")
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), "a file opens with what enters, what leaves, what holds"
+    assert len(text.splitlines()) <= 700

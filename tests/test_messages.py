@@ -1,0 +1,241 @@
+"""The sentences a user meets when something is wrong: cause, place, remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from sbf_pruner.errors import PlanError, PruningError, TraceError
+from sbf_pruner.graph.channels import trace
+from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import Pruner
+from sbf_pruner.surgery import extract
+from zoo import REFUSED, ZOO, Head, conv_bn
+
+IMAGE = torch.rand(2, 3, 8, 8)
+
+
+def says(kind, sentence, **parts):
+    """Expect exactly this sentence; `{line}` stands for a line number."""
+    pattern = re.escape(sentence).replace(re.escape("{line}"), r"\d+")
+    return pytest.raises(kind, match=f"^{pattern}$")
+
+
+def plain():
+    model, inputs = ZOO["Plain"]()
+    return model, inputs
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def test_no_convolution():
+    with says(
+        PruningError,
+        "there is no convolution in the model, so there are no filters to prune; give a convolutional network",
+    ):
+        trace(*REFUSED["NoConv"]())
+
+
+def test_not_a_model():
+    with says(PruningError, "a model is an nn.Module, not function"):
+        trace(says, IMAGE)
+
+
+def test_compiled():
+    model = torch.compile(nn.Sequential(nn.Conv2d(3, 4, 1)))
+    with says(PruningError, "the model is already compiled; prune the original one and compile the result"):
+        trace(model, IMAGE)
+
+
+def test_untraceable():
+    with says(
+        TraceError,
+        "at zoo.py:{line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made "
+        "from values?), so what it depends on cannot be followed; keep that step in torch",
+    ):
+        trace(*REFUSED["Untraceable"]())
+
+
+def test_wrong_inputs():
+    model, _ = plain()
+    with says(
+        TraceError,
+        "the model cannot run on the example inputs (Given groups=1, weight of size [8, 3, 3, 3], expected "
+        "input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead); give inputs like those it is "
+        "trained on",
+    ):
+        trace(model, torch.zeros(2, 1, 8, 8, dtype=torch.float64))
+
+
+def test_a_line_that_fails():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return self.conv(x).view(7, -1)
+
+    with says(
+        TraceError,
+        "the model cannot run on the example inputs: at test_messages.py:{line} (`return "
+        "self.conv(x).view(7, -1)`) RuntimeError: shape '[7, -1]' is invalid for input of size 512; give inputs "
+        "like those it is trained on, or repair that line",
+    ):
+        trace(Broken(), IMAGE)
+
+
+def test_no_tensor_comes_out():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            self.conv(x)
+
+    with says(TraceError, "the model returns no tensor; return a tensor, or a tuple or dict of them"):
+        trace(Silent(), IMAGE)
+
+
+def test_nothing_can_be_pruned():
+    with says(PruningError, "no layer of the model can be pruned (0: its filters are the network's outputs)"):
+        Pruner(nn.Sequential(nn.Conv2d(3, 4, 1)), IMAGE)
+
+
+def test_unknown_name_to_ignore():
+    with says(PruningError, "ignore: no layer is called 'stem.*'; known: 0, 4, 7"):
+        trace(*plain(), ignore=["stem.*"])
+
+
+# -- plans -------------------------------------------------------------------------------------------------
+
+
+def test_unknown_layer():
+    model, inputs = ZOO["Residual"]()
+    with says(
+        PlanError,
+        "the plan names a layer the network does not have: '3.conv9'; did you mean '3.conv2'?",
+    ):
+        extract(model, inputs, Plan({"3.conv9": [0]}))
+
+
+def test_index_out_of_range():
+    with says(
+        PlanError,
+        "the plan keeps filter 8 of 0, which has 8 (0 to 7); was it made for another network?",
+    ):
+        extract(*plain(), Plan({"0": [1, 8]}))
+
+
+def test_index_twice():
+    with says(PlanError, "the plan lists filter 3 of conv twice; list each kept filter once"):
+        Plan({"conv": [1, 3, 3]})
+
+
+def test_negative_index():
+    with says(PlanError, "the plan keeps filter -1 of conv; filters are counted from 0"):
+        Plan({"conv": [-1, 3]})
+
+
+def test_not_numbers():
+    with says(PlanError, "the plan's entry for conv is not a list of filter numbers"):
+        Plan({"conv": None})
+    with says(PlanError, "the plan's entry for conv holds something that is not a filter number"):
+        Plan({"conv": [0.5]})
+
+
+def test_a_layer_that_is_left_alone():
+    with says(
+        PlanError,
+        "11.fc cannot be pruned: its filters are the network's outputs; leave it out of the plan",
+    ):
+        extract(*plain(), Plan({"11.fc": [0]}))
+
+
+def test_cut():
+    with says(
+        PlanError,
+        "the plan cuts the input from the output: 4 would keep no filter and nothing leads around; keep at "
+        "least one filter there",
+    ):
+        extract(*plain(), Plan({"4": []}))
+
+
+def test_cut_although_no_layer_is_empty():
+    model, inputs = ZOO["GatedUnit"]()
+    with says(
+        PlanError,
+        "the plan cuts the input from the output: both.0 would keep no filter that leads on and nothing leads "
+        "around; keep others there",
+    ):
+        extract(model, inputs, Plan({"both.0": [0, 1, 2, 3]}))
+
+
+def test_not_json():
+    with says(PlanError, "the plan is not JSON (line 1: Expecting value); write it anew"):
+        Plan.from_json("no plan")
+
+
+def test_another_file():
+    with says(PlanError, "this is no plan: expected an object with format 'sbf-pruner plan 1' and 'keep'"):
+        Plan.from_json('{"keep": {}}')
+
+
+# -- surgery -----------------------------------------------------------------------------------------------
+
+
+class ReadsItsLayer(nn.Module):
+    """Looks at a layer that is not there any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.branch, self.head = conv_bn(3, 6), conv_bn(6, 6), Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        branch = self.branch(x)
+        return self.head(x + branch / self.branch[0].out_channels)
+
+
+def test_a_network_that_cannot_do_without_a_layer():
+    with says(
+        PruningError,
+        "the network cannot run with fewer channels at test_messages.py:{line} (aten.div), even with all those "
+        "it sees there; drop the layers that feed it from the plan",
+    ):
+        extract(ReadsItsLayer(), IMAGE, Plan({"branch.0": []}))
+
+
+# -- pruner ------------------------------------------------------------------------------------------------
+
+
+def test_two_pruners():
+    model, inputs = plain()
+    Pruner(model, inputs)
+    with says(PruningError, "the model has a pruner already; detach() that one first"):
+        Pruner(model, inputs)
+
+
+def test_unknown_projection():
+    model, inputs = plain()
+    with pytest.raises(PruningError, match=r"^projection 'factor' is not known; did you mean 'factored'\?$"):
+        Pruner(model, inputs, projection="factor")
+
+
+def test_a_step_outside_a_phase():
+    pruner = Pruner(*plain())
+    with says(PruningError, "step() belongs inside `with pruner.scoring():`"):
+        pruner.step()
+
+
+def test_a_pruner_that_was_detached():
+    model, inputs = plain()
+    pruner = Pruner(model, inputs)
+    pruner.detach()
+    with says(PruningError, "this pruner was detached; make a new one"):
+        pruner.gate(Plan({}))

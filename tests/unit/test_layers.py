@@ -1,0 +1,118 @@
+"""The small modules of an extracted network."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from sbf_pruner.layers import Adapted, Remap, Window, Zeros
+
+
+def channels(*numbers):
+    return torch.tensor(numbers, dtype=torch.float32).view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "inputs", "expected"),
+    [
+        ([0, 1, 2], 3, [5, 6, 7]),  # as it is
+        ([0, 2], 3, [5, 7]),  # gather
+        ([-1, 0, -1, 1, 2], 3, [0, 5, 0, 6, 7]),  # scatter
+        ([2, -1, 0], 3, [7, 0, 5]),  # both, in another order
+        ([1, 1], 3, [6, 6]),  # twice the same
+        ([-1, -1], 3, [0, 0]),  # nothing is left
+    ],
+)
+def test_remap(source, inputs, expected):
+    remap = Remap(source, inputs=inputs)
+    assert torch.equal(remap(channels(5, 6, 7)), channels(*expected))
+
+
+def test_remap_is_linear_and_passes_gradients_back():
+    remap = Remap([2, -1, 0], inputs=3)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(remap, (x,))
+
+
+def test_remap_along_the_last_dimension():
+    x = torch.arange(6.0).view(1, 2, 3)
+    assert torch.equal(Remap([2, -1], dim=2, inputs=3)(x), torch.tensor([[[2.0, 0], [5, 0]]]))
+
+
+def test_remap_keeps_type_and_is_no_state():
+    remap = Remap([1, -1], inputs=2)
+    assert remap(channels(1, 2).half()).dtype == torch.float16
+    assert not remap.state_dict()
+    assert not list(remap.parameters())
+    assert {name for name, _ in remap.named_buffers()} == {"take", "put"}
+    assert remap.to("meta").take.device.type == "meta"
+    assert "2 -> 2, 1 zero" in repr(remap)
+
+
+def test_windows_agree_with_torch():
+    settings = itertools.product((1, 2, 3, 4), (1, 2, 3), (0, 1, 2), (1, 2))
+    for kernel, stride, padding, dilation in settings:
+        for size in (9, 10, 13):
+            conv = nn.Conv1d(1, 1, kernel, stride, padding, dilation, device="meta")
+            x = torch.empty(1, 1, size, device="meta")
+            assert Window(kernel, stride, padding, dilation)(size) == conv(x).shape[-1]
+            for more in range(stride):
+                up = nn.ConvTranspose1d(1, 1, kernel, stride, padding, more, dilation=dilation, device="meta")
+                window = Window(kernel, stride, padding, dilation, more, transposed=True)
+                assert window(size) == up(x).shape[-1]
+
+
+def test_a_window_counts_what_the_module_pads_itself():
+    conv = nn.Conv1d(1, 1, 3, stride=2, padding=2, padding_mode="circular")
+    assert Window(3, 2, 0, 1, extra=4)(9) == conv(torch.zeros(1, 1, 9)).shape[-1]
+
+
+def test_zeros_have_the_shape_of_the_layer_that_is_gone():
+    conv = nn.Conv2d(3, 8, (3, 5), stride=(2, 1), padding=(1, 0))
+    gone = Zeros(8, 1, [Window(3, 2, 1, 1), Window(5, 1, 0, 1)])
+    for size in (11, 12):
+        x = torch.rand(2, 3, size, size + 1, dtype=torch.float64)
+        found = gone(x)
+        assert found.shape == conv.double()(x).shape
+        assert found.dtype == x.dtype
+        assert not found.any()
+    assert Zeros(4)(torch.ones(2, 7, 5, 5)).shape == (2, 4, 5, 5)
+    assert Zeros(4, dim=2)(torch.ones(2, 7, 5)).shape == (2, 7, 4)
+
+
+def adapted():
+    return Adapted(nn.Conv2d(2, 3, 1, stride=2), Remap([0, 2], inputs=3), Remap([-1, 0, 1, 2], inputs=3))
+
+
+def test_adapted_runs_its_three_parts():
+    module = adapted()
+    x = torch.rand(1, 3, 4, 4)
+    assert torch.equal(module(x)[:, 1:], module.module(x[:, [0, 2]]))
+    assert not module(x)[:, 0].any()
+
+
+def test_adapted_answers_for_the_module_inside():
+    module = adapted()
+    assert module.stride == (2, 2)
+    assert module.out_channels == 3
+    assert module.weight is module.module.weight
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        module.nothing_of_this_name  # noqa: B018
+
+
+def test_adapted_can_be_copied_and_pickled():
+    module, x = adapted(), torch.rand(1, 3, 4, 4)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x), module(x))
+        assert twin.module is not module.module
+
+
+def test_adapted_without_remaps_is_the_module():
+    conv = nn.Conv2d(3, 4, 1)
+    x = torch.rand(1, 3, 4, 4)
+    assert torch.equal(Adapted(conv)(x), conv(x))

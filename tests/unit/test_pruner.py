@@ -1,0 +1,249 @@
+"""Scores on a user's model: neutral at 1, frozen where they should be, and gone without a trace."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sbf_pruner import Plan, Pruner, PruningError
+from sbf_pruner.models import resolve
+from sbf_pruner.scoring.folded import Folded
+
+IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return resolve("resnet20")
+
+
+def half(pruner: Pruner) -> Plan:
+    return Plan({name: range(0, layer.filters, 2) for name, layer in pruner.graph.layers.items()})
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(before: dict[str, torch.Tensor], model: nn.Module) -> bool:
+    now = model.state_dict()
+    return list(before) == list(now) and all(torch.equal(before[k], now[k]) for k in before)
+
+
+def score_steps(pruner: Pruner, count: int = 3) -> None:
+    for _ in range(count):
+        loss = pruner.model(IMAGES).square().mean() + pruner.penalty()
+        loss.backward()
+        pruner.step()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attaching_changes_no_bit(training: bool) -> None:
+    model = network().train(training)
+    twin = copy.deepcopy(model)
+    expected = twin(IMAGES)
+    before = state(model)
+    pruner = Pruner(model, IMAGES)
+    assert type(model) is type(twin)
+    assert same(before, model)
+    pruner.gates.mode = "soft"  # every score is multiplied in, and is 1
+    assert torch.equal(model(IMAGES), expected)
+
+
+def test_detaching_restores_the_model() -> None:
+    model = network().eval()
+    expected = model(IMAGES)
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    assert not torch.equal(model(IMAGES), expected)
+    assert pruner.detach() is model
+    assert torch.equal(model(IMAGES), expected)
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    with pytest.raises(PruningError, match="detached"), pruner.scoring():
+        pass
+
+
+def test_scoring_freezes_weights_and_statistics_even_if_the_model_is_put_in_training_mode() -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)
+    before = state(model)
+    with pruner.scoring():
+        model.train()
+        assert not any(p.requires_grad for p in model.parameters())
+        score_steps(pruner)
+        assert all(p.grad is None for p in model.parameters())
+    assert same(before, model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.modules())
+    scores = torch.cat(list(pruner.scores().values()))
+    assert not torch.equal(scores, torch.ones_like(scores))
+
+
+def test_gated_phases_leave_scores_alone_and_train_only_open_filters() -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    scores = torch.cat(list(pruner.scores().values()))
+    weight = model.layer1[0].conv1.weight.detach().clone()
+    with pruner.gated():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(IMAGES).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(scores, torch.cat(list(pruner.scores().values())))
+    moved = (model.layer1[0].conv1.weight != weight).flatten(1).any(1)
+    assert moved.tolist() == [i % 2 == 0 for i in range(16)]
+
+
+def test_an_exception_in_a_score_phase_leaves_a_usable_model() -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    plan, before = pruner.plan(), state(model)
+    with pytest.raises(RuntimeError, match="oh"), pruner.scoring():
+        score_steps(pruner, 1)
+        raise RuntimeError("oh")
+    assert pruner.plan() == plan
+    assert same(before, model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.modules())
+    with pruner.scoring():
+        score_steps(pruner, 1)
+
+
+def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
+    def run(stop: bool) -> Pruner:
+        model = network()
+        pruner = Pruner(model, IMAGES, lr=1e-3, penalty=1e-2)
+        with pruner.scoring():
+            score_steps(pruner, 2)
+        if not stop:
+            with pruner.scoring():
+                score_steps(pruner, 4)
+            return pruner
+        with pruner.scoring():
+            score_steps(pruner, 2)
+            saved = copy.deepcopy(pruner.state_dict())
+        again = Pruner(network(), IMAGES, lr=1e-3, penalty=1e-2)
+        again.load_state_dict(saved)
+        with again.scoring():
+            score_steps(again, 2)
+        return again
+
+    straight, resumed = run(False), run(True)
+    assert torch.equal(straight.gates.soft, resumed.gates.soft)
+    assert straight.plan() == resumed.plan()
+
+
+def test_a_deep_copy_has_gates_of_its_own() -> None:
+    model = network().eval()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    twin = copy.deepcopy(model)
+    expected = twin(IMAGES)
+    assert torch.equal(expected, model(IMAGES))
+    pruner.gate(Plan({}))
+    assert torch.equal(twin(IMAGES), expected)
+    assert not torch.equal(model(IMAGES), expected)
+
+
+def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(720, 2)
+    )
+    pruner = Pruner(net, IMAGES, penalty=1e3, lr=10.0, projection="free")
+    with pruner.scoring():
+        score_steps(pruner, 5)
+    widths = pruner.plan().widths()
+    assert widths["0"] >= 1 and widths["2"] >= 1
+    assert pruner.extract()(IMAGES).shape == (4, 2)
+
+
+def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    model(IMAGES).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with Folded(model, pruner.gates) as folded:
+        model(IMAGES).square().mean().backward()
+        folded.weight_gradients()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    with pruner.scoring():
+        model(IMAGES).square().mean().backward()
+        assert pruner.gates.soft.grad is not None
+        by_hooks = pruner.gates.soft.grad.clone()
+        with Folded(model, pruner.gates) as folded:
+            model(IMAGES).square().mean().backward()
+            torch.testing.assert_close(folded.score_gradients(), by_hooks, rtol=1e-6, atol=1e-8)
+
+
+def test_a_gated_model_compiles_whole_and_follows_its_gates() -> None:
+    model = network().eval()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
+    odd = {name: np.arange(layer.filters) % 3 > 0 for name, layer in pruner.graph.layers.items()}
+    pruner.gate(Plan.from_masks(odd))
+    torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
+
+
+def test_ignored_layers_are_not_scored() -> None:
+    pruner = Pruner(network(), IMAGES, ignore=["layer1.*", "conv1"])
+    assert not any(name.startswith("layer1.") for name in pruner.graph.layers)
+    assert pruner.graph.skipped["conv1"] == "ignored as asked (conv1)"
+    assert "conv1" not in pruner.plan().keep
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"projection": "factord"}, "did you mean 'factored'"),
+        ({"ignore": ["layer9.*"]}, "no layer is called 'layer9"),
+        ({"balance": "aera"}, "did you mean 'area'"),
+    ],
+)
+def test_bad_arguments_are_refused_and_leave_the_model_alone(arguments: dict[str, object], message: str) -> None:
+    model = network()
+    with pytest.raises(PruningError, match=message):
+        Pruner(model, IMAGES, **arguments)  # type: ignore[arg-type]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_takes_one_pruner_and_a_step_belongs_into_a_phase() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    with pytest.raises(PruningError, match="detach"):
+        Pruner(model, IMAGES)
+    with pytest.raises(PruningError, match="scoring"):
+        pruner.step()
+    with pytest.raises(PruningError, match="backward"), pruner.scoring():
+        pruner.step()
+
+
+def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:
+    def bottleneck_weights() -> list[torch.Tensor]:
+        shapes = [(64, 3, 7, 7)]
+        width = 64
+        for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+            for block in range(blocks):
+                shapes += [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+                if block == 0:
+                    shapes.append((4 * planes, width, 1, 1))
+                width = 4 * planes
+        return [torch.zeros(shape) for shape in shapes]
+
+    from sbf_pruner.scoring.projection import FactoredProjection, LiteralProjection
+
+    weights = bottleneck_weights()
+    filters = [len(w) for w in weights]
+    own = sum(w.numel() * w.element_size() for w in weights)
+    held = [v for v in vars(FactoredProjection(weights, filters)).values() if isinstance(v, torch.Tensor)]
+    assert sum(t.numel() * t.element_size() for t in held) < 2 * own
+    with pytest.raises(PruningError, match=r"19,459,026,944 entries, 77\.8 GB"):
+        LiteralProjection(weights, filters)

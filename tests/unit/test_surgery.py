@@ -1,0 +1,223 @@
+"""Surgery: what is sliced is the right part, and the rest of a module stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sbf_pruner.errors import PruningError
+from sbf_pruner.graph.channels import trace
+from sbf_pruner.layers import Adapted, Remap, Zeros
+from sbf_pruner.plan import Plan
+from sbf_pruner.surgery import extract
+from zoo import ZOO, conv_bn
+
+IMAGE = torch.rand(2, 3, 8, 8)
+
+
+def test_weights_are_rows_and_columns_of_the_old_ones():
+    model, inputs = ZOO["Plain"]()
+    small = extract(model, inputs, Plan({"0": [1, 5], "4": [0, 2, 3], "7": [4]}))
+    assert torch.equal(small[0].weight, model[0].weight[[1, 5]])
+    assert torch.equal(small[4].weight, model[4].weight[[0, 2, 3]][:, [1, 5]])
+    assert torch.equal(small[4].bias, model[4].bias[[0, 2, 3]])
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        assert torch.equal(getattr(small[5], name), getattr(model[5], name)[[0, 2, 3]])
+    assert torch.equal(small[11].fc.weight, model[11].fc.weight[:, [4]])
+    assert torch.equal(small[11].fc.bias, model[11].fc.bias)
+
+
+def test_flattened_maps_take_their_pixels_along():
+    model, inputs = ZOO["FlattenLinear"]()
+    small = extract(model, inputs, Plan({"features.4": [1, 3]}))
+    columns = [c * 16 + p for c in (1, 3) for p in range(16)]
+    assert torch.equal(small.classifier[0].weight, model.classifier[0].weight[:, columns])
+
+
+def test_grouped_weights_are_sliced_group_by_group():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1, groups=2), nn.Conv2d(6, 3, 1))
+    small = extract(model, IMAGE, Plan({"0": [0, 3, 5, 6], "1": [2, 3]}))
+    expected = torch.cat([model[1].weight[[2]][:, [0, 3]], model[1].weight[[3]][:, [1, 2]]])
+    assert torch.equal(small[1].weight, expected)
+    assert (small[1].in_channels, small[1].out_channels, small[1].groups) == (4, 2, 2)
+
+
+def test_a_group_without_input_vanishes():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1, groups=2), nn.Conv2d(6, 3, 1))
+    small = extract(model, IMAGE, Plan({"0": [4, 7]}))
+    assert (small[1].in_channels, small[1].out_channels, small[1].groups) == (2, 3, 1)
+    assert torch.equal(small[1].weight, model[1].weight[3:][:, [0, 3]])
+
+
+def test_transposed_convolutions_have_inputs_first():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 6, 2, 2), nn.Conv2d(6, 2, 1))
+    small = extract(model, IMAGE, Plan({"0": [1, 2], "1": [0, 5]}))
+    assert torch.equal(small[1].weight, model[1].weight[[1, 2]][:, [0, 5]])
+    assert torch.equal(small[1].bias, model[1].bias[[0, 5]])
+    assert (small[1].in_channels, small[1].out_channels) == (2, 2)
+
+
+def test_sizes_say_what_is_really_there():
+    model, inputs = ZOO["Residual"]()
+    small = extract(model, inputs, Plan({"3.conv1": [0, 2], "5.conv1": [1], "0": [0, 1]}))
+    for module in small.modules():
+        if isinstance(module, nn.Conv2d):
+            assert module.weight.shape[:2] == (module.out_channels, module.in_channels // module.groups)
+        elif isinstance(module, nn.BatchNorm2d):
+            assert module.weight.shape == (module.num_features,)
+        elif isinstance(module, nn.Linear):
+            assert module.weight.shape == (module.out_features, module.in_features)
+
+
+def test_frozen_parameters_stay_frozen_and_modes_stay():
+    model, inputs = ZOO["Plain"]()
+    model[4].weight.requires_grad_(False)
+    model[5].eval()
+    small = extract(model, inputs, Plan({"4": [1]}))
+    assert not small[4].weight.requires_grad
+    assert small[4].bias.requires_grad
+    assert not small[5].training
+    assert small[1].training
+
+
+def test_memory_format_is_kept():
+    model, inputs = ZOO["Plain"]()
+    small = extract(model.to(memory_format=torch.channels_last), inputs, Plan({"0": [0, 1, 2], "4": [0, 1]}))
+    assert small[4].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_shared_parameters_stay_shared():
+    model, inputs = ZOO["SharedParameter"]()
+    small = extract(model, inputs, Plan({"stem.0": [0, 1]}))
+    assert len({id(m.weight) for m in small.modules() if isinstance(m, nn.Conv2d)}) == 3
+
+
+def test_modules_registered_twice_stay_one():
+    model, inputs = ZOO["RegisteredTwice"]()
+    small = extract(model, inputs, Plan({"conv": [0, 1]}))
+    assert small.conv is small.again[0]
+    assert small.norm is small.again[1]
+
+
+def test_forward_hooks_of_the_user_come_along():
+    model, inputs = ZOO["Plain"]()
+    seen = []
+    model[4].register_forward_hook(lambda module, args, result: seen.append(result.shape[1]))
+    small = extract(model, inputs, Plan({"4": [0, 2]}))
+    seen.clear()
+    small(inputs)
+    assert seen == [2]
+
+
+def test_a_number_of_channels_in_the_forward_is_respected():
+    model, inputs = ZOO["HardcodedView"]()
+    small = extract(model, inputs, Plan({"middle.0": [1, 4]}))
+    assert small.middle[0].out_channels == 2, "the filters are gone all the same"
+    assert small.fc.in_features in (8, 32)
+    assert [m for m in small.modules() if isinstance(m, Remap)]
+
+
+class Widths(nn.Module):
+    def __init__(self, function, outputs=8):
+        super().__init__()
+        self.stem, self.function = conv_bn(3, 8), function
+        self.out = nn.Conv2d(outputs, 2, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = self.function(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / x.shape[1],
+        lambda x: torch.add(x, x, alpha=x.shape[1]),
+        lambda x: x.roll(x.shape[1] // 2, 1),
+        lambda x: F.channel_shuffle(x, 2),
+        lambda x: torch.cat([x[:, x.shape[1] // 4 :], x[:, : x.shape[1] // 4]], 1),
+        lambda x: x.view(x.shape[0], 8, 64).view(x.shape),
+        lambda x: F.pad(x, (0, 0, 0, 0, 8 - x.shape[1], 0)),
+        lambda x: x if x.shape[1] > 4 else 2 * x,
+    ],
+)
+def test_a_function_that_depends_on_the_width_is_kept_by_keeping_the_width(function):
+    model = Widths(function).double().eval()
+    inputs = IMAGE.double()
+    graph = trace(model, inputs)
+    for kept in ([1, 4], [0, 1, 2, 5], [6], [0, 2, 3, 4, 5, 6, 7]):
+        gated = model.stem[1].weight.detach().clone(), model.stem[1].bias.detach().clone()
+        small = extract(model, inputs, Plan({"stem.0": kept}), graph).eval()
+        gone = [i for i in range(8) if i not in kept]
+        with torch.no_grad():
+            model.stem[1].weight[gone] = 0
+            model.stem[1].bias[gone] = 0
+            torch.testing.assert_close(small(inputs), model(inputs), rtol=0, atol=1e-12)
+            model.stem[1].weight.copy_(gated[0])
+            model.stem[1].bias.copy_(gated[1])
+        assert small.stem[0].out_channels == len(kept)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(6, 5, 3),
+        nn.Conv2d(6, 5, 3, 2, 1),
+        nn.Conv2d(6, 5, (1, 3), (2, 1), (0, 2), (1, 2)),
+        nn.Conv2d(6, 5, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(6, 5, 3, padding="same"),
+        nn.ConvTranspose2d(6, 5, 3, 2, 1, 1),
+        nn.Conv2d(6, 5, 1, groups=1),
+    ],
+    ids=str,
+)
+def test_an_empty_layer_leaves_zeros_of_its_shape(layer):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.layer, self.out = nn.Conv2d(3, 6, 1), layer, nn.Conv2d(5, 2, 1)
+            self.around = nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.out(self.layer(x)), self.around(x)
+
+    # Of a wanted output only its constant is left; that does not cut the other.
+    model = Net()
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x):
+            one, other = self.net(x)
+            return one.mean((2, 3)) + other.mean((2, 3))
+
+    small = extract(Both(), IMAGE, Plan({"net.layer": []}))
+    assert isinstance(small.net.layer, Zeros)
+    for side in (8, 11):
+        x = torch.rand(2, 3, side, side)
+        shape = small.net.layer(small.net.stem(x)).shape
+        assert shape[2:] == model.layer(model.stem(x)).shape[2:]
+
+
+def test_the_model_itself_may_be_the_layer():
+    with pytest.raises(PruningError):
+        extract(nn.Conv2d(3, 4, 1), IMAGE, Plan({"": [0]}))
+
+
+def test_pruning_again_unwraps_what_the_first_time_put_in():
+    model, inputs = ZOO["Residual"]()
+    first = Plan({"3.conv2": [0, 1], "4.conv2": [2, 3], "0": [0, 4]})
+    small = extract(model, inputs, first)
+    assert any(isinstance(m, Adapted) for m in small.modules())
+    assert set(trace(small, inputs).layers) == set(trace(model, inputs).layers)
+    again = extract(small, inputs, Plan({"3.conv2": [], "4.conv2": [1]}))
+    assert not any(isinstance(m.module, Adapted) for m in again.modules() if isinstance(m, Adapted))
+    once = extract(model, inputs, Plan({"3.conv2": [], "4.conv2": [3], "0": [0, 4]}))
+    torch.testing.assert_close(again.eval()(inputs), once.eval()(inputs), rtol=0, atol=1e-12)
+    assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in once.parameters())

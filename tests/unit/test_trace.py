@@ -1,0 +1,243 @@
+"""Recording: the operators that ran, what each belongs to, and what cannot be followed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sbf_pruner.errors import PruningError, TraceError
+from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.trace import STALE, record
+from zoo import REFUSED, ZOO
+
+
+class Forward(nn.Module):
+    """A convolution and a function of it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(self.conv, *args, **kwargs)
+
+
+IMAGE = torch.rand(2, 3, 6, 6)
+
+
+def names(function, inputs=IMAGE):
+    return [op.name for op in record(Forward(function), inputs).ops]
+
+
+def test_operators_in_the_order_they_ran():
+    assert names(lambda conv, x: F.relu(conv(x)).mean((2, 3))) == ["aten.convolution", "aten.relu", "aten.mean"]
+
+
+def test_weights_are_known_by_name():
+    (op,) = record(Forward(lambda conv, x: conv(x)), IMAGE).ops
+    assert [v.name for v in op.inputs] == ["", "conv.weight", "conv.bias"]
+    assert [v.kind for v in op.inputs] == ["input", "state", "state"]
+
+
+def test_functional_calls_know_their_weights_too():
+    (op,) = record(Forward(lambda conv, x: F.conv2d(x, conv.weight)), IMAGE).ops
+    assert op.inputs[1].name == "conv.weight"
+
+
+def test_a_shared_weight_has_one_name():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False))
+    model[1].weight = model[0].weight
+    assert [op.inputs[1].name for op in record(model, IMAGE).ops] == ["0.weight", "0.weight"]
+
+
+def test_module_calls_know_what_went_in_and_out():
+    found = record(ZOO["Residual"]()[0], torch.rand(1, 3, 8, 8, dtype=torch.float64))
+    (call,) = found.calls["3.conv1"]
+    op = found.ops[call.first]
+    assert op.name == "aten.convolution"
+    assert call.inputs == op.inputs[:1]
+    assert call.outputs == op.outputs
+    assert call.within("3") is not None
+    assert call.within("4") is None
+    assert len(record(ZOO["SharedModule"]()[0], torch.rand(1, 3, 8, 8, dtype=torch.float64)).calls["twice.0"]) == 2
+
+
+def test_operators_know_their_line():
+    (conv, relu) = record(Forward(lambda conv, x: F.relu(conv(x))), IMAGE).ops
+    assert conv.where == relu.where
+    assert conv.where.startswith("test_trace.py:")
+
+
+def test_in_place_operators_give_a_new_value():
+    def function(conv, x):
+        x = conv(x)
+        x.relu_()
+        x += 1
+        return x
+
+    ops = record(Forward(function), IMAGE).ops
+    assert [op.name for op in ops] == ["aten.convolution", "aten.relu_", "aten.add_"]
+    assert ops[1].inputs == ops[0].outputs
+    assert ops[2].inputs == ops[1].outputs
+    assert len({id(v) for op in ops for v in op.outputs}) == 3
+
+
+def test_a_view_of_memory_that_was_written_since_is_not_trusted():
+    def function(conv, x):
+        x = conv(x)
+        part = x[:, :2]
+        x.mul_(2)
+        return part + 1
+
+    assert STALE in names(function)
+
+
+def test_the_real_network_runs_where_numbers_decide():
+    def function(conv, x):
+        x = conv(x)
+        return x if x.mean().item() > 1e9 else F.relu(x)
+
+    assert names(function)[-1] == "aten.relu"
+
+
+def test_evaluation_mode_is_recorded_and_the_mode_left_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5), nn.BatchNorm2d(4)).train()
+    ops = [op.name for op in record(model, IMAGE).ops]
+    assert "aten.native_dropout" not in ops
+    assert model.training
+    assert model[2].num_batches_tracked == 0
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    extra: dict
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda conv, x: conv(x), 1),
+        (lambda conv, x: (conv(x), x), 2),
+        (lambda conv, x: {"a": conv(x), "b": [x, None]}, 2),
+        (lambda conv, x: Result(conv(x), {"more": (x, 3)}), 2),
+    ],
+)
+def test_outputs_are_found_in_any_nest(function, count):
+    assert len(record(Forward(function), IMAGE).outputs) == count
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [IMAGE, (IMAGE,), {"x": IMAGE}, ([IMAGE, 1],), {"x": {"deep": (IMAGE,)}}],
+    ids=["tensor", "tuple", "dict", "list", "nested"],
+)
+def test_inputs_of_any_nest(inputs):
+    def function(conv, x):
+        while not isinstance(x, torch.Tensor):
+            x = next(iter(x.values())) if isinstance(x, dict) else x[0]
+        return conv(x)
+
+    found = record(Forward(function), inputs)
+    assert len(found.inputs) == 1
+    assert found.ops[0].inputs[0] is found.inputs[0]
+
+
+def test_numpy_is_named_with_its_line():
+    model, inputs = REFUSED["Untraceable"]()
+    with pytest.raises(TraceError, match=r"^at zoo\.py:\d+ a tensor arrives that torch did not compute"):
+        trace(model, inputs)
+
+
+def test_a_network_without_convolutions_is_refused():
+    with pytest.raises(PruningError, match=r"^there is no convolution in the model"):
+        trace(*REFUSED["NoConv"]())
+
+
+def test_the_copy_that_runs_shares_no_memory_with_the_model():
+    model = Forward(lambda conv, x: conv.weight.data.add_(1).sum() + conv(x))
+    before = model.conv.weight.clone()
+    record(model, IMAGE)
+    assert torch.equal(model.conv.weight, before)
+
+
+def test_inputs_are_not_written():
+    image = IMAGE.clone()
+    record(Forward(lambda conv, x: conv(x.mul_(0)) if x.sum().item() else conv(x)), image)
+    assert torch.equal(image, IMAGE)
+
+
+# -- graph --------------------------------------------------------------------------------------------------
+
+
+def test_gates_stand_after_the_norm_or_at_the_layer():
+    graph = trace(*ZOO["NoNorm"]())
+    assert [(s.module, s.kind, s.layer) for s in graph.sites] == [
+        ("0", "map", "0"), ("2", "map", "2"), ("4", "map", "4"),
+    ]  # fmt: skip
+    graph = trace(*ZOO["Plain"]())
+    assert [(s.module, s.kind, s.layer, s.parameters) for s in graph.sites] == [
+        (norm, "affine", conv, ("weight", "bias")) for norm, conv in (("1", "0"), ("5", "4"), ("8", "7"))
+    ]
+
+
+def test_norms_on_a_stream_follow():
+    graph = trace(*ZOO["PreActivation"]())
+    followers = {s.module: s.kind for s in graph.sites if not s.layer}
+    assert followers == {"1.bn1": "affine", "2.bn1": "affine", "3": "affine"}
+    graph = trace(*ZOO["DepthwiseNoNorm"]())
+    assert [(s.module, s.kind, s.parameters) for s in graph.sites if not s.layer] == [("2", "bias", ("bias",))]
+
+
+def test_a_follower_closes_when_all_that_feeds_it_is_gone():
+    graph = trace(*ZOO["PreActivation"]())
+    (first,) = (s for s in graph.sites if s.module == "1.bn1")
+    (last,) = (s for s in graph.sites if s.module == "3")
+    masks = graph.all_filters()
+    for name in ("0", "1.conv2", "2.conv2"):
+        masks[name][2] = False
+    masks["0"][4] = False
+    flow = graph.flow(masks)
+    assert first.open(flow).astype(int).tolist() == [1, 1, 0, 1, 0, 1]
+    assert last.open(flow).astype(int).tolist() == [1, 1, 0, 1, 1, 1]
+
+
+def test_channels_that_are_zero_in_the_network_itself_stay_as_they_are():
+    """A norm makes constants of padded channels; that is the user's function, not a removed filter."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConstantPad3d((0, 0, 0, 0, 1, 1), 0.0), nn.BatchNorm2d(6))
+    model = nn.Sequential(model, nn.ReLU(), nn.Conv2d(6, 2, 1))
+    graph = trace(model, IMAGE)
+    (follower,) = (s for s in graph.sites if not s.layer)
+    masks = graph.all_filters()
+    masks["0.0"][1] = False
+    assert follower.open(graph.flow({})).all()
+    assert follower.open(graph.flow(masks)).astype(int).tolist() == [1, 1, 0, 1, 1, 1]
+
+
+def test_settling_drops_what_nothing_feeds_or_needs():
+    graph = trace(*ZOO["Residual"]())
+    settled = graph.settle({**graph.all_filters(), "4.conv1": graph.all_filters()["4.conv1"] & False})
+    assert not settled["4.conv2"].any(), "no input is left"
+    settled = graph.settle({**graph.all_filters(), "6.conv2": graph.all_filters()["6.conv2"] & False})
+    assert not settled["6.conv1"].any(), "nothing needs it"
+    assert settled["7.conv1"].all()
+
+
+def test_layers_know_their_maps():
+    graph = trace(*ZOO["Residual"]())
+    layer = graph.layers["5.conv1"]
+    assert (layer.filters, layer.kind, layer.weight, layer.map_size) == (6, "Conv2d", "5.conv1.weight", (8, 8))
+    assert graph.layers["6.conv1"].map_size == (4, 4)
+    assert trace(*ZOO["FlattenLinear"]()).layers["classifier.0"].map_size == ()
+
+
+def test_ignored_layers_are_left_alone():
+    model, inputs = ZOO["Residual"]()
+    graph = trace(model, inputs, ignore=["4.*", "0"])
+    assert not {"0", "4.conv1", "4.conv2"} & set(graph.layers)
+    assert graph.skipped["4.conv1"] == "ignored as asked (4.*)"
