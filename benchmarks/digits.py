@@ -6,17 +6,15 @@ seed's figures, their mean and standard deviation, the resolved recipe, the mach
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
+from saving import save_result
 
 import sbf_pruner as sbf
 from sbf_pruner.models import resolve
@@ -24,7 +22,6 @@ from sbf_pruner.models import resolve
 SEEDS = (0, 1, 2)
 FEWER_MACS = 45.0  # percent, of every seed
 POINTS_LOST = 1.0  # in the mean
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
@@ -43,9 +40,7 @@ def main() -> int:
     spread = {key: _spread([run[key] for run in runs]) for key in keys}
     met = min(run["macs_removed"] for run in runs) >= FEWER_MACS
     met &= spread["accuracy_change"]["mean"] >= -POINTS_LOST
-    result = {
-        "benchmark": "digits",
-        "date": date.today().isoformat(),
+    figures = {
         "targets": {"macs_removed, every seed": FEWER_MACS, "accuracy lost, mean": POINTS_LOST, "met": met},
         "n": len(runs),
         "seeds": list(SEEDS),
@@ -54,10 +49,9 @@ def main() -> int:
         "environment": environment,
         "recipe": {**recipe.to_dict(), "seed": list(SEEDS)},
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "digits.json").write_text(json.dumps(result, indent=2) + "\n")
-    for key, figures in spread.items():
-        print(f"{key:18} {figures['mean']:9.3f} +- {figures['deviation']:.3f}")
+    save_result("digits", figures)
+    for key, held in spread.items():
+        print(f"{key:18} {held['mean']:9.3f} +- {held['deviation']:.3f}")
     return 0 if met else 1
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from results import save_result
+from saving import save_result
 from torch import nn
 
 from sbf_pruner import Plan, Pruner

@@ -78,7 +78,7 @@ def leaves(nest: Any) -> list[Tensor]:
 
 def assert_close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
     # Relative to the largest number, where that is above 1: gradients may be large.
-    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
 
 

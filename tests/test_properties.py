@@ -273,6 +273,7 @@ def all_filters_are_the_identity(drawn):
 def plans_compose(drawn, ratios, seeds):
     first = draw_pruner(drawn, ratios[0], seeds[0])
     middle = first.extract()
+    assume(any(isinstance(m, nn.Conv2d) for m in middle.modules()))
     graph = trace(middle, INPUTS)
     assume(graph.layers)
     plan = draw_plan(graph, ratios[1], seeds[1])

@@ -170,7 +170,7 @@ class _Surgeon:
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
         # One remap serves all calls of the module: a channel passes if it is alive in any of them.
-        alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line) for e in edges]).reshape(-1)
+        alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line(e.out)) for e in edges]).reshape(-1)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
         return None if source == list(range(width)) else Remap(source, edge.dim, width)

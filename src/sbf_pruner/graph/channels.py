@@ -338,8 +338,6 @@ class _Builder:
         if isinstance(module, Zeros):  # its width is ours to choose
             return Source(op, self.grids, zero=True)
         labels = np.array(module.source, np.int64).reshape(grid)
-        if self.grids[op.inputs[0]][dim] == 1:  # nothing tells the channels apart: all are number 0
-            labels = np.minimum(labels, 0)
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
         self.edges[op.call.module, "remap"].append(edge)
         return edge
@@ -349,6 +347,10 @@ class _Builder:
     def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
         layers: dict[str, Layer] = {}
         skipped: dict[str, str] = {}
+        self.uses: dict[Value, list[Contract]] = defaultdict(list)
+        for node in self.nodes:
+            if isinstance(node, Contract):
+                self.uses[node.weight].append(node)
         for node in self.nodes:
             at = node.op.call.module if node.op.call is not None else ""
             if not isinstance(node, Contract):
@@ -390,6 +392,9 @@ class _Builder:
         if module in self.outside:
             where = self.outside[module]
             return f"it is also held in {where}, where a change would not be seen; register it only"
+        others = [n for n in self.uses[node.weight] if n not in self.main.get(module, [])]
+        if others and module in self.main:
+            return f"its weight is used at {others[0].op.where} too, where no gate can be placed"
         if module not in self.main:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
         return ""

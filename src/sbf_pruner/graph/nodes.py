@@ -429,11 +429,10 @@ class Boundary(Node):
     free: bool = True  # False: nothing can be inserted here, both sides have one layout
     lasting: bool = False  # every call leaves a trace in the module's statistics, so none is ever useless
 
-    @property
-    def line(self) -> Grid:
-        """The grid of a tensor here whose channels differ along the edge's dimension alone."""
-        rank = len(self.out.shape)
-        return tuple(n if d == self.dim % rank else 1 for d, n in enumerate(self.out.shape))
+    def line(self, value: Value) -> Grid:
+        """The grid of a tensor here if its channels differ along the edge's dimension alone."""
+        rank = len(value.shape)
+        return tuple(n if d == self.dim % rank else 1 for d, n in enumerate(value.shape))
 
     @property
     def x(self) -> Value:
@@ -446,7 +445,7 @@ class Boundary(Node):
     def push(self, flow: Flow) -> None:
         alive = flow.alive[self.x]
         if self.labels is not None:
-            alive = np.append(np.broadcast_to(alive, self.grids[self.x]).reshape(-1), False)[self.labels]
+            alive = np.append(shrink(alive, self.line(self.x)), False)[self.labels]
         flow.alive[self.out] = np.broadcast_to(alive, self.grids[self.out])
 
     def wanted(self, flow: Flow) -> Mask | None:
@@ -461,9 +460,9 @@ class Boundary(Node):
         if wanted is None:
             return
         if self.labels is not None:
-            flat = np.zeros(int(np.prod(self.grids[self.x])) + 1, bool)
+            flat = np.zeros(self.x.shape[self.dim] + 1, bool)
             flat[self.labels[wanted]] = True
-            wanted = flat[:-1].reshape(self.grids[self.x])
+            wanted = flat[:-1].reshape(self.line(self.x))
         flow.need(self.x, wanted, self.grids[self.x])
 
     def tie(self, layout: Layout) -> None:

@@ -1,0 +1,24 @@
+"""Where benchmarks put their figures: dated JSON under results/, with the machine and the versions."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sbf_pruner.training.summary import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save_result(name: str, figures: dict[str, Any], device: str = "cpu") -> Path:
+    """Write one benchmark's figures; the environment is added unless they bring their own."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    head = {"benchmark": name, "date": date.today().isoformat()}
+    held = {**head, **figures, "environment": figures.get("environment") or environment(torch.device(device))}
+    path.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+    return path
