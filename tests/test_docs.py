@@ -4,6 +4,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,10 @@ MODULES = [m.name for m in pkgutil.walk_packages(sbf_pruner.__path__, "sbf_prune
 def test_examples_in_docstrings_hold(name: str) -> None:
     module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_figures_in_the_documents_are_those_of_the_saved_results() -> None:
+    checked = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout

@@ -367,6 +367,13 @@ def opaque(op: Op, grids: Grids) -> Node:
     return Opaque(op, grids)
 
 
+def restrided(op: Op, grids: Grids) -> Node:
+    """Pooling to one pixel renames strides when the channels lie last; anything else is unknown."""
+    x, size, stride = op.args[0], tuple(op.args[1]), tuple(op.args[2])
+    same = size == x.shape and len(size) > 2 and stride[:2] == (size[1], 1) and set(size[2:]) == {1}
+    return _elementwise(op, grids, "any") if same and len(op.args) == 3 else opaque(op, grids)
+
+
 def fresh(op: Op, grids: Grids) -> Node:
     """A tensor made from sizes and numbers."""
     return Source(op, grids)
@@ -416,6 +423,7 @@ RULES: dict[str, Rule] = {
         "stack narrow",
     ),
     **_rows(joined, "cat"),
+    **_rows(restrided, "as_strided_"),
     **_rows(padded, "constant_pad_nd"),
     **_rows(
         pooled,

@@ -1,0 +1,88 @@
+"""The figures in the documents, written from the saved results so that none can drift from its run.
+
+python benchmarks/tables.py            writes them into README.md
+python benchmarks/tables.py --check    says whether they are what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGES = [HERE.parent / "README.md"]
+
+
+def demo(result: dict[str, Any]) -> str:
+    spread, recipe, seeds = result["spread"], result["recipe"]["phases"], result["seeds"]
+    epochs = recipe["warmup"] + recipe["cycles"] * (recipe["score"] + recipe["weights"]) + recipe["finetune"]
+    rows = [
+        ("accuracy, dense control of equal epochs", "dense_accuracy", "%"),
+        ("accuracy, pruned", "pruned_accuracy", "%"),
+        ("multiply-accumulates removed", "macs_removed", "%"),
+        ("parameters removed", "params_removed", "%"),
+    ]
+    lines = [f"ResNet-20 on the embedded 8x8 digits, {epochs} epochs, seeds {seeds[0]} to {seeds[-1]}:", ""]
+    lines += ["| | mean | deviation |", "|---|---|---|"]
+    for label, key, unit in rows:
+        lines.append(f"| {label} | {spread[key]['mean']:.1f} {unit} | {spread[key]['deviation']:.1f} |")
+    error = max(run["cut_error"] for run in result["runs"])
+    lines += [
+        "",
+        f"The gated and the extracted network differ by at most {error:.0e} of the largest output, in float64.",
+    ]
+    return "\n".join([*lines, *_origin(result)])
+
+
+def overhead(result: dict[str, Any]) -> str:
+    names = {
+        "score_step": "a score step, of a dense training step",
+        "gated_step": "a gated weight step, of a dense training step",
+        "forward_scores_at_1": "a forward with all scores at 1, of a dense forward",
+        "saved_activations": "activations saved in a score step, of those of a dense step",
+    }
+    lines = ["ResNet-20, batch 128, on the CPU, as ratios to the dense network in the same run:", ""]
+    lines += ["| | ratio |", "|---|---|"]
+    lines += [f"| {label} | {result['ratios'][key]:.2f} |" for key, label in names.items()]
+    return "\n".join([*lines, *_origin(result)])
+
+
+def _origin(result: dict[str, Any]) -> list[str]:
+    machine = result["environment"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    return [
+        "",
+        f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",
+    ]
+
+
+BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"digits": demo, "overhead": overhead}
+
+
+def _with_block(text: str, name: str, block: str) -> str:
+    opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    head, found, rest = text.partition(opening)
+    return head + opening + block + "\n" + closing + rest.partition(closing)[2] if found else text
+
+
+def main(check: bool) -> int:
+    stale = []
+    for page in PAGES:
+        text = before = page.read_text("utf-8")
+        for name, block in BLOCKS.items():
+            result = json.loads((HERE / "results" / f"{name}.json").read_text("utf-8"))
+            text = _with_block(text, name, block(result))
+        if text != before:
+            stale.append(page.name)
+            if not check:
+                page.write_text(text, "utf-8")
+    if check and stale:
+        print(f"figures differ from the results in {', '.join(stale)}; run python benchmarks/tables.py")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
