@@ -15,6 +15,7 @@ from torch import nn
 
 from cases import assert_equal_networks, assert_untouched, leaves, random_plans, run, snapshot
 from sbf_pruner.errors import PlanError
+from sbf_pruner.export import load, save
 from sbf_pruner.graph.channels import trace
 from sbf_pruner.inputs import call
 from sbf_pruner.layers import Adapted, Remap, Zeros
@@ -135,6 +136,22 @@ def test_other_map_sizes_than_the_traced_one(name):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+CHANNELS_LAST = ["Residual", "Shuffle", "SqueezeExcite", "Dense", "Depthwise", "LayerNorm", "NonLocal", "Unet"]
+
+
+@pytest.mark.parametrize("name", CHANNELS_LAST)
+def test_channels_last(name):
+    model, inputs = ZOO[name]()
+    plain = trace(model, inputs)
+    inputs = inputs.to(memory_format=torch.channels_last)
+    pruner = Pruner(model.to(memory_format=torch.channels_last), inputs)
+    assert pruner.graph.layers.keys() == plain.layers.keys()
+    for plan in random_plans(pruner.graph, 4)[1:]:
+        pruner.gate(plan)
+        small = pruner.extract()
+        torch.testing.assert_close(small.eval()(inputs), model.eval()(inputs), rtol=0, atol=1e-10)
+
+
 # -- the user's model -----------------------------------------------------------------------------------
 
 
@@ -196,6 +213,19 @@ def test_a_plan_that_cuts_the_network_is_refused(name):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize(("name", "dead"), [("Plain", {"4": range(6)}), ("GatedUnit", {"both.0": range(4, 8)})])
+def test_scores_never_cut_the_network(name, dead):
+    """Where they would, the layers concerned keep what connects input and output."""
+    model, inputs = ZOO[name]()
+    pruner = Pruner(model, inputs)
+    with pruner.scoring():
+        for layer, filters in dead.items():
+            first = pruner.gates.spans[layer].start
+            pruner.gates.soft.data[[first + i for i in filters]] = 0.1
+    assert pruner.graph.connected(pruner.plan().masks(pruner.graph))
+    assert pruner.plan().keep[next(iter(dead))]
+
+
 # -- what is left ---------------------------------------------------------------------------------------
 
 
@@ -226,9 +256,8 @@ def test_layers_keep_the_filters_of_the_settled_plan(name):
             assert module.weight.shape[axis] * (groups if axis else 1) == len(kept), layer
             if module.bias is not None:
                 assert torch.equal(module.bias, model.get_submodule(layer).bias[list(kept)]), layer
-            for sizes in (("out_channels", "out_features"),):
-                for size in sizes:
-                    assert getattr(module, size, len(kept)) == len(kept), layer
+            for size in ("out_channels", "out_features"):
+                assert getattr(module, size, len(kept)) == len(kept), layer
 
 
 def conv(inputs, outputs, kernel, pixels):
@@ -425,6 +454,23 @@ def test_the_result_is_an_ordinary_module(name):
     for a, b in zip(leaves(call(twin.float(), as_float)), expected, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+
+
+@nets
+def test_saving_and_loading_is_the_identity(name, tmp_path):
+    _, _, inputs, made = case(name)
+    for number in (1, 2):
+        _, _, small = made[number]
+        save(small, tmp_path / str(number))
+        again = load(tmp_path / str(number), lambda: ZOO[name]()[0].float())
+        assert {n: p.shape for n, p in again.named_parameters()} == {
+            n: p.shape for n, p in small.named_parameters()
+        }
+        for key, tensor in small.state_dict().items():
+            assert torch.equal(again.state_dict()[key], tensor), key
+        other = fresh_inputs(inputs)
+        for a, b in zip(leaves(call(again.eval(), other)), leaves(call(small.eval(), other)), strict=True):
+            assert torch.equal(a, b)
 
 
 EXPORTED = ["Residual", "OptionA", "Shuffle", "Depthwise", "SqueezeExcite", "EmptyBranch", "MultiOutput"]

@@ -13,8 +13,9 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 
 # In the order data flows; see the architecture.
 ROOMS = [
-    *("errors", "files", "inputs", "layers", "graph", "plan", "scoring", "surgery", "pruner", "measuring"),
-    *("methods", "models", "export", "training", "overview", "report", "integrations", "terminal", "cli"),
+    *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "scoring", "surgery", "pruner"),
+    *("measuring", "methods", "models", "export", "training", "overview", "report", "integrations", "terminal"),
+    *("cli",),
 ]
 
 

@@ -18,7 +18,7 @@ from zoo import REFUSED, ZOO, Head, conv_bn
 IMAGE = torch.rand(2, 3, 8, 8)
 
 
-def says(kind, sentence, **parts):
+def says(kind, sentence):
     """Expect exactly this sentence; `{line}` stands for a line number."""
     pattern = re.escape(sentence).replace(re.escape("{line}"), r"\d+")
     return pytest.raises(kind, match=f"^{pattern}$")

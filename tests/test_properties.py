@@ -7,6 +7,7 @@ so far, so that whatever Hypothesis tries, and shrinks to, is a valid network.
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cases import assert_equal_networks, reconnected
+from sbf_pruner.export import load, save
 from sbf_pruner.graph.channels import ChannelGraph, trace
 from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
@@ -301,7 +303,21 @@ def settling_is_final(drawn, ratio, seed):
     assert all(set(kept) <= set(range(pruner.graph.layers[n].filters)) for n, kept in settled.keep.items())
 
 
-@check(150)
+def saved_is_loaded(drawn, ratios, seeds):
+    """Also where the network was pruned twice."""
+    small = draw_pruner(drawn, ratios[0], seeds[0]).extract()
+    if any(isinstance(m, nn.Conv2d) for m in small.modules()):
+        graph = trace(small, INPUTS)
+        small = extract(small, INPUTS, draw_plan(graph, ratios[1], seeds[1]), graph)
+    with tempfile.TemporaryDirectory() as folder:
+        save(small, folder)
+        again = load(folder, lambda: RandomNet(drawn).double())
+    other = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    assert torch.equal(again.eval()(other), small.eval()(other))
+    assert [p.shape for p in again.parameters()] == [p.shape for p in small.parameters()]
+
+
+@check(200)
 @given(steps, ratios, seeds)
 def test_masked_equals_extracted(drawn, ratio, seed):
     masked_equals_extracted(drawn, ratio, seed)
@@ -313,7 +329,7 @@ def test_all_filters_are_the_identity(drawn):
     all_filters_are_the_identity(drawn)
 
 
-@check(80)
+@check(100)
 @given(steps, st.tuples(ratios, ratios), st.tuples(seeds, seeds))
 def test_plans_compose(drawn, ratios, seeds):
     plans_compose(drawn, ratios, seeds)
@@ -323,6 +339,12 @@ def test_plans_compose(drawn, ratios, seeds):
 @given(steps, ratios, seeds)
 def test_settling_is_final(drawn, ratio, seed):
     settling_is_final(drawn, ratio, seed)
+
+
+@check(40)
+@given(steps, st.tuples(ratios, ratios), st.tuples(seeds, seeds))
+def test_saving_and_loading_is_the_identity(drawn, ratios, seeds):
+    saved_is_loaded(drawn, ratios, seeds)
 
 
 many_steps = st.lists(step, min_size=2, max_size=20).filter(lambda s: any("conv" in x.kind for x in s))

@@ -41,7 +41,9 @@ class Remap(nn.Module):
         self._puts_all = len(kept) == len(self.source)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 4 and self.dim == 1 and x.is_contiguous(memory_format=torch.channels_last):
+        # A map with one channel or one pixel is both; it must stay plain, because the model may call view on it.
+        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        if last and self.dim == 1:
             # With the channels last a pixel is a row, and moving columns of a matrix is far quicker than the
             # same on a map whose strides are out of order.
             images, channels, height, width = x.shape

@@ -235,7 +235,7 @@ def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[W
 # -- the dry run -----------------------------------------------------------------------------------------------
 
 # Whether these appear depends on strides, not on what is computed.
-_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t")}
+_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
 _QUIET |= {REMAP, ZEROS}
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"

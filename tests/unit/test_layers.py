@@ -44,6 +44,20 @@ def test_remap_along_the_last_dimension():
     assert torch.equal(Remap([2, -1], dim=2, inputs=3)(x), torch.tensor([[[2.0, 0], [5, 0]]]))
 
 
+def test_remap_of_maps_with_channels_last():
+    for source in ([0, 2], [2, -1, 0], [-1, -1], [0, 1, 2]):
+        remap, x = Remap(source, inputs=3), torch.rand(2, 3, 4, 5)
+        found = remap(x.to(memory_format=torch.channels_last))
+        assert torch.equal(found, remap(x))
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_remap_of_a_map_that_could_be_either_gives_a_plain_one():
+    for shape in ((2, 1, 4, 4), (2, 3, 1, 1)):
+        assert Remap([0, -1, -1], inputs=shape[1])(torch.rand(shape)).is_contiguous()
+        Remap([0, -1], inputs=shape[1])(torch.rand(shape)).view(2, -1)
+
+
 def test_remap_keeps_type_and_is_no_state():
     remap = Remap([1, -1], inputs=2)
     assert remap(channels(1, 2).half()).dtype == torch.float16

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sbf_pruner.errors import PruningError
+from sbf_pruner.errors import PlanError
 from sbf_pruner.graph.channels import trace
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.plan import Plan
@@ -183,31 +183,21 @@ def test_an_empty_layer_leaves_zeros_of_its_shape(layer):
 
         def forward(self, x):
             x = self.stem(x)
-            return self.out(self.layer(x)), self.around(x)
+            return self.out(self.layer(x)).mean((2, 3)) + self.around(x).mean((2, 3))
 
-    # Of a wanted output only its constant is left; that does not cut the other.
     model = Net()
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = model
-
-        def forward(self, x):
-            one, other = self.net(x)
-            return one.mean((2, 3)) + other.mean((2, 3))
-
-    small = extract(Both(), IMAGE, Plan({"net.layer": []}))
-    assert isinstance(small.net.layer, Zeros)
+    small = extract(model, IMAGE, Plan({"layer": []}))
+    assert isinstance(small.layer, Zeros)
     for side in (8, 11):
         x = torch.rand(2, 3, side, side)
-        shape = small.net.layer(small.net.stem(x)).shape
-        assert shape[2:] == model.layer(model.stem(x)).shape[2:]
+        found, before = small.layer(small.stem(x)), model.layer(model.stem(x))
+        assert found.shape[2:] == before.shape[2:]
+        assert not found.any()
 
 
-def test_the_model_itself_may_be_the_layer():
-    with pytest.raises(PruningError):
-        extract(nn.Conv2d(3, 4, 1), IMAGE, Plan({"": [0]}))
+def test_a_layer_that_is_the_whole_model_is_left_alone():
+    with pytest.raises(PlanError, match="its filters are the network's outputs"):
+        extract(nn.Conv2d(3, 4, 1), IMAGE, Plan({"(model)": [0]}))
 
 
 def test_pruning_again_unwraps_what_the_first_time_put_in():
