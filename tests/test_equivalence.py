@@ -16,7 +16,7 @@ from torch import nn
 from cases import assert_equal_networks, assert_untouched, leaves, random_plans, run, snapshot
 from sbf_pruner.errors import PlanError
 from sbf_pruner.export import load, save
-from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.build import trace
 from sbf_pruner.inputs import call
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.measuring import measure

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sbf_pruner.errors import PlanError, PruningError, TraceError
-from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.build import trace
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract

@@ -20,7 +20,8 @@ from torch import nn
 
 from cases import assert_equal_networks, reconnected
 from sbf_pruner.export import load, save
-from sbf_pruner.graph.channels import ChannelGraph, trace
+from sbf_pruner.graph.build import trace
+from sbf_pruner.graph.channels import ChannelGraph
 from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import PruningError
     from .export import load, save
-    from .graph.channels import ChannelGraph, trace
+    from .graph.build import trace
+    from .graph.channels import ChannelGraph
     from .measuring import measure
     from .plan import Plan
     from .pruner import Pruner
@@ -46,7 +47,7 @@ _ROOMS = {
     "load_recipe": "training.recipe",
     "measure": "measuring",
     "save": "export",
-    "trace": "graph.channels",
+    "trace": "graph.build",
 }
 
 

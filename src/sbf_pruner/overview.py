@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .graph.channels import trace
+from .graph.build import trace
 from .measuring import measure
 
 

@@ -19,8 +19,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
 from .errors import PruningError, nearest
-from .graph.channels import ChannelGraph, trace
-from .graph.nodes import Mask
+from .graph.build import trace
+from .graph.channels import ChannelGraph
+from .graph.masks import Mask
 from .plan import Plan
 from .scoring.activation import binary_gate, leaky_exponential
 from .scoring.gates import FrozenStatistics, Gates

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from .attached import without_attached
 from .errors import PruningError
-from .graph.channels import ChannelGraph, trace
+from .graph.build import trace
+from .graph.channels import ChannelGraph
 from .graph.layout import solve
-from .graph.nodes import Boundary, Contract, Elementwise, Flow, Layout, Map, Node, Norm, shrink
-from .graph.rules import Grids, build_node
+from .graph.masks import Flow, Grids, Layout, shrink
+from .graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
+from .graph.rules import build_node
 from .graph.trace import REMAP, ZEROS, Op, Value, record
 from .inputs import map_tensors
 from .layers import Adapted, Remap, Window, Zeros

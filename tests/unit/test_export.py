@@ -14,7 +14,7 @@ from torch import nn
 from cases import random_plans
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.export import load, save
-from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.build import trace
 from sbf_pruner.inputs import call
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sbf_pruner.graph.nodes import Contract, Elementwise, Flow, Map, Norm, Opaque, Source
+from sbf_pruner.graph.masks import Flow
+from sbf_pruner.graph.nodes import Contract, Elementwise, Map, Norm, Opaque, Source
 from sbf_pruner.graph.rules import RULES, build_node
 from sbf_pruner.graph.trace import record
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner.errors import PlanError
-from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.build import trace
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner.errors import PruningError, TraceError
-from sbf_pruner.graph.channels import trace
+from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.trace import STALE, record
 from zoo import REFUSED, ZOO
 

@@ -13,7 +13,8 @@ from collections.abc import Collection
 import numpy as np
 
 from .channels import ChannelGraph
-from .nodes import Boundary, Flow, Layout
+from .masks import Flow, Layout
+from .nodes import Boundary
 from .trace import ZEROS, Value
 
 

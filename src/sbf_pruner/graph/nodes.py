@@ -1,132 +1,20 @@
 """The kinds of node a channel graph is made of: how liveness passes through each, and what each ties.
 
-Three things are known of every tensor, each as a small boolean array that broadcasts to its shape (its
-*grid*: full size in the dimensions along which channels differ, 1 in the others):
-
-- *alive*, pushed forward: may this channel be anything but zero?
-- *needed*, pulled backward: does any output depend on this channel?
-- *layout*, one mask per dimension: which channels are physically there in the extracted network.
-
-A node ties the layouts of its tensors so that the operator itself, run on the smaller tensors, does what it
-did; only a `Boundary` leaves them free, because there a remap can be inserted.  Layouts only ever grow.
+*Alive* is pushed forward and *needed* pulled backward through the nodes.  A node ties the layouts of its
+tensors so that the operator itself, run on the smaller tensors, does what it did; only a `Boundary` leaves
+them free, because there a remap can be inserted.  Layouts only ever grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some
 from .trace import Op, Value
-
-Mask = NDArray[np.bool_]
-Grid = tuple[int, ...]
-
-
-@dataclass
-class Flow:
-    """What is alive and needed under one choice of gates."""
-
-    alive: dict[Value, Mask] = field(default_factory=dict)
-    needed: dict[Value, Mask] = field(default_factory=dict)
-
-    def need(self, value: Value, mask: Mask, grid: Grid) -> None:
-        """Add to what is needed of a value; `mask` may be larger than the value's grid (broadcasting)."""
-        mask = shrink(mask, grid)
-        before = self.needed.get(value)
-        self.needed[value] = mask if before is None else before | mask
-
-
-class Layout:
-    """Which channels of every tensor are there, one mask per dimension; `None` stands for all of them."""
-
-    def __init__(self, grids: dict[Value, Grid]) -> None:
-        self.grids = grids
-        self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed = False
-
-    def start(self, value: Value, present: Mask) -> None:
-        """Begin with the hull of the given channels: the smallest box of whole rows that holds them."""
-        self.masks[value] = _hull(present, self.grids[value])
-
-    def joint(self, value: Value) -> Mask:
-        """The channels that are there, over the value's grid."""
-        grid = self.grids[value]
-        result = np.ones(grid, bool)
-        for dim, mask in enumerate(self.masks[value]):
-            if mask is not None and grid[dim] > 1:
-                result &= mask.reshape([-1 if d == dim else 1 for d in range(len(grid))])
-        return result
-
-    def grow(self, value: Value, present: Mask) -> None:
-        """Add the hull of the given channels."""
-        for dim, mask in enumerate(_hull(present, self.grids[value])):
-            self.add(value, dim, mask)
-
-    def add(self, value: Value, dim: int, mask: Mask | None) -> None:
-        """Add channels along one dimension; `None` adds all."""
-        mine = self.masks[value][dim]
-        if mine is None or (mine.all() if mask is None else not (mask & ~mine).any()):
-            return
-        self.masks[value][dim] = np.ones_like(mine) if mask is None else mine | mask
-        self.changed = True
-
-    def tie(self, ends: Iterable[tuple[Value, int]]) -> None:
-        """Make the given dimensions of the given values hold the same channels."""
-        ends = list(ends)
-        total: Mask | None = None
-        for value, dim in ends:
-            mask = self.masks[value][dim]
-            if mask is None:
-                total = None
-                break
-            total = mask if total is None else total | mask
-        for value, dim in ends:
-            self.add(value, dim, total)
-
-    def fill(self, value: Value) -> None:
-        """All channels of a value are there."""
-        for dim in range(len(value.shape)):
-            self.add(value, dim, None)
-
-    def fill_other(self, value: Value, dim: int) -> None:
-        """All is there along every dimension but one."""
-        for other in range(len(value.shape)):
-            if other != dim:
-                self.add(value, other, None)
-
-    def sizes(self, value: Value) -> tuple[int, ...]:
-        """The shape of the value in the extracted network."""
-        masks = self.masks[value]
-        return tuple(n if m is None else int(m.sum()) for n, m in zip(value.shape, masks, strict=True))
-
-    def indices(self, value: Value, dim: int) -> list[int]:
-        """The channels that are there along one dimension."""
-        mask = self.masks[value][dim]
-        return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
-
-
-def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
-    present = np.broadcast_to(present, grid)
-    axes = range(len(grid))
-    return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
-
-
-def some(mask: Mask, axes: int | tuple[int, ...], keepdims: bool = False) -> Mask:
-    """Where any element along the axes is set, as an array even when nothing is left to index."""
-    return np.asarray(mask.any(axes, keepdims=keepdims))
-
-
-def shrink(mask: Mask, grid: Grid) -> Mask:
-    """Reduce a mask to a smaller grid it broadcasts from: a channel is in if any of its elements is."""
-    extra = mask.ndim - len(grid)
-    if extra > 0:
-        mask = some(mask, tuple(range(extra)))
-    axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
-    mask = some(mask, axes, keepdims=True) if axes else mask
-    return np.broadcast_to(mask, grid)
 
 
 @dataclass
@@ -134,7 +22,7 @@ class Node:
     """One operator in the channel graph."""
 
     op: Op
-    grids: dict[Value, Grid] = field(repr=False)
+    grids: Grids = field(repr=False)
 
     # A reason a layer whose channels arrive here cannot lose them, or "" where they can.
     blocks = ""
@@ -371,16 +259,6 @@ class Contract(Node):
         there = some(sides[0], 1) | some(sides[1], 1)
         for value, rows in zip((self.x, self.out), sides, strict=True):
             layout.add(value, 1, level(rows, there).reshape(-1))
-
-
-def level(rows: Mask, there: Mask) -> Mask:
-    """Fill the rows of the groups that are there up to the fullest one, lowest channels first."""
-    rows = rows.copy()
-    most = max(int(rows.sum(1).max()), 1)
-    for group in np.flatnonzero(there):
-        missing = most - int(rows[group].sum())
-        rows[group, np.flatnonzero(~rows[group])[:missing]] = True
-    return rows
 
 
 @dataclass

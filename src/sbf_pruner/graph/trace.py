@@ -10,12 +10,8 @@ In-place operators are recorded as if they returned a new value.  The user's mod
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,13 +23,9 @@ from ..attached import without_attached
 from ..errors import TraceError
 from ..inputs import call, map_tensors, meta_copy
 from ..layers import Remap, Zeros
+from .where import explain, where
 
 REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_QUIET = (
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    *(os.path.join(_PACKAGE, room) for room in ("graph", "inputs", "layers")),
-)
 
 
 @dataclass(eq=False)
@@ -81,6 +73,11 @@ class Op:
     mutates: bool = False
     position: int = -1  # in the recording
 
+    def number(self, position: int, name: str, default: float | None) -> float | None:
+        """A number among the arguments; nan where a tensor stands in its place."""
+        given = self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+        return given if given is None or isinstance(given, (int, float)) else float("nan")
+
 
 @dataclass(eq=False)
 class Trace:
@@ -114,21 +111,21 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(_explain(error)) from error
+        raise TraceError(explain(error)) from error
 
 
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Are the tensors that the forward made of numbers the same for other inputs?"""
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
     again = _record_copy(model, copy.deepcopy(model), noise, False)
-    for (where, one), (_, other) in zip(found.literals, again.literals, strict=False):
+    for (line, one), (_, other) in zip(found.literals, again.literals, strict=False):
         if not torch.equal(one, other):
-            raise TraceError(_not_from_torch(where))
+            raise TraceError(_not_from_torch(line))
 
 
-def _not_from_torch(where: str) -> str:
+def _not_from_torch(line: str) -> str:
     return (
-        f"at {where} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
+        f"at {line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
         "values?), so what it depends on cannot be followed; keep that step in torch"
     )
 
@@ -228,13 +225,13 @@ class _Recorder(TorchDispatchMode):
         known = self._value.get(id(tensor))
         if known is None:
             if not self._trusts_constants:
-                raise TraceError(_not_from_torch(_where()))
+                raise TraceError(_not_from_torch(where()))
             return self._note(tensor, Value(tuple(tensor.shape), "constant"))
         storage = _storage(tensor)
         if self._seen[id(tensor)] != self._writes.get(storage, 0):
             fresh = Value(known.shape, "result")
             inputs = (known, self._writer[storage])
-            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), _where()))
+            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), where()))
             return self._note(tensor, fresh)
         return known
 
@@ -251,7 +248,7 @@ class _Recorder(TorchDispatchMode):
                 if id(tensor) not in self._value:  # torch.tensor(...) written in the forward
                     self._note(tensor, Value(tuple(tensor.shape), "constant"))
                     if not self._trusts_constants:
-                        self.literals.append((_where(), tensor.clone()))
+                        self.literals.append((where(), tensor.clone()))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
         result = func(*args, **kwargs)
@@ -283,7 +280,7 @@ class _Recorder(TorchDispatchMode):
                 outputs.append(self._note(tensor, Value(tuple(tensor.shape), "result")))
         if written and not any(outputs):
             outputs = [self._value[id(t)] for t in written]
-        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), _where(), func, bool(written))
+        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
         self.ops.append(op)
         for value in inputs:
             if value.kind == "state":
@@ -341,30 +338,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             held = kwargs.get(spec.name) if spec.name in kwargs else (args[i] if i < len(args) else None)
             found += [t for t in pytree.tree_leaves(held) if isinstance(t, Tensor)]
     return found
-
-
-def _user_frames() -> Iterator[Any]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_QUIET):
-            yield frame
-        frame = frame.f_back
-
-
-def _where() -> str:
-    for frame in _user_frames():
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return ""
-
-
-def _explain(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_QUIET)]
-    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if not frames:
-        return f"the model cannot run on the example inputs ({cause}); give inputs like those it is trained on"
-    at = frames[-1]
-    line = f" (`{at.line}`)" if at.line else ""
-    return (
-        f"the model cannot run on the example inputs: at {os.path.basename(at.filename)}:{at.lineno}{line} "
-        f"{type(error).__name__}: {cause}; give inputs like those it is trained on, or repair that line"
-    )

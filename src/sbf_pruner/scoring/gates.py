@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attached import Attached
 from ..graph.channels import Site
-from ..graph.nodes import Mask
+from ..graph.masks import Mask
 
 Mode = Literal["off", "soft", "hard"]
 

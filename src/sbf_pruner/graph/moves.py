@@ -1,0 +1,144 @@
+"""Rules for operators that move channels about: each output channel is one input channel, or zero.
+
+Views, permutations, slices and shuffles are run themselves, on channel numbers instead of values; what comes
+out says where each channel went.  Dimensions along which channels do not differ are not laid out, so the
+numbers of a map take as much room as it has channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .masks import Grid, Grids
+from .nodes import Map, Node, Opaque, Source
+from .trace import Op, Value
+
+_RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
+
+
+def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
+    count = int(np.prod(grid))
+    return torch.arange(start, start + count).reshape(grid).expand(value.shape)
+
+
+def _compact(numbers: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Drop the dimensions along which the channel numbers do not differ."""
+    for dim in range(numbers.dim()):
+        if numbers.shape[dim] > 1:
+            first = numbers.narrow(dim, 0, 1)
+            if numbers.stride(dim) == 0 or bool((numbers == first).all()):
+                numbers = first
+    return np.array(numbers.numpy())
+
+
+def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any]) -> Node:
+    outputs = [v for v in op.outputs if v is not None]
+    for value, table in zip(outputs, labels, strict=True):
+        grids[value] = tuple(table.shape)
+    return Map(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
+
+
+def moved(op: Op, grids: Grids) -> Node:
+    """Views, permutations, slices, shuffles: the operator itself, run on channel numbers."""
+    if all(v.data is not None and not v.data.is_floating_point() for v in op.inputs):
+        return Source(op, grids)  # a table of indices on its way to where it is used
+    numbers: dict[Value, Tensor] = {}
+    start = 0
+    for value in dict.fromkeys(op.inputs):
+        if value.data is not None and not value.data.is_floating_point():
+            numbers[value] = value.data.cpu()  # an index table, which is used and not moved
+            continue
+        if value.kind == "constant" or value in op.args[2:]:  # an index table that is not stored
+            return Opaque(op, grids)
+        numbers[value] = _numbered(value, grids[value], start)
+        start += int(np.prod(grids[value]))
+    operands = [v for v in numbers if v.data is None or v.data.is_floating_point()]
+    args, kwargs = pytree.tree_map_only(Value, numbers.__getitem__, (op.args, op.kwargs))
+    if op.name in _RESHAPES:
+        result = args[0].reshape(args[1])
+    else:
+        function = op.overload
+        if op.mutates:
+            function = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
+        result = function(*args, **kwargs)
+    found = list(result) if isinstance(result, (list, tuple)) else [result]
+    return _map(op, grids, operands, [_compact(t) for t in found])
+
+
+def joined(op: Op, grids: Grids) -> Node:
+    """A concatenation, without laying the channel numbers out over the whole map."""
+    values: list[Value] = list(op.args[0])
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
+    values = [v for v in values if v.shape != (0,)]
+    rank = len(values[0].shape)
+    dim %= rank
+    start, pieces, operands = 0, [], list(dict.fromkeys(values))
+    numbered: dict[Value, Any] = {}
+    for value in operands:
+        count = int(np.prod(grids[value]))
+        numbered[value] = np.arange(start, start + count).reshape(grids[value])
+        start += count
+    common = list(np.broadcast_shapes(*([n if d != dim else 1 for d, n in enumerate(grids[v])] for v in values)))
+    for value in values:
+        common[dim] = value.shape[dim]
+        pieces.append(np.broadcast_to(numbered[value], common))
+    return _map(op, grids, operands, [np.concatenate(pieces, axis=dim)])
+
+
+def padded(op: Op, grids: Grids) -> Node:
+    """Padding with zeros; channels that are padded on are dead."""
+    x, pads = op.args[0], list(op.args[1])
+    value = op.number(2, "value", 0)
+    if value not in (0, None):
+        return Opaque(op, grids)
+    grid, rank = grids[x], len(x.shape)
+    widths = [(0, 0)] * rank
+    for i in range(len(pads) // 2):
+        dim = rank - 1 - i
+        if grid[dim] > 1:  # along other dimensions nothing tells the padded part from the rest
+            widths[dim] = (pads[2 * i], pads[2 * i + 1])
+    if any(w < 0 for pair in widths for w in pair):
+        return Opaque(op, grids)
+    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
+
+
+def _spatial(op: Op, grids: Grids, kept: int) -> Node:
+    x = op.args[0]
+    grid = grids[x]
+    if any(n > 1 for n in grid[kept:]):
+        return Opaque(op, grids)
+    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    return _map(op, grids, [x], [numbers for v in op.outputs if v is not None])
+
+
+def pooled(op: Op, grids: Grids) -> Node:
+    """Pooling, interpolation and spatial padding: channels go through, pixels change."""
+    # The operator's name ends in its number of spatial dimensions: those are the last ones.
+    digits = [c for c in op.name if c in "123"]
+    rank = len(op.args[0].shape)
+    return _spatial(op, grids, rank - int(digits[-1]) if digits else 2)
+
+
+def reduced(op: Op, grids: Grids) -> Node:
+    """Mean, sum, maximum or norm over dimensions along which channels do not differ."""
+    x = op.args[0]
+    grid, rank = grids[x], len(x.shape)
+    given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
+    if given is None and len(op.args) > 1 and type(op.args[1]) is int:
+        given = [op.args[1]]
+    dims = [given] if isinstance(given, int) else given or range(rank)
+    over = {int(d) % rank for d in dims} if rank else set()
+    if any(grid[d] > 1 for d in over):
+        return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
+    outputs = [v for v in op.outputs if v is not None]
+    keep = len(outputs[0].shape) == rank
+    shape = [n for d, n in enumerate(grid) if keep or d not in over]
+    numbers = np.arange(int(np.prod(grid))).reshape(shape)
+    return _map(op, grids, [x], [numbers for _ in outputs])
