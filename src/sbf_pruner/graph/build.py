@@ -356,7 +356,8 @@ class _Builder:
                 continue
             main = mains[0]
             edges = tuple(self.edges[module, "out"])
-            if isinstance(main, Norm) and main.revives and self.grids[main.x][1] > 1:
+            told_apart = self.grids[main.x][1] == main.x.shape[1]  # not so where the input itself is normalised
+            if isinstance(main, Norm) and main.revives and told_apart:
                 sites.append(self._norm_site(module, ""))
                 main.revives = False
             elif isinstance(main, Contract) and main.depthwise and main.bias is not None:
