@@ -556,6 +556,13 @@ def Grouped():
     return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), GroupedBlock(6, 8, 2), GroupedBlock(6, 12, 4), Head(6))
 
 
+@entry(Shape(2, 4, 8, 8))
+def GroupedStem():
+    """The groups read the input, which cannot shrink, so none of them can go."""
+    last = [*conv_bn(5, 1), nn.BatchNorm2d(1), Head(1)]
+    return nn.Sequential(*conv_bn(4, 6, groups=2), nn.ReLU(), *conv_bn(6, 5), nn.ReLU(), *last)
+
+
 @entry(IMAGE)
 def GroupedBias():
     """Grouped convolutions one after the other, with biases and no norm."""

@@ -108,7 +108,9 @@ class ChannelGraph:
         left &= held & np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
-            left = level(rows, some(rows, 1)).reshape(-1)
+            # Where all inputs stay, as those of the network do, no group can go.
+            whole = any(self.grids[n.x][1] < n.x.shape[1] for n in layer.nodes)
+            left = level(rows, some(rows, 1) | whole).reshape(-1)
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
