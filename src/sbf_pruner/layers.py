@@ -86,13 +86,25 @@ class Window:
 
 
 class Zeros(nn.Module):
-    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic."""
+    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic.
 
-    def __init__(self, width: int, dim: int = 1, windows: Sequence[Window] = ()) -> None:
+    Code that reads the settings of the layer it replaces, or the type of its weight, goes on working.
+    """
+
+    def __init__(
+        self, width: int, dim: int = 1, windows: Sequence[Window] = (), instead_of: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.width = width
         self.dim = dim
         self.windows = tuple(windows)
+        if instead_of is not None:
+            for name, value in vars(instead_of).items():
+                if not name.startswith("_"):
+                    self.__dict__.setdefault(name, value)
+            for name, parameter in instead_of._parameters.items():
+                empty = None if parameter is None else parameter.detach().new_empty(0)
+                self.register_buffer(name, empty, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = list(x.shape)
@@ -128,6 +140,6 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == self.INNER:  # still under construction, or being unpickled
-                raise
+            if name == self.INNER or name.startswith("__"):
+                raise  # still under construction or being unpickled; and it must be copied as what it is
             return getattr(super().__getattr__(self.INNER), name)

@@ -130,3 +130,11 @@ def test_adapted_without_remaps_is_the_module():
     conv = nn.Conv2d(3, 4, 1)
     x = torch.rand(1, 3, 4, 4)
     assert torch.equal(Adapted(conv)(x), conv(x))
+
+
+def test_zeros_answer_for_the_layer_they_replace():
+    gone = Zeros(1, instead_of=nn.Conv2d(3, 8, 3, stride=2, bias=False).double())
+    assert gone.stride == (2, 2) and gone.bias is None and gone.width == 1
+    assert gone.weight.dtype == torch.float64 and gone.weight.numel() == 0
+    assert not gone.state_dict() and not list(gone.parameters())
+    assert copy.deepcopy(gone)(torch.ones(2, 3, 5, 5)).shape == (2, 1, 5, 5)
