@@ -1,16 +1,22 @@
 """The fast engine takes the same way as the plain one, number for number."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
+from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import tunable_convolutions
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally, make_optimizer
 from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.teacher import Teacher
+
+Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
 
 
 def batches(device: str = "cpu") -> Batches:
@@ -18,6 +24,31 @@ def batches(device: str = "cpu") -> Batches:
     images = torch.randint(0, 256, (96, 3, 16, 16), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (96,), generator=random))
     return Batches(split, 32, (0.5,) * 3, (0.25,) * 3, device=device, augment=Augment(2, True), seed=3)
+
+
+def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+    """A teacher, an average, norms without decay, scores of one speed, statistics taken anew."""
+    torch.manual_seed(1)
+    teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
+    torch.manual_seed(0)
+    model = resolve("resnet20").to(device)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), speed=0.2, penalty=1e-3)
+    data, engine = batches(device), kind(model, device, pruner)
+    config = OptimizerConfig(lr=0.05, nesterov=True, decay_all=False, ema=0.9)
+    tallies = []
+    for first in (0, 4):
+        optimizer, average = make_optimizer(model, config), Average(model, config.ema)
+        for epoch in (first, first + 1):
+            rates = [0.05, 0.04, 0.03]
+            tallies.append(engine.train_epoch(data, epoch, optimizer, rates, 0.1, teacher, average))
+            with average.applied():
+                tallies.append(engine.evaluate(data))
+        average.take_over()
+        engine.recalibrate(data, first, 2)
+        tallies.append(engine.evaluate(data))
+        with pruner.scoring():
+            tallies += [engine.score_epoch(data, epoch, teacher) for epoch in (first + 2, first + 3)]
+    return tallies, [t.detach().cpu() for t in model.state_dict().values()], pruner.plan()
 
 
 def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
@@ -36,8 +67,9 @@ def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Te
     return tallies, [p.detach().cpu() for p in model.parameters()], pruner.plan()
 
 
-def test_the_fast_engine_equals_the_plain_one() -> None:
-    plain, fast = train(Engine), train(CapturedEngine)
+@pytest.mark.parametrize("way", [train, train_with_everything])
+def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
+    plain, fast = way(Engine), way(CapturedEngine)
     assert plain[0] == fast[0]
     assert plain[2] == fast[2]
     for a, b in zip(plain[1], fast[1], strict=True):
@@ -45,8 +77,9 @@ def test_the_fast_engine_equals_the_plain_one() -> None:
 
 
 @pytest.mark.gpu
-def test_the_captured_engine_follows_the_plain_one_on_cuda() -> None:
-    plain, fast = train(Engine, "cuda"), train(CapturedEngine, "cuda")
+@pytest.mark.parametrize("way", [train, train_with_everything])
+def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
+    plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")
     for a, b in zip(plain[0], fast[0], strict=True):
         assert a.loss == pytest.approx(b.loss, rel=0.05)
 

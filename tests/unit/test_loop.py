@@ -210,6 +210,66 @@ def test_accuracy_on_a_validation_split_is_told_beside_the_tests(tmp_path: Path)
     assert result.summary["pruned"]["validation_accuracy"] == record["validation_accuracy"]
 
 
+# -- averages, a teacher, statistics taken anew -----------------------------------------------------------------
+
+EVERYTHING: dict[str, Any] = {
+    "dense_control": False,
+    "phases__cycles": 2,
+    "phases__finetune": 4,
+    "warmup__ema": 0.8,
+    "warmup__nesterov": True,
+    "weights__batch_size": 8,
+    "weights__recalibrate": 2,
+    "scores__speed": 0.1,
+    "scores__recalibrate": 3,
+    "finetune__ema": 0.9,
+    "finetune__decay_all": False,
+    "distill__alpha": 0.7,
+    "distill__during": "cycles",
+}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run with every device there is, which nothing interrupts."""
+    return fit(model(), recipe(**EVERYTHING), run=tmp_path_factory.mktemp("runs") / "full")
+
+
+@pytest.mark.parametrize("finetune_on", ["small", "gated"])
+def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
+    finetune_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)
+    made = recipe(**EVERYTHING, finetune_on=finetune_on)
+    whole = fit(model(), made, run=tmp_path / "whole")
+    for epoch in (1, 4, 13):  # in the warm-up, between scores and weights, in the fine-tuning
+        with pytest.raises(Killed):
+            fit(model(epoch - 1), made, run=tmp_path / "run", resume=epoch > 1, report=kill_after(epoch))
+    assert_same_run(fit(model(9), made, run=tmp_path / "run", resume=True), whole)
+
+
+@pytest.mark.parametrize("key", [key for key in EVERYTHING if "__" in key and not key.startswith("phases")])
+def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) -> None:
+    """Were one of them not wired up, leaving it out would change nothing."""
+    made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key})
+    without = fit(model(), made, run=tmp_path / "run")
+    files = [result.folder / "model.safetensors" for result in (without, full)]
+    assert files[0].read_bytes() != files[1].read_bytes()
+
+
+def test_the_average_is_judged_and_stays(full: Result) -> None:
+    """What is judged in the last epoch is what the run leaves."""
+    assert full.summary["pruned"]["accuracy"] == metrics(full.folder)[-1]["test_accuracy"]
+
+
+def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, tmp_path: Path) -> None:
+    short = recipe(**{**EVERYTHING, "phases__cycles": 0, "phases__finetune": 0})
+    dense = fit(model(), short, run=tmp_path / "dense")
+    teacher = load_checkpoint(full.folder / "checkpoints", "teacher.safetensors")
+    assert list(teacher) == list(model().state_dict())
+    assert all(map(torch.equal, teacher.values(), weights(dense)))
+
+
 # -- schedules with holes ------------------------------------------------------------------------------------
 
 

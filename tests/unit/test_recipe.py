@@ -135,6 +135,10 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
             "lr: unknown key; did you mean 'warmup.lr' or 'weights.lr' or 'finetune.lr' or 'scores.lr'?",
         ),
         ("phases.zzz=3", "phases.zzz: unknown key; known: warmup, cycles, score, weights, finetune"),
+        ("finetune.ema=1", "finetune.ema: must be below 1, got 1.0"),
+        ("distill.alpha=2", "distill.alpha: must be at most 1, got 2.0"),
+        ("distill.during=always", "distill.during: 'always' is not one of finetune, weights, cycles"),
+        ("scores.speed=-1", "scores.speed: must be at least 0, got -1.0"),
         ("phases.cycles", "override 'phases.cycles': write KEY=VALUE, such as phases.cycles=4"),
         ("phases..cycles=3", "override 'phases..cycles=3': write KEY=VALUE, such as phases.cycles=4"),
     ],
@@ -148,6 +152,13 @@ def test_each_mistake_names_its_key(override: str, message: str | None, tmp_path
     else:
         with pytest.raises(RecipeError, match="^" + re.escape(message)):
             load_recipe(path, [override])
+
+
+def test_a_teacher_must_have_learned_something(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(RecipeError, match=r"^distill\.alpha: there is nothing to learn from; set phases\.warmup"):
+        load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0"])
+    assert load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0", "model.weights=w.pt"])
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from ..pruner import Pruner
 from ..scoring.folded import Folded
+from .average import Average
 from .convolutions import tunable_convolutions
 from .data import Batches
 from .engine import Engine, Tally
+from .teacher import Teacher
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
+Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> the loss to train on
 
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "max_autotune": True,
@@ -52,18 +55,21 @@ class CapturedEngine(Engine):
         optimizer: torch.optim.Optimizer,
         rates: Sequence[float],
         label_smoothing: float = 0.0,
+        teacher: Teacher | None = None,
+        average: Average | None = None,
     ) -> Tally:
         self.network.train()
         if optimizer not in self._steps:
             folded = self._folded()
-            work = self._weight_work(optimizer, label_smoothing, folded)
+            taught = self._taught(teacher)
+            work = self._weight_work(optimizer, label_smoothing, folded, taught, average)
             rate = optimizer.param_groups[0]["lr"]
-            changed = _Changed(self.network, optimizer)
+            changed = _Changed(self.network, optimizer, [] if average is None else average.tensors)
             with self._tunable():
                 self._only(optimizer, _Step(batches, work, folded, changed, rate))
         return self._steps[optimizer].epoch(epoch, rates)
 
-    def score_epoch(self, batches: Batches, epoch: int) -> Tally:
+    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
         assert self.pruner is not None and self.pruner.optimizer is not None
         self.network.train()
         optimizer = self.pruner.optimizer
@@ -74,7 +80,8 @@ class CapturedEngine(Engine):
                 self.network, optimizer, [*self.pruner.projection.parameters, self.pruner.gates.soft]
             )
             with self._tunable():
-                self._only(optimizer, _Step(batches, self._score_work(folded), folded, changed, None))
+                work = self._score_work(folded, self._taught(teacher))
+                self._only(optimizer, _Step(batches, work, folded, changed, None))
         return self._steps[optimizer].epoch(epoch, [0.0] * len(batches))
 
     @torch.no_grad()
@@ -98,27 +105,49 @@ class CapturedEngine(Engine):
     def _folded(self) -> Folded | None:
         return None if self.pruner is None else Folded(self.network, self.pruner.gates)
 
-    def _weight_work(self, optimizer: torch.optim.Optimizer, label_smoothing: float, folded: Folded | None) -> Work:
+    def _taught(self, teacher: Teacher | None) -> Taught:
+        """What a teacher makes of a loss; it is compiled apart, so that the student's own graph stays as it is."""
+        if teacher is None:
+            return lambda images, loss, outputs: loss
+        answers: Callable[[Tensor], Tensor] = teacher.answers
+        mixed: Callable[[Tensor, Tensor, Tensor], Tensor] = teacher.mixed
+        if self._fast:
+            answers = torch.compile(lambda images: _in_half(teacher, images), options=_OPTIONS)
+            mixed = torch.compile(teacher.mixed)
+        return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
+
+    def _weight_work(
+        self,
+        optimizer: torch.optim.Optimizer,
+        label_smoothing: float,
+        folded: Folded | None,
+        taught: Taught,
+        average: Average | None,
+    ) -> Work:
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             optimizer.zero_grad(set_to_none=True)
             if folded is not None:
                 folded.refresh()
             loss, outputs = self._loss(images, labels, label_smoothing)
+            loss = taught(images, loss, outputs)
             loss.backward()
             if folded is not None:
                 folded.weight_gradients()
             optimizer.step()
+            if average is not None:
+                average.update()
             return loss.detach(), outputs.detach(), torch.zeros_like(loss)
 
         return work
 
-    def _score_work(self, folded: Folded) -> Work:
+    def _score_work(self, folded: Folded, taught: Taught) -> Work:
         pruner = self.pruner
         assert pruner is not None
 
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             folded.refresh()
             loss, outputs = self._loss(images, labels, 0.0)
+            loss = taught(images, loss, outputs)
             penalty = pruner.penalty()
             (loss + penalty).backward()
             assert pruner.gates.soft.grad is not None
@@ -136,6 +165,11 @@ class CapturedEngine(Engine):
             outputs = self.network(images)
         outputs = outputs.float()
         return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing), outputs
+
+
+def _in_half(teacher: Teacher, images: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, torch.bfloat16):
+        return teacher.answers(images.to(torch.bfloat16))
 
 
 def make_engine(network: nn.Module, device: torch.device, pruner: Pruner | None = None) -> Engine:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attached import without_attached
 from ..errors import RunError
 from ..measuring import measure
 from ..plan import Plan
@@ -46,6 +47,7 @@ class Networks:
             leak=scores.leak,
             balance=scores.balance,  # type: ignore[arg-type]
             lr=scores.lr,
+            speed=scores.speed,
             eps=scores.eps,
             threshold=scores.threshold,
         )
@@ -81,6 +83,10 @@ class Networks:
                 )
             self.small = small
         return self.small
+
+    def bare_copy(self) -> nn.Module:
+        """The dense network as it is now, without gates, to be looked at and not trained."""
+        return without_attached(copy.deepcopy(self.dense)).eval().requires_grad_(False)
 
     def cost(self, phase: Phase) -> dict[str, int]:
         """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
