@@ -221,7 +221,6 @@ EVERYTHING: dict[str, Any] = {
     "weights__batch_size": 8,
     "weights__recalibrate": 2,
     "scores__speed": 0.1,
-    "scores__recalibrate": 3,
     "finetune__ema": 0.9,
     "finetune__decay_all": False,
     "distill__alpha": 0.7,

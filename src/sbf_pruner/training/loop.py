@@ -186,7 +186,6 @@ class _Run:
                     optimizer = average = None
                     if phase.kind == "score":
                         self.networks.gates_changed()
-                        self._recalibrate(phase, engine, self.recipe.scores.recalibrate)
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_teacher()
@@ -219,7 +218,8 @@ class _Run:
                 if average is not None:
                     average.take_over()
                     average = None
-                self._recalibrate(phase, engine, config.recalibrate)
+                if config.recalibrate:
+                    engine.recalibrate(batches, self.done, config.recalibrate)
         test = held_out = None
         if last or (epoch + 1) % self.recipe.evaluate_every == 0:
             with nullcontext() if average is None else average.applied():
@@ -253,10 +253,6 @@ class _Run:
             f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
             f"{self.folder.checkpoints}"
         )
-
-    def _recalibrate(self, phase: Phase, engine: Engine, count: int) -> None:
-        if count:
-            engine.recalibrate(self._training_batches(phase), phase.end - 1, count)
 
     def _keep_teacher(self) -> None:
         """Write down the dense network that the later phases learn from, if they do."""

@@ -155,10 +155,6 @@ class ScoresConfig(Section):
         ),
     )
     batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
-    recalibrate: int = field(
-        default=0,
-        metadata=about("batches from which batch-norm statistics are taken anew once gates are set", least=0),
-    )
 
 
 @dataclass(frozen=True)
