@@ -73,7 +73,9 @@ class TunableConvolutions:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, ours: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, ours: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, cast, turned)
         ctx.padding, ctx.ours, ctx.dtype = padding, ours, weight.dtype
         return F.conv2d(x, cast, None, 1, padding)

@@ -26,7 +26,7 @@ _IN_REGISTERS = 32 * 32  # the largest product of which one program can hold nin
 
 
 class Way(NamedTuple):
-    """How to compute it: warps of a program, rows of the window it takes on, and how many programs share the map."""
+    """How to compute it: warps of a program, rows of the window it takes on, programs that share the map."""
 
     warps: int
     rows: int
@@ -42,7 +42,7 @@ WAYS = (LIBRARY, Way(4, 3), Way(8, 3), Way(4, 1))
 _chosen: dict[tuple[Any, ...], Way] = {}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
     x_ptr, dy_ptr, sums_ptr, pixels, height, width, c_units, f_units,
     C_UNIT: tl.constexpr, F_UNIT: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
@@ -79,7 +79,9 @@ def _kernel(  # type: ignore[no-untyped-def]
             good = inside & (h + down >= 0) & (h + down < height)
             here = at + down * width
             left = tl.load(
-                x_ptr + (here - 1)[:, None] * C + channels[None, :], mask=(good & (w > 0))[:, None] & seen, other=0.0
+                x_ptr + (here - 1)[:, None] * C + channels[None, :],
+                mask=(good & (w > 0))[:, None] & seen,
+                other=0.0,
             )
             middle = tl.load(x_ptr + here[:, None] * C + channels[None, :], mask=good[:, None] & seen, other=0.0)
             right = tl.load(
