@@ -234,7 +234,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return fit(model(), recipe(**EVERYTHING), run=tmp_path_factory.mktemp("runs") / "full")
 
 
-@pytest.mark.parametrize("finetune_on", ["small", "gated"])
+@pytest.mark.parametrize("finetune_on", ["small", "gated", "padded"])
 def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
     finetune_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,3 +552,38 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     refused("cannot be read", tmp_path, model__weights=str(path))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
+
+
+# -- the forms that stand for the small network in fine-tuning ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return fit(model(), recipe(finetune_on="padded"), run=tmp_path_factory.mktemp("runs") / "padded")
+
+
+@pytest.mark.parametrize("form", ["gated", "padded"])
+def test_every_form_ends_with_the_same_network(form: str, tmp_path: Path) -> None:
+    still = {"dense_control": False, "phases__cycles": 1}
+    results = [fit(undropped(), recipe(finetune_on=on, **still), run=tmp_path / on) for on in ("small", form)]
+    small, other = (result.model.state_dict() for result in results)
+    assert list(other) == list(small)
+    for name, tensor in small.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+    assert results[0].plan == results[1].plan
+    assert (tmp_path / form / "plan.json").read_bytes() == (tmp_path / "small/plan.json").read_bytes()
+
+
+def undropped() -> Tiny:
+    """Without dropout, whose random numbers follow from the widths."""
+    made = model()
+    made.dropout.p = 0.0
+    return made
+
+
+@pytest.mark.parametrize("epoch", [10, 11, 12, 13])
+def test_a_padded_run_killed_ends_with_the_same_bits(epoch: int, padded: Result, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(finetune_on="padded"), run=tmp_path / "run", report=kill_after(epoch))
+    resumed = fit(model(9), recipe(finetune_on="padded"), run=tmp_path / "run", resume=True)
+    assert_same_run(resumed, padded)

@@ -158,9 +158,8 @@ class _Run:
         return Result(small, self.networks.plan, summary, self.folder.path)
 
     def _run_phase(self, phase: Phase) -> None:
-        network = self.networks.of(phase)
-        gated = self.networks.is_gated(phase)
-        engine = self._engine(network, self.networks.pruner if gated else None)
+        network, pruner = self.networks.of(phase)
+        engine = self._engine(network, pruner)
         optimizer = average = None
         if phase.kind != "score":
             config = optimizer_config(self.recipe, phase)
@@ -173,10 +172,8 @@ class _Run:
                     average.load_state_dict(self.unfinished_average)
         self.unfinished = self.unfinished_average = None
         with ExitStack() as frozen:
-            if phase.kind == "score":
-                frozen.enter_context(self.networks.pruner.scoring())
-            elif gated:
-                frozen.enter_context(self.networks.pruner.gated())
+            if pruner is not None:
+                frozen.enter_context(pruner.scoring() if phase.kind == "score" else pruner.gated())
             while self.done < phase.end:
                 record = self._run_epoch(phase, engine, optimizer, average)
                 self.done += 1

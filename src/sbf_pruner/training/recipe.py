@@ -199,9 +199,9 @@ class Recipe(Section):
     finetune_on: str = field(
         default="auto",
         metadata=about(
-            "fine-tune the small network or the gated dense one, which trains the same weights; auto: small "
-            "on the cpu, gated on cuda, whose kernels are slow at odd widths",
-            choices=("auto", "small", "gated"),
+            "what stands for the small network in fine-tuning: itself, the gated dense one, or one padded to "
+            "widths a GPU likes; all train the same weights; auto: small on the cpu, gated on cuda",
+            choices=("auto", "small", "gated", "padded"),
         ),
     )
     evaluate_every: int = field(
