@@ -1,21 +1,23 @@
 """The figures in the documents, written from the saved results so that none can drift from its run.
 
-python benchmarks/tables.py            writes them into README.md and docs/compatibility.md
+python benchmarks/tables.py            writes them into README.md and docs/, with the pictures
 python benchmarks/tables.py --check    says whether they are what the results say
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-PAGES = [HERE.parent / "README.md", HERE.parent / "docs" / "compatibility.md"]
+from cifar10_tables import budgets, cifar10, pictures
+from coverage_tables import coverage, vs_torch_pruning
+from saving import origin
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -36,7 +38,7 @@ def demo(result: dict[str, Any]) -> str:
         "",
         f"The gated and the extracted network differ by at most {error:.0e} of the largest output, in float64.",
     ]
-    return "\n".join([*lines, *_origin(result)])
+    return "\n".join([*lines, *origin(result)])
 
 
 def overhead(result: dict[str, Any]) -> str:
@@ -49,109 +51,17 @@ def overhead(result: dict[str, Any]) -> str:
     lines = ["ResNet-20, batch 128, on the CPU, as ratios to the dense network in the same run:", ""]
     lines += ["| | ratio |", "|---|---|"]
     lines += [f"| {label} | {result['ratios'][key]:.2f} |" for key, label in names.items()]
-    return "\n".join([*lines, *_origin(result)])
+    return "\n".join([*lines, *origin(result)])
 
 
-def coverage(result: dict[str, Any]) -> str:
-    models, told = result["models"], result["summary"]
-    good = {n: r for n, r in models.items() if r["ok"]}
-    zoos = ", ".join(f"{ours} of {all_} of {zoo}" for zoo, (ours, all_) in sorted(told["by_zoo"].items()))
-    lines = [
-        f"**{told['pass']} of {told['models']} networks pass** ({zoos}): traced, cut by random plans that remove "
-        "30, 50 and 80% of every layer and by plans with empty layers, equal to the gated network in float64, and "
-        "trained for a step.",
-        f"The worst relative difference is {told['worst_error']:.0e}; analysis and extraction take "
-        f"{told['median_seconds']:.2f} s (median, one thread).",
-        "",
-    ]
-    if told["failures"]:
-        lines += ["What does not pass:", ""]
-        lines += [f"- `{name}`: {_plain(reason)}" for name, reason in told["failures"].items()]
-        lines.append("")
-    lines += [
-        "| network | image | filters prunable | MACs prunable | MACs left at 50% | worst error | seconds | note |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in sorted(models.items()):
-        if name in good:
-            shares = f"{row['filters_prunable']:.1%} | {row['macs_prunable']:.1%} | {row['macs_left']:.1%}"
-            lines.append(
-                f"| {name} | {row['size']} | {shares} | {row['error']:.0e} | {row['seconds']:.2f} | {_note(row)} |"
-            )
-        else:
-            lines.append(f"| {name} | {row.get('size', '')} | | | | | | does not pass |")
-    lines += ["", "Why filters of convolutions are left alone, over all these networks:", ""]
-    lines += ["| filters | networks | reason |", "|---|---|---|"]
-    filters, networks = Counter[str](), Counter[str]()
-    for row in models.values():
-        reasons = Counter[str]()
-        for reason, count in row.get("reasons", {}).items():
-            reasons[_kind(reason)] += count
-        filters.update(reasons)
-        networks.update(reasons.keys())
-    lines += [f"| {count} | {networks[kind]} | {kind} |" for kind, count in filters.most_common()]
-    return "\n".join([*lines, *_origin(result)])
-
-
-def _note(row: dict[str, Any]) -> str:
-    """The main reason where a tenth of the filters or more stay."""
-    if row["filters_prunable"] >= 0.9 or not row["reasons"]:
-        return ""
-    return _kind(max(row["reasons"], key=row["reasons"].get))
-
-
-def _kind(reason: str) -> str:
-    """A reason without the line and the layer it speaks of."""
-    reason = re.sub(r" at [\w.]+:\d+", "", reason)
-    return _plain(re.sub(r"(shares its weight with|is also held in) [\w.]+", r"\1 another", reason))
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "/").replace("<", "(").replace(">", ")")
-
-
-def vs_torch_pruning(result: dict[str, Any]) -> str:
-    told = result["summary"]
-    exact, defined = told["theirs_exact"]
-    lines = [
-        f"{told['models']} networks through both tools in one process each, every layer halved by Torch-Pruning "
-        "1.6.1 and ours keeping the same filters:",
-        "",
-        "| | sbf-pruner | Torch-Pruning 1.6.1 |",
-        "|---|---|---|",
-        f"| a working network | {told['ours']} | {told['theirs']} |",
-    ]
-    if told["both"]:
-        rows = (("median seconds, where both work", "seconds", ".2f"), ("median MACs left", "macs_left", ".1%"))
-        for label, key, form in rows:
-            ours, theirs = (format(told[f"{who}_median_{key}"], form) for who in ("ours", "theirs"))
-            lines.append(f"| {label} ({told['both']}) | {ours} | {theirs} |")
-    lines.append(
-        f"| exact, of those where it is defined | {told['ours']} of {told['ours']} | {exact} of {defined} |"
-    )
-    if told.get("densenet201_ratio"):
-        lines += ["", f"DenseNet-201 takes Torch-Pruning {told['densenet201_ratio']:.1f} times as long."]
-    broken = {n: r["theirs"]["why"] for n, r in result["models"].items() if r["ok"] and not r["theirs"]["works"]}
-    if broken:
-        lines += ["", "Where Torch-Pruning gives no working network:", ""]
-        lines += [f"- `{name}`: {_plain(reason)}" for name, reason in sorted(broken.items())]
-    return "\n".join([*lines, *_origin(result)])
-
-
-def _origin(result: dict[str, Any]) -> list[str]:
-    machine = result["environment"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-    return [
-        "",
-        f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",
-    ]
-
-
-BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "digits": demo,
-    "overhead": overhead,
-    "coverage": coverage,
-    "vs_torch_pruning": vs_torch_pruning,
+# The name of a block in the pages, the results it is made from (None where there are none yet), and how.
+BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "digits": ("digits", demo),
+    "overhead": ("overhead", overhead),
+    "coverage": ("coverage", coverage),
+    "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
+    "cifar10": ("cifar10", cifar10),
+    "budgets": ("cifar10", budgets),
 }
 
 
@@ -161,21 +71,34 @@ def _with_block(text: str, name: str, block: str) -> str:
     return head + opening + block + "\n" + closing + rest.partition(closing)[2] if found else text
 
 
-def main(check: bool) -> int:
-    stale = []
-    for page in PAGES:
-        text = before = page.read_text("utf-8")
-        for name, block in BLOCKS.items():
-            if f"<!-- {name} -->" in text:
-                result = json.loads((HERE / "results" / f"{name}.json").read_text("utf-8"))
-                text = _with_block(text, name, block(result))
-        if text != before:
-            stale.append(page.name)
-            if not check:
-                page.write_text(text, "utf-8")
-    if check and stale:
-        print(f"figures differ from the results in {', '.join(stale)}; run python benchmarks/tables.py")
-    return 1 if check and stale else 0
+def written(results: Path, root: Path) -> dict[Path, str]:
+    """Every file that is made from the results, with the text it must have."""
+    read = {name: _result(results / f"{name}.json") for name, _ in BLOCKS.values()}
+    files = {}
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = page.read_text("utf-8")
+        for block, (name, make) in BLOCKS.items():
+            if f"<!-- {block} -->" in text:
+                text = _with_block(text, block, make(read[name]))
+        files[page] = text
+    return files | {root / "docs" / name: text for name, text in pictures(read["cifar10"]).items()}
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def main(check: bool, results: Path = RESULTS, root: Path = ROOT) -> int:
+    files = written(results, root)
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text("utf-8") != text]
+    if not check:
+        for path in stale:
+            path.write_text(files[path], "utf-8")
+        return 0
+    if stale:
+        names = ", ".join(path.name for path in stale)
+        print(f"figures differ from the results in {names}; run python benchmarks/tables.py")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":
