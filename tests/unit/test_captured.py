@@ -48,6 +48,7 @@ def test_the_fast_engine_equals_the_plain_one() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a CUDA device captures")
 def test_the_captured_engine_follows_the_plain_one_on_cuda() -> None:
     plain, fast = train(Engine, "cuda"), train(CapturedEngine, "cuda")
     for a, b in zip(plain[0], fast[0], strict=True):
