@@ -52,7 +52,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "small": None,
 }
 # Mean part of the filters that conv1 and conv2 of a block keep, by stage: about half of the MACs.
-KEPT = {"layer1": (0.65, 0.8), "layer2": (0.5, 0.7), "layer3": (0.65, 0.75)}
+KEPT = {"layer1": (0.62, 0.77), "layer2": (0.54, 0.7), "layer3": (0.65, 0.75)}
 
 
 @dataclass(frozen=True)
