@@ -78,6 +78,7 @@ def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a CUDA device captures")
 @pytest.mark.parametrize("way", [train, train_with_everything])
 def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
     plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")

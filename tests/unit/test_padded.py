@@ -109,3 +109,16 @@ def test_whole_streams_need_no_remaps() -> None:
     assert not any(isinstance(module, Remap) for module in padded.network.modules())
     widths = {m.in_channels for m in padded.network.modules() if isinstance(m, nn.Conv2d)}
     assert widths <= {3, 8, 16, 24, 32, 48, 64}
+
+
+def test_biases_and_whole_numbers_are_written_back_too() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 10, 3), nn.Flatten())
+    pruner = Pruner(model, torch.zeros(1, 3, 5, 5))
+    pruner.gate(Plan({"0": (1, 3, 17)}))
+    padded = Padded(pruner)
+    padded.network(torch.randn(4, 3, 5, 5))
+    with torch.no_grad():
+        padded.network[0].bias.fill_(7.0)  # type: ignore[union-attr, index]
+    padded.write_back()
+    assert model[1].num_batches_tracked == 1
+    assert [i for i in range(32) if model[0].bias[i] == 7] == [0, 1, 2, 3, 4, 5, 6, 17]  # type: ignore[index]
