@@ -193,7 +193,7 @@ class _Finder:
             for node in self.net.consumers[value]:
                 if isinstance(node, Boundary):
                     main = self.net.main.get(node.module, [None])[0]
-                    if node.side != "in" or isinstance(main, Norm):
+                    if node.side != "in" or not isinstance(main, Contract):  # which sums them away
                         todo.append(node.out)
                 elif isinstance(node, Norm):
                     if node.revives and not self._can_follow(node):

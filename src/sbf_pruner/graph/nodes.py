@@ -210,6 +210,13 @@ class Sum(Node):
             layout.tie([(x, dim), (out, place)])
 
 
+def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None:
+    """Weights that depend on the input are needed as any other tensor is."""
+    for value in weights:
+        if value is not None and value.roots is None:
+            flow.need(value, np.ones(grids[value], bool), grids[value])
+
+
 @dataclass
 class Contract(Node):
     """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
@@ -273,6 +280,7 @@ class Contract(Node):
             return
         rows = np.repeat(self.grouped(wanted.reshape(-1)).any(1), self.x.shape[1] // self.groups)
         flow.need(self.x, rows.reshape(self._line(self.x)), self.grids[self.x])
+        _need_all(flow, [self.weight, self.bias], self.grids)
 
     def tie(self, layout: Layout) -> None:
         sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
@@ -331,6 +339,7 @@ class Norm(Node):
         wanted = self.wanted(flow)
         if wanted is not None:
             flow.need(self.x, whole_groups(wanted, self.per_group), self.grids[self.x])
+            _need_all(flow, self.states, self.grids)
 
     def tie(self, layout: Layout) -> None:
         layout.fill_other(self.x, 1)
