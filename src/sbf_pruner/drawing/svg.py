@@ -1,0 +1,195 @@
+"""Boxes in; the text of an SVG picture out.
+
+Plain SVG with a small style sheet inside, light and dark, no script: it opens in any browser and can be
+committed beside a document.  The page for the browser (`page`) embeds the same drawing without its heading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import log2
+from typing import Any
+
+from .layers import Cell
+from .place import MARGIN, arrange
+from .scene import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box
+
+_HUES = ("#d9730d", "#0f8a5f", "#b5379b", "#5b5bd6", "#b08900", "#c93a3a", "#0b84a5", "#6f9a1d", "#8d5524", "#7a7a8c")
+_DARK_HUES = ("#ff9a3d", "#3fcf9b", "#f07ad6", "#9d9dff", "#e6c229", "#ff7b7b", "#4cc3e6", "#a8d44b", "#d29b68", "#b0b0c4")
+_LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
+_LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
+_DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
+_DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
+_LONGEST = 30  # letters of a name that are shown
+_HEAD = 62.0
+_LEGEND = (
+    (LAYER, "prunable, the bluer the more filters", 214),
+    (FOLLOWER, "follows another layer", 138),
+    (SKIPPED, "left alone", 78),
+    (GATE, "gate", 48),
+)
+
+
+def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
+    """The whole picture, with a heading, as one file."""
+    body, width, height = drawing(boxes)
+    width = max(width, 590.0)
+    # A group writes its own style, so that the heading keeps clear of the drawing.
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + _HEAD:.0f}" '
+        f'width="{width:.0f}" height="{height + _HEAD:.0f}" role="img" aria-label="{escape(heading(facts))}">'
+        f"<style>{style()}</style>"
+        f'<rect class="paper" width="100%" height="100%"/>{_head(facts)}'
+        f'<g transform="translate(0 {_HEAD:.0f})">{body}</g></svg>\n'
+    )
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """One line about the network."""
+    counts = f"{len(facts['layers'])} prunable layers with {facts['filters']:,} filters"
+    return f"{facts['model']}: {counts}; {facts['params']:,} parameters, {facts['macs']:,} MACs"
+
+
+def drawing(boxes: Sequence[Box]) -> tuple[str, float, float]:
+    """The elements of the drawing, its width and its height."""
+    picture = arrange(boxes, _size)
+    number = {box: place for place, box in enumerate(boxes)}
+    most = max((box.filters for box in boxes if box.kind == LAYER), default=1)
+    parts = []
+    for wire, path in picture.wires:
+        upper, lower = wire.cells[0].box, wire.cells[-1].box
+        assert upper is not None and lower is not None
+        hue = _hue(upper.group) if upper.group == lower.group else ""
+        ends = f'data-ends="{number[upper]} {number[lower]}"'
+        parts.append(f'<path class="wire{hue}" {ends} d="{path}"/>')
+    parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
+    return "".join(parts), picture.width, picture.height
+
+
+def style() -> str:
+    """The style sheet of a picture that stands alone."""
+    return f"{_SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
+
+
+_SHAPES = (
+    "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
+    ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
+    ".name{font-weight:600}.wire{fill:none;stroke-width:1.4}.follower .shape{stroke-dasharray:4 2.5}"
+)
+
+
+def colours(scope: str, dark: bool = False) -> str:
+    """The rules that differ between light and dark, under a selector."""
+    tone, hues = (_DARK, _DARK_HUES) if dark else (_LIGHT, _HUES)
+    rules = {
+        ".paper": f"fill:{tone['paper']}",
+        "text": f"fill:{tone['ink']}",
+        "text.note": f"fill:{tone['soft']}",
+        ".wire": f"stroke:{tone['wire']}",
+        ".back": f"fill:{tone['paper']}",
+        ".pill": f"stroke:{tone['gate']}",
+        ".shape": f"fill:{tone['fill']};stroke:{tone['line']}",
+        ".follower .shape": f"fill:{tone['fill']};stroke:{tone['fill']}",
+        ".skipped .shape,.opaque .shape": f"fill:{tone['grey']};stroke:{tone['grey']}",
+        ".input .shape,.output .shape": f"fill:{tone['ink']};stroke:{tone['ink']}",
+        ".input text,.output text": f"fill:{tone['paper']}",
+        ".joint .shape": f"fill:{tone['paper']};stroke:{tone['line']}",
+        ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
+        ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
+    }
+    text = "".join(f"{','.join(f'{scope} {one}'.strip() for one in key.split(','))}{{{rule}}}" for key, rule in rules.items())
+    for place, hue in enumerate(hues):
+        at = f"{scope} .g{place}".strip()
+        text += f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
+    return text
+
+
+def _size(box: Box) -> tuple[float, float]:
+    if box.kind == JOINT:
+        return (18.0, 18.0) if len(box.label) == 1 else (14 + 6.0 * len(box.label), 18.0)
+    letters = 6.9 * len(short(box.label))
+    if box.kind in (INPUT, OUTPUT):
+        return letters + 22, 22.0
+    if box.kind in (GATE, OPAQUE):
+        return 5.9 * len(short(box.label)) + 28, 18.0
+    return max(letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
+
+
+def _box(cell: Cell, number: int, most: int) -> str:
+    box = cell.box
+    assert box is not None
+    x, y, w, h = cell.x - cell.width / 2, cell.y, cell.width, cell.height
+    tip = escape("\n".join(box.tip))
+    open_tag = f'<g class="box {box.kind}{_hue(box.group)}" id="b{number}"><title>{tip}</title>'
+    return f"{open_tag}{_shape(box, x, y, w, h, most)}</g>"
+
+
+def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> str:
+    middle = x + w / 2
+    where = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+    if box.kind in (JOINT, INPUT, OUTPUT):
+        shape = f'<rect class="shape" {where} rx="{h / 2:.1f}" stroke-width="1.4"/>'
+        return f'{shape}<text x="{middle:.1f}" y="{y + h / 2 + 3.8:.1f}">{escape(box.label)}</text>'
+    if box.kind in (GATE, OPAQUE):
+        text = f'<text class="note left" x="{x + 18:.1f}" y="{y + 12.5:.1f}">{escape(short(box.label))}</text>'
+        if box.kind == GATE:
+            back = f'<rect class="back pill" {where} rx="9"/>'
+            return f'{back}<path class="shape" d="{_diamond(x + 9.5, y + 9, 4.5)}"/>{text}'
+        return f'<rect class="back" {where} rx="4"/><rect class="shape" {where} rx="4" fill-opacity=".25"/>{text}'
+    strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
+    if box.kind == SKIPPED:
+        strength = 0.18
+    parts = [
+        f'<rect class="back" {where} rx="6"/>',
+        f'<rect class="shape" {where} rx="6" fill-opacity="{min(strength, 0.62):.2f}"/>',
+    ]
+    if box.group is not None:
+        parts.append(f'<rect class="stripe" x="{x:.1f}" y="{y + 5:.1f}" width="4" height="{h - 10:.1f}" rx="2"/>')
+    parts.append(f'<text class="name" x="{middle:.1f}" y="{y + 15:.1f}">{escape(short(box.label))}</text>')
+    parts.append(f'<text class="note" x="{middle:.1f}" y="{y + 28:.1f}">{escape(box.note)}</text>')
+    if box.gate:
+        hollow = " map" if box.gate != "affine" else ""
+        parts.append(f'<path class="mark{hollow}" d="{_diamond(middle, y + h, 4.5)}"/>')
+    return "".join(parts)
+
+
+def _diamond(x: float, y: float, r: float) -> str:
+    return f"M{x - r:.1f} {y:.1f}l{r:.1f} {-r:.1f} {r:.1f} {r:.1f} {-r:.1f} {r:.1f}z"
+
+
+def _head(facts: Mapping[str, Any]) -> str:
+    name, _, rest = heading(facts).partition(": ")
+    parts = [f'<text class="title" x="{MARGIN:.0f}" y="26">{escape(name)}</text>']
+    parts.append(f'<text class="note left" x="{MARGIN + 9 * len(name) + 14:.0f}" y="26">{escape(rest)}</text>')
+    x = MARGIN
+    for kind, words, width in _LEGEND:
+        if kind == GATE:
+            parts.append(f'<g class="gate"><path class="shape" d="{_diamond(x + 8, 47, 5)}"/></g>')
+        else:
+            opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
+            box = f'<rect class="shape" x="{x:.0f}" y="41" width="16" height="12" rx="3" fill-opacity="{opacity}"/>'
+            parts.append(f'<g class="{kind}">{box}</g>')
+        parts.append(f'<text class="note left" x="{x + 21:.0f}" y="50.5">{words}</text>')
+        x += width
+    parts.append(f'<g class="g0"><rect class="stripe" x="{x + 3:.0f}" y="40" width="4" height="14" rx="2"/></g>')
+    parts.append(f'<text class="note left" x="{x + 12:.0f}" y="50.5">shares a layout</text>')
+    return "".join(parts)
+
+
+def _hue(group: int | None) -> str:
+    return "" if group is None else f" g{group % len(_HUES)}"
+
+
+def short(name: str) -> str:
+    """A long name without its beginning.
+
+    >>> short("features.denseblock4.denselayer32.conv2")
+    '…denselayer32.conv2'
+    """
+    if len(name) <= _LONGEST:
+        return name
+    words = name.split(".")
+    while len(words) > 1 and len(".".join(words)) > _LONGEST - 1:
+        words = words[1:]
+    return "…" + ".".join(words)[-_LONGEST + 1 :]
