@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .scene import Box
 
 _SWEEPS = 8
-STRAIGHT, MAIN, SIDE = 8.0, 1.0, 0.001  # how hard wires pull
+MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # how hard wires pull
 _BRANCHES = 3  # where so many wires meet or part, none of them is the main one
 
 

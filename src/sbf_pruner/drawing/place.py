@@ -124,15 +124,46 @@ def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
     for turn in range(_PASSES):
         down = turn % 2 == 1  # the last pass goes down, so that what can be straight is
         for row in rows if down else reversed(rows):
-            _settle(row, [_wish(cell, cell.above if down else cell.below, inside) for cell in row])
+            _settle(row, [_wish(cell, down, inside) for cell in row])
+    _straighten_lanes(rows)
 
 
-def _wish(cell: Cell, neighbours: Sequence[tuple[Cell, float]], inside: range) -> tuple[float, float]:
+def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
     """Where the wires that pull hardest would have a cell, and how hard they pull."""
+    neighbours = cell.above if down else cell.below
+    if cell.box is None:  # a wire passing by minds both its ends, so that it stays straight
+        neighbours = [*cell.above, *cell.below]
     near = [(other.x, pull) for other, pull in neighbours if other.row in inside]
     hardest = max((pull for _, pull in near), default=0.0)
     places = [x for x, pull in near if pull == hardest]
     return (sum(places) / len(places), hardest) if places else (cell.x, SIDE)
+
+
+def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
+    """Give a wire that passes several rows one place in all of them, where there is room."""
+    beside: dict[Cell, tuple[float, float]] = {}
+    lanes: dict[Cell, list[Cell]] = {}
+    for row in rows:
+        for cell in row:
+            if cell.box is None:
+                above = cell.above[0][0]
+                lanes[cell] = lanes.get(above, [])
+                lanes[cell].append(cell)
+    unique = {id(lane): lane for lane in lanes.values()}.values()
+    # The outermost first: where it makes way, those inside can follow.
+    for side in (1, -1):
+        for lane in sorted(unique, key=lambda lane: -side * max(side * cell.x for cell in lane)):
+            wish = side * max(side * cell.x for cell in lane)
+            for cell in lane:
+                row = rows[cell.row - rows[0][0].row]
+                near = [row[i] for i in (cell.place - 1, cell.place + 1) if 0 <= i < len(row)]
+                beside[cell] = (
+                    max((n.x + n.width / 2 for n in near if n.x < cell.x), default=float("-inf")),
+                    min((n.x - n.width / 2 for n in near if n.x > cell.x), default=float("inf")),
+                )
+            if all(beside[c][0] + GAP_X / 2 <= wish <= beside[c][1] - GAP_X / 2 for c in lane):
+                for cell in lane:
+                    cell.x = wish
 
 
 def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:

@@ -21,27 +21,30 @@ _LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3a
 _LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
 _DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
 _DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
+LAYOUT = "layout"
 _LONGEST = 30  # letters of a name that are shown
 _HEAD = 62.0
+_NARROWEST = 610.0  # what the heading needs
 _LEGEND = (
     (LAYER, "prunable, the bluer the more filters", 214),
     (FOLLOWER, "follows another layer", 138),
     (SKIPPED, "left alone", 78),
     (GATE, "gate", 48),
+    (LAYOUT, "shares a layout", 90),
 )
 
 
 def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
     """The whole picture, with a heading, as one file."""
     body, width, height = drawing(boxes)
-    width = max(width, 590.0)
-    # A group writes its own style, so that the heading keeps clear of the drawing.
+    aside = max(_NARROWEST - width, 0) / 2
+    width += 2 * aside
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + _HEAD:.0f}" '
         f'width="{width:.0f}" height="{height + _HEAD:.0f}" role="img" aria-label="{escape(heading(facts))}">'
         f"<style>{style()}</style>"
         f'<rect class="paper" width="100%" height="100%"/>{_head(facts)}'
-        f'<g transform="translate(0 {_HEAD:.0f})">{body}</g></svg>\n'
+        f'<g transform="translate({aside:.0f} {_HEAD:.0f})">{body}</g></svg>\n'
     )
 
 
@@ -69,10 +72,10 @@ def drawing(boxes: Sequence[Box]) -> tuple[str, float, float]:
 
 def style() -> str:
     """The style sheet of a picture that stands alone."""
-    return f"{_SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
+    return f"{SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
 
 
-_SHAPES = (
+SHAPES = (
     "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
     ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
     ".name{font-weight:600}.wire{fill:none;stroke-width:1.4}.follower .shape{stroke-dasharray:4 2.5}"
@@ -98,7 +101,9 @@ def colours(scope: str, dark: bool = False) -> str:
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }
-    text = "".join(f"{','.join(f'{scope} {one}'.strip() for one in key.split(','))}{{{rule}}}" for key, rule in rules.items())
+    text = ""
+    for key, rule in rules.items():
+        text += ",".join(f"{scope} {one}".strip() for one in key.split(",")) + f"{{{rule}}}"
     for place, hue in enumerate(hues):
         at = f"{scope} .g{place}".strip()
         text += f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
@@ -121,7 +126,8 @@ def _box(cell: Cell, number: int, most: int) -> str:
     assert box is not None
     x, y, w, h = cell.x - cell.width / 2, cell.y, cell.width, cell.height
     tip = escape("\n".join(box.tip))
-    open_tag = f'<g class="box {box.kind}{_hue(box.group)}" id="b{number}"><title>{tip}</title>'
+    group = "" if box.group is None else f' data-group="{box.group}"'
+    open_tag = f'<g class="box {box.kind}{_hue(box.group)}" id="b{number}"{group}><title>{tip}</title>'
     return f"{open_tag}{_shape(box, x, y, w, h, most)}</g>"
 
 
@@ -162,19 +168,28 @@ def _head(facts: Mapping[str, Any]) -> str:
     name, _, rest = heading(facts).partition(": ")
     parts = [f'<text class="title" x="{MARGIN:.0f}" y="26">{escape(name)}</text>']
     parts.append(f'<text class="note left" x="{MARGIN + 9 * len(name) + 14:.0f}" y="26">{escape(rest)}</text>')
-    x = MARGIN
-    for kind, words, width in _LEGEND:
+    at = MARGIN
+    for sign, words, room in legend():
+        parts.append(f'<g transform="translate({at:.0f} 0)">{sign}')
+        parts.append(f'<text class="note left" x="21" y="50.5">{words}</text></g>')
+        at += room
+    return "".join(parts)
+
+
+def legend(x: float = 0.0) -> list[tuple[str, str, float]]:
+    """The signs at a given place, each with what it means and the room both take."""
+    found = []
+    for kind, words, room in _LEGEND:
         if kind == GATE:
-            parts.append(f'<g class="gate"><path class="shape" d="{_diamond(x + 8, 47, 5)}"/></g>')
+            sign = f'<g class="gate"><path class="shape" d="{_diamond(x + 8, 47, 5)}"/></g>'
+        elif kind == LAYOUT:
+            sign = f'<g class="g0"><rect class="stripe" x="{x + 8:.0f}" y="40" width="4" height="14" rx="2"/></g>'
         else:
             opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
             box = f'<rect class="shape" x="{x:.0f}" y="41" width="16" height="12" rx="3" fill-opacity="{opacity}"/>'
-            parts.append(f'<g class="{kind}">{box}</g>')
-        parts.append(f'<text class="note left" x="{x + 21:.0f}" y="50.5">{words}</text>')
-        x += width
-    parts.append(f'<g class="g0"><rect class="stripe" x="{x + 3:.0f}" y="40" width="4" height="14" rx="2"/></g>')
-    parts.append(f'<text class="note left" x="{x + 12:.0f}" y="50.5">shares a layout</text>')
-    return "".join(parts)
+            sign = f'<g class="{kind}">{box}</g>'
+        found.append((sign, words, room))
+    return found
 
 
 def _hue(group: int | None) -> str:
