@@ -7,7 +7,8 @@ docs/inspect.md says what every key means.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.nodes import Contract
 from .graph.relations import Relations
+from .graph.worth import Appraiser
 from .measuring import Measurement, measure
 
 Facts = dict[str, Any]
@@ -50,7 +52,7 @@ def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
     graph = trace(model, example_inputs)
     relations = Relations(graph)
     cost = measure(model, example_inputs)
-    describe = _Describer(model, relations, cost)
+    describe, appraiser = _Describer(model, relations, cost), Appraiser(graph)
     prunable, followers, skipped = [], [], []
     behind: dict[str, list[str]] = {}
     for name, leaders in relations.followers.items():
@@ -66,6 +68,7 @@ def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
                 "later_gates": list(relations.later_gates.get(name, ())),
                 "groups": [place for place, group in enumerate(relations.groups) if name in group.layers],
                 "followed_by": behind.get(name, []),
+                "first_filter": asdict(appraiser.first_filter(name)),
             }
         )
     for name, reason in graph.skipped.items():
@@ -83,6 +86,16 @@ def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
         "groups": [{"meet": list(group.meet), "layers": list(group.layers)} for group in relations.groups],
     }
     return Inspection(graph, relations, facts)
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 class _Describer:

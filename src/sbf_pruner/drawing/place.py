@@ -170,7 +170,7 @@ def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:
     """Each cell as near to its wish as the order and the room between cells allow."""
     offset, before = 0.0, 0.0
     blocks: list[tuple[float, float, int]] = []  # wish, weight, how many cells
-    offsets = []
+    offsets: list[float] = []
     for cell, (wish, weight) in zip(row, wishes, strict=True):
         offset += (before + cell.width) / 2 + GAP_X if offsets else 0.0
         before = cell.width

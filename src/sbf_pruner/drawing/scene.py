@@ -14,11 +14,11 @@ from typing import Any
 from ..graph.nodes import Contract, Elementwise, Map, Node, Norm, Opaque
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY
 from ..graph.trace import Value
-from ..overview import Inspection
+from ..overview import Inspection, some
 
 LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"
 INPUT, OUTPUT, GATE, JOINT, OPAQUE = "input", "output", "gate", "joint", "opaque"
-_SIGNS = {"any": ("+", ADD), "all": ("×", MULTIPLY), "first": ("÷", "divide"), "never": ("∗", "combine")}
+_SIGNS = {"any": ("+", ADD), "all": ("\u00d7", MULTIPLY), "first": ("÷", "divide"), "never": ("*", "combine")}
 
 
 @dataclass(eq=False)
@@ -128,14 +128,14 @@ class _Composer:
     def _gate(self, node: Norm) -> Box:
         assert node.op.call is not None
         module = node.op.call.module
-        tip = (module, "a gate without scores: closed where nothing alive arrives, so that the norm's shift does")
-        tip = (*tip, "not bring a removed channel back")
+        why = "a gate without scores: closed where nothing alive arrives, so that the norm brings no channel back"
+        tip = (module, why)
         return self.box(GATE, module, tip, [node.x], group=self.relations.group_of(node.out))
 
     def _meeting(self, node: Node, sources: list[Box]) -> Box:
         group = self.relations.group_of(node.outputs[0]) if node.outputs else None
         zero = node.zero if isinstance(node, Elementwise) else ""
-        label, verb = _SIGNS.get(zero, ("∗", "combine"))
+        label, verb = _SIGNS.get(zero, ("*", "combine"))
         if isinstance(node, Map):
             label, verb = "concat", CONCATENATE
         tip = [f"{verb} at {node.op.where}" if node.op.where else verb]
@@ -165,25 +165,21 @@ def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contr
     if node.x.shape[2:]:
         lines.append(f"input map {_size(node.x.shape[2:])}")
     lines.append(f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({fact['macs_share']:.1f} % of all)")
-    if "worth" in fact and fact["worth"]:
-        worth = fact["worth"]
-        lines.append(f"its first filter alone is worth {worth['macs']:,} MACs, {worth['params']:,} parameters")
+    if "first_filter" in fact:
+        macs, params = fact["first_filter"]["macs"], fact["first_filter"]["params"]
+        lines.append(f"without its first filter: {macs:,} MACs and {params:,} parameters less")
     if "gated_at" in fact:
         own = "folded into its scale and shift" if fact["gate"] == "affine" else "multiplied into its output"
         lines.append(f"gated at {fact['gated_at']} ({own})")
     for key, words in (("later_gates", "gates again at"), ("followed_by", "followed by"), ("follows", "follows")):
         if fact.get(key):
-            lines.append(f"{words} {_some(fact[key])}")
+            lines.append(f"{words} {some(fact[key], 8)}")
     for place in fact.get("groups", ()):
         others = [n for n in groups[place]["layers"] if n != fact["name"]]
-        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {_some(others)}")
+        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {some(others, 8)}")
     if "reason" in fact:
         lines.append(f"left alone: {fact['reason']}")
     return lines
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _size(sizes: Iterable[int]) -> str:

@@ -15,8 +15,30 @@ from .layers import Cell
 from .place import MARGIN, arrange
 from .scene import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box
 
-_HUES = ("#d9730d", "#0f8a5f", "#b5379b", "#5b5bd6", "#b08900", "#c93a3a", "#0b84a5", "#6f9a1d", "#8d5524", "#7a7a8c")
-_DARK_HUES = ("#ff9a3d", "#3fcf9b", "#f07ad6", "#9d9dff", "#e6c229", "#ff7b7b", "#4cc3e6", "#a8d44b", "#d29b68", "#b0b0c4")
+_HUES = (
+    "#d9730d",
+    "#0f8a5f",
+    "#b5379b",
+    "#5b5bd6",
+    "#b08900",
+    "#c93a3a",
+    "#0b84a5",
+    "#6f9a1d",
+    "#8d5524",
+    "#7a7a8c",
+)
+_DARK_HUES = (
+    "#ff9a3d",
+    "#3fcf9b",
+    "#f07ad6",
+    "#9d9dff",
+    "#e6c229",
+    "#ff7b7b",
+    "#4cc3e6",
+    "#a8d44b",
+    "#d29b68",
+    "#b0b0c4",
+)
 _LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
 _LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
 _DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
@@ -106,7 +128,9 @@ def colours(scope: str, dark: bool = False) -> str:
         text += ",".join(f"{scope} {one}".strip() for one in key.split(",")) + f"{{{rule}}}"
     for place, hue in enumerate(hues):
         at = f"{scope} .g{place}".strip()
-        text += f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
+        text += (
+            f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
+        )
     return text
 
 
@@ -178,7 +202,7 @@ def _head(facts: Mapping[str, Any]) -> str:
 
 def legend(x: float = 0.0) -> list[tuple[str, str, float]]:
     """The signs at a given place, each with what it means and the room both take."""
-    found = []
+    found: list[tuple[str, str, float]] = []
     for kind, words, room in _LEGEND:
         if kind == GATE:
             sign = f'<g class="gate"><path class="shape" d="{_diamond(x + 8, 47, 5)}"/></g>'

@@ -152,14 +152,17 @@ class Relations:
         sides: dict[tuple[str, ...], None] = {}
         computed = set(self.graph.trace.inputs)
         for node in self.graph.nodes:
-            met = [v for v in dict.fromkeys(node.inputs) if v in computed and max(self.graph.grids[v], default=1) > 1]
+            met = [
+                v for v in dict.fromkeys(node.inputs) if v in computed and max(self.graph.grids[v], default=1) > 1
+            ]
             if computed.intersection(node.inputs):  # what is made of stored tensors alone is nobody's filters
                 computed.update(node.outputs)
             if len(met) > 1 and isinstance(node, Elementwise) and node.zero in _MEETING:
                 meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.zero])
             elif len(met) > 1 and isinstance(node, Map):
                 sides[self._sorted(n for v in met for n in self.origins(v))] = None
-        groups, self._group_at = [], dict[Value, int]()
+        groups: list[Group] = []
+        self._group_at: dict[Value, int] = {}
         for stream, kinds in meetings.items():
             layers = self._sorted(n for n in self._writers.get(stream, ()) if n not in self.followers)
             if len(layers) > 1 and any(n in self.graph.layers for n in layers):
