@@ -137,8 +137,8 @@ class Relations:
         for node in self.graph.nodes:
             if not isinstance(node, Contract) or (name := self.name(node)) in self.graph.layers:
                 continue
-            if self._is_twin(node):
-                found[name] = (self._by_weight.get(node.weight.name, node.weight.name.rpartition(".")[0]),)
+            if self._is_twin(node) and node.weight.name in self._by_weight:
+                found[name] = (self._by_weight[node.weight.name],)
             elif node.depthwise or node.fed(part).all():
                 before, after = node.wanted(whole), node.wanted(part)
                 if before is not None and (after is None or (before & ~after).any()):

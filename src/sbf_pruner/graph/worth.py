@@ -1,23 +1,24 @@
 """What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
 
-A channel graph and the cost of each layer enter; numbers leave, the same that extracting the network without
-that filter would save.  A filter's absence changes little, so only what it changes is computed: liveness
-from its gate downwards, then need upwards from where liveness changed.
+A channel graph enters; numbers leave: the difference between the network extracted with all filters and with
+all but that one (a module that surgery has to leave as it is still counts here, as liveness sees it).  A
+filter's absence changes little, so only what it changes is computed: liveness from its gate downwards, then
+need upwards from where liveness changed.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from .channels import ChannelGraph
+from .channels import ChannelGraph, Layer
 from .masks import Flow, Mask, shrink
-from .nodes import Boundary, Contract, Elementwise, Norm
+from .nodes import Boundary, Contract, Elementwise, Node, Norm
 from .trace import Value
 
 
@@ -50,6 +51,9 @@ class Appraiser:
                 self.readers[value].append(place)
             for value in node.outputs:
                 self.maker[value] = place
+        self.runs: dict[Hashable, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self.runs[self._owner(node)].append(node)
         self.outputs = set(graph.outputs)
         self.gates: dict[str, list[int]] = defaultdict(list)
         for place, node in enumerate(graph.nodes):
@@ -58,21 +62,31 @@ class Appraiser:
 
     def first_filter(self, name: str) -> Worth:
         """What goes when the layer loses its first filter and nothing else changes."""
+        layer = self.graph.layers[name]
+        if layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer)):
+            return Worth(0, 0)  # groups keep equal numbers: one filter of one group cannot go alone
         flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
         died = self._push(flow, name)
         idle = self._pull(flow, died)
-        touched = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
+        places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
+        nodes = [self.graph.nodes[place] for place in places if place >= 0]
+        # A module that runs several times holds its weight once, with what any of its calls asks for.
         macs = params = 0
-        counted: set[Value] = set()
-        for node in (self.graph.nodes[place] for place in sorted(touched) if place >= 0):
-            if isinstance(node, (Contract, Norm)):
-                before, after = _Cost.of(node, self.whole), _Cost.of(node, flow)
-                macs += before.macs - after.macs
-                held = node.weight if isinstance(node, Contract) else node.states[0] if node.states else None
-                if held not in counted:  # a module that runs twice holds its weights once
-                    params += before.params - after.params
-                    counted |= {held} if held is not None else set()
+        for owner in {self._owner(node) for node in nodes}:
+            runs = self.runs[owner]
+            before, after = cost(runs, self.whole), cost(runs, flow)
+            macs += before.macs - after.macs
+            params += before.params - after.params
         return Worth(macs, params)
+
+    def _reads_inputs(self, layer: Layer) -> bool:
+        return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+
+    @staticmethod
+    def _owner(node: Node) -> Hashable:
+        if isinstance(node, Contract):
+            return node.weight
+        return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
 
     def _push(self, flow: Flow, name: str) -> list[Value]:
         keep = np.arange(self.graph.layers[name].filters) > 0
@@ -135,33 +149,41 @@ class _Heard(dict[Value, Mask]):
         return super().__getitem__(value) if value is self.target else self.known[value]
 
 
-@dataclass(frozen=True)
-class _Cost:
-    macs: int
-    params: int
+def cost(runs: Sequence[Node], flow: Flow) -> Worth:
+    """What is left of one layer, norm or bare parameter: all it holds for the channels alive and needed."""
+    first = runs[0]
+    if isinstance(first, Elementwise):
+        wanted = first.wanted(flow)
+        stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
+        held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
+        return Worth(0, sum(held))
+    if not isinstance(first, (Contract, Norm)):
+        return Worth(0, 0)
+    there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
+    if isinstance(first, Norm):
+        scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
+        return Worth(0, scales * int(there.sum()))
+    calls = [run for run in runs if isinstance(run, Contract)]
+    read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
+    rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
+    # All groups that are left have equal numbers; the fullest decides.
+    filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
+    entries = filters * int(columns.sum(1).max()) * int(np.prod(first.weight.shape[2:]))
+    transposed = first.out_axis == 1 and len(first.weight.shape) > 2
+    pixels = [run.x.shape if transposed else run.out.shape for run in calls]
+    moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
+    return Worth(entries * moves, entries + (filters if first.bias is not None else 0))
 
-    @classmethod
-    def of(cls, node: Contract | Norm, flow: Flow) -> _Cost:
-        """What is left of a layer or norm: all it holds for the channels that are alive and needed."""
-        wanted = node.wanted(flow)
-        there = np.zeros(node.out.shape[1], bool) if wanted is None else _line(wanted, node.out)
-        if isinstance(node, Norm):
-            scales = sum(isinstance(v, Value) for v in node.op.args[1:3])
-            return cls(0, scales * int(there.sum()))
-        needed = flow.needed.get(node.x)
-        read = np.zeros(node.x.shape[1], bool) if needed is None else _line(needed & flow.alive[node.x], node.x)
-        rows, columns = there.reshape(node.groups, -1), read.reshape(node.groups, -1)
-        # All groups that are left have equal numbers; the fullest decides.
-        pairs = int(rows.any(1).sum()) * int(rows.sum(1).max()) * int(columns.sum(1).max())
-        kernel = int(np.prod(node.weight.shape[2:]))
-        filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
-        transposed = node.out_axis == 1 and len(node.weight.shape) > 2
-        pixels = node.x if transposed else node.out
-        moves = int(np.prod(pixels.shape)) // pixels.shape[1]
-        return cls(pairs * kernel * moves, pairs * kernel + (filters if node.bias is not None else 0))
+
+def _asked(value: Value, flow: Flow) -> Mask | None:
+    needed = flow.needed.get(value)
+    return None if needed is None else needed & flow.alive[value]
 
 
-def _line(mask: Mask, value: Value) -> Mask:
+def _line(mask: Mask | None, value: Value) -> Mask:
+    """One entry per channel."""
+    if mask is None:
+        return np.zeros(value.shape[1], bool)
     grid = tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
     return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
 
