@@ -6,7 +6,7 @@ const boxes = [...document.querySelectorAll("#scene .box")], wires = [...documen
 const size = { w: +scene.dataset.width, h: +scene.dataset.height };
 const at = { x: 0, y: 0, k: 1 };
 const resting = panel.innerHTML;
-let chosen = null, hits = [], hit = -1;
+let chosen = null, hits = [], hit = -1, fitted = true;
 
 boxes.forEach((box) => {
   const title = box.querySelector("title");
@@ -17,13 +17,14 @@ boxes.forEach((box) => {
   box.setAttribute("aria-label", box.tip.join("; "));
 });
 
-function show() { scene.setAttribute("transform", `translate(${at.x} ${at.y}) scale(${at.k})`); }
+function show() { fitted = false; scene.setAttribute("transform", `translate(${at.x} ${at.y}) scale(${at.k})`); }
 function fit() {
   const { width, height } = view.getBoundingClientRect();
   at.k = Math.min(width / size.w, height / size.h, 1.4);
   at.x = (width - size.w * at.k) / 2;
   at.y = Math.max((height - size.h * at.k) / 2, 0);
   show();
+  fitted = true;
 }
 function zoom(factor, x, y) {
   const { width, height } = view.getBoundingClientRect();
@@ -53,7 +54,11 @@ function ask(box) {
       ends.forEach((end) => document.getElementById("b" + end).classList.add("near"));
     }
   });
-  if (group) boxes.forEach((other) => { if (other.dataset.group === group) other.classList.add("near"); });
+  if (group) {
+    const inside = (end) => document.getElementById("b" + end).dataset.group === group;
+    boxes.forEach((other) => { if (other.dataset.group === group) other.classList.add("near"); });
+    wires.forEach((wire) => { if (wire.dataset.ends.split(" ").every(inside)) wire.classList.add("near"); });
+  }
   panel.replaceChildren(...box.tip.map((line, i) => {
     const element = document.createElement(i ? "p" : "h2");
     element.textContent = line;
@@ -130,6 +135,6 @@ document.getElementById("theme").addEventListener("click", () => theme());
 document.getElementById("fit").addEventListener("click", fit);
 document.getElementById("nearer").addEventListener("click", () => zoom(1.25));
 document.getElementById("farther").addEventListener("click", () => zoom(0.8));
-window.addEventListener("resize", fit);
+window.addEventListener("resize", () => { if (fitted) fit(); });
 theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 fit();

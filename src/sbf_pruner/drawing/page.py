@@ -11,8 +11,9 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from .colours import SHAPES, colours
 from .scene import Box
-from .svg import SHAPES, colours, drawing, heading, legend
+from .svg import drawing, heading, legend
 
 
 def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 
-from .layers import SIDE, Cell, Wire, lay_rows
+from .rows import SIDE, Cell, Wire, lay_rows
 from .scene import Box
 
 GAP_X, GAP_Y, MARGIN, LANE = 18.0, 20.0, 24.0, 7.0

@@ -165,6 +165,8 @@ class Relations:
         self._group_at: dict[Value, int] = {}
         for stream, kinds in meetings.items():
             layers = self._sorted(n for n in self._writers.get(stream, ()) if n not in self.followers)
+            if len(layers) < 2:  # what is added was concatenated or padded before: GhostNet
+                layers = self._sorted((*layers, *self.origins(stream)))
             if len(layers) > 1 and any(n in self.graph.layers for n in layers):
                 self._group_at[stream] = len(groups)
                 groups.append(Group(tuple(sorted(kinds)), layers))

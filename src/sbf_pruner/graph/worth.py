@@ -54,6 +54,7 @@ class Appraiser:
         self.runs: dict[Hashable, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             self.runs[self._owner(node)].append(node)
+        self.before: dict[Hashable, Worth] = {}
         self.outputs = set(graph.outputs)
         self.gates: dict[str, list[int]] = defaultdict(list)
         for place, node in enumerate(graph.nodes):
@@ -74,7 +75,9 @@ class Appraiser:
         macs = params = 0
         for owner in {self._owner(node) for node in nodes}:
             runs = self.runs[owner]
-            before, after = cost(runs, self.whole), cost(runs, flow)
+            if owner not in self.before:
+                self.before[owner] = cost(runs, self.whole)
+            before, after = self.before[owner], cost(runs, flow)
             macs += before.macs - after.macs
             params += before.params - after.params
         return Worth(macs, params)
