@@ -5,8 +5,30 @@ Nothing enters; CSS leaves.  Groups of layers that share a layout take turns wit
 
 from __future__ import annotations
 
-HUES = "#d9730d #0f8a5f #b5379b #5b5bd6 #b08900 #c93a3a #0b84a5 #6f9a1d #8d5524 #7a7a8c".split()
-_DARK_HUES = "#ff9a3d #3fcf9b #f07ad6 #9d9dff #e6c229 #ff7b7b #4cc3e6 #a8d44b #d29b68 #b0b0c4".split()
+HUES = [
+    "#d9730d",
+    "#0f8a5f",
+    "#b5379b",
+    "#5b5bd6",
+    "#b08900",
+    "#c93a3a",
+    "#0b84a5",
+    "#6f9a1d",
+    "#8d5524",
+    "#7a7a8c",
+]
+_DARK_HUES = [
+    "#ff9a3d",
+    "#3fcf9b",
+    "#f07ad6",
+    "#9d9dff",
+    "#e6c229",
+    "#ff7b7b",
+    "#4cc3e6",
+    "#a8d44b",
+    "#d29b68",
+    "#b0b0c4",
+]
 _LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
 _LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
 _DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
