@@ -22,3 +22,13 @@ def save_result(name: str, figures: dict[str, Any], device: str = "cpu") -> Path
     held = {**head, **figures, "environment": figures.get("environment") or environment(torch.device(device))}
     path.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def origin(result: dict[str, Any]) -> list[str]:
+    """The line under a table that says which run it shows."""
+    machine = result["environment"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    return [
+        "",
+        f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",
+    ]

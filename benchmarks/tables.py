@@ -1,6 +1,6 @@
 """The figures in the documents, written from the saved results so that none can drift from its run.
 
-python benchmarks/tables.py            writes them into README.md
+python benchmarks/tables.py            writes them into README.md and docs/, with the pictures
 python benchmarks/tables.py --check    says whether they are what the results say
 """
 
@@ -12,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-PAGES = [HERE.parent / "README.md"]
+from cifar10_tables import budgets, cifar10, pictures
+from coverage_tables import coverage, vs_torch_pruning
+from saving import origin
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -34,7 +38,7 @@ def demo(result: dict[str, Any]) -> str:
         "",
         f"The gated and the extracted network differ by at most {error:.0e} of the largest output, in float64.",
     ]
-    return "\n".join([*lines, *_origin(result)])
+    return "\n".join([*lines, *origin(result)])
 
 
 def overhead(result: dict[str, Any]) -> str:
@@ -47,19 +51,18 @@ def overhead(result: dict[str, Any]) -> str:
     lines = ["ResNet-20, batch 128, on the CPU, as ratios to the dense network in the same run:", ""]
     lines += ["| | ratio |", "|---|---|"]
     lines += [f"| {label} | {result['ratios'][key]:.2f} |" for key, label in names.items()]
-    return "\n".join([*lines, *_origin(result)])
+    return "\n".join([*lines, *origin(result)])
 
 
-def _origin(result: dict[str, Any]) -> list[str]:
-    machine = result["environment"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-    return [
-        "",
-        f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",
-    ]
-
-
-BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"digits": demo, "overhead": overhead}
+# The name of a block in the pages, the results it is made from (None where there are none yet), and how.
+BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "digits": ("digits", demo),
+    "overhead": ("overhead", overhead),
+    "coverage": ("coverage", coverage),
+    "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
+    "cifar10": ("cifar10", cifar10),
+    "budgets": ("cifar10", budgets),
+}
 
 
 def _with_block(text: str, name: str, block: str) -> str:
@@ -68,20 +71,34 @@ def _with_block(text: str, name: str, block: str) -> str:
     return head + opening + block + "\n" + closing + rest.partition(closing)[2] if found else text
 
 
-def main(check: bool) -> int:
-    stale = []
-    for page in PAGES:
-        text = before = page.read_text("utf-8")
-        for name, block in BLOCKS.items():
-            result = json.loads((HERE / "results" / f"{name}.json").read_text("utf-8"))
-            text = _with_block(text, name, block(result))
-        if text != before:
-            stale.append(page.name)
-            if not check:
-                page.write_text(text, "utf-8")
-    if check and stale:
-        print(f"figures differ from the results in {', '.join(stale)}; run python benchmarks/tables.py")
-    return 1 if check and stale else 0
+def written(results: Path, root: Path) -> dict[Path, str]:
+    """Every file that is made from the results, with the text it must have."""
+    read = {name: _result(results / f"{name}.json") for name, _ in BLOCKS.values()}
+    files = {}
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = page.read_text("utf-8")
+        for block, (name, make) in BLOCKS.items():
+            if f"<!-- {block} -->" in text:
+                text = _with_block(text, block, make(read[name]))
+        files[page] = text
+    return files | {root / "docs" / name: text for name, text in pictures(read["cifar10"]).items()}
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def main(check: bool, results: Path = RESULTS, root: Path = ROOT) -> int:
+    files = written(results, root)
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text("utf-8") != text]
+    if not check:
+        for path in stale:
+            path.write_text(files[path], "utf-8")
+        return 0
+    if stale:
+        names = ", ".join(path.name for path in stale)
+        print(f"figures differ from the results in {names}; run python benchmarks/tables.py")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.inputs import call
+from sbf_pruner.inputs import call, real_copy
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -104,7 +103,7 @@ def sliced_gradients(pruner: Pruner) -> nn.Module:
 
     So what surgery does to a weight is done to its gradient, and the two networks can be compared by name.
     """
-    twin = copy.deepcopy(pruner.model)
+    twin = real_copy(pruner.model)
     with torch.no_grad():
         for parameter, source in zip(twin.parameters(), pruner.model.parameters(), strict=True):
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
@@ -115,7 +114,7 @@ def assert_equal_networks(
     pruner: Pruner, small: nn.Module, training: bool, seed: int = 0, tolerance: float = 1e-10
 ) -> None:
     """The gated and the extracted network agree in outputs and gradients; in training, in all they change."""
-    model, small = pruner.model, copy.deepcopy(small)
+    model, small = pruner.model, real_copy(small)
     inputs = fresh_inputs(pruner.example_inputs, seed=seed, requires_grad=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:

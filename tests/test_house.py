@@ -53,8 +53,8 @@ def test_a_room_imports_only_from_rooms_above_it(path):
 
 def test_the_public_names():
     assert sbf_pruner.__all__ == [
-        *("ChannelGraph", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe"),
-        *("measure", "save", "trace"),
+        *("Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe", "measure"),
+        *("register_rule", "save", "trace"),
     ]
 
 

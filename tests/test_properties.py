@@ -26,7 +26,7 @@ from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from zoo import randomise
+from zoo import Standardised, StandardisedByHand, randomise
 
 INPUTS = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -86,6 +86,14 @@ class RandomNet(nn.Module):
         if kind == "shuffle":
             batch, channels, height, width = x.shape
             return x.view(batch, n, channels // n, height, width).transpose(1, 2).reshape(x.shape)
+        if kind == "fold":
+            return x.unflatten(1, (2, -1)).sum(1)
+        if kind == "stack":
+            return torch.stack(xs, 2).flatten(1, 2)
+        if kind == "split":
+            return torch.cat(torch.split(x, n, 1)[::-1], 1)
+        if kind == "pixels":
+            return F.pixel_shuffle(x, 2) if n else F.pixel_unshuffle(x, 2)
         if kind == "up":
             return F.interpolate(x, scale_factor=2)
         return F.max_pool2d(x, 2)
@@ -198,6 +206,35 @@ class RandomNet(nn.Module):
         groups = next(g for g in (2, 3, 5, 7, channels) if channels % g == 0)
         self._add_value("shuffle", [a], self.sizes[a], n=groups)
 
+    def _standardised(self, a, b, n):
+        inputs, outputs = self.sizes[a][0], n % 5 + 2
+        kind = (Standardised, StandardisedByHand)[n % 2]
+        self._add_layer(a, kind(inputs, outputs, 3, padding=1, bias=n % 3 == 0), outputs)
+
+    def _fold(self, a, b, n):
+        """Halves that one layer made, added up."""
+        channels, side = self.sizes[a]
+        if channels % 2:
+            return self._split(a, b, n)
+        return self._add_value("fold", [a], (channels // 2, side))
+
+    def _stack(self, a, b, n):
+        fitting = [i for i, size in enumerate(self.sizes) if size == self.sizes[a]]
+        channels, side = self.sizes[a]
+        self._add_value("stack", [a, fitting[b % len(fitting)]], (2 * channels, side))
+
+    def _split(self, a, b, n):
+        channels, side = self.sizes[a]
+        self._add_value("split", [a], (channels, side), n=n % channels + 1)
+
+    def _pixels(self, a, b, n):
+        channels, side = self.sizes[a]
+        if channels % 4 == 0 and side <= 4:
+            return self._add_value("pixels", [a], (channels // 4, 2 * side), n=1)
+        if channels <= 4 and side >= 4:
+            return self._add_value("pixels", [a], (channels * 4, side // 2), n=0)
+        return self._pool(a, b, n)
+
     def _pool(self, a, b, n):
         channels, side = self.sizes[a]
         if side < 4:
@@ -214,11 +251,13 @@ class RandomNet(nn.Module):
 KINDS = [
     *("conv", "conv_bn", "conv_bn", "residual", "residual", "strided", "transposed", "depthwise", "grouped"),
     *("bn", "again", "act", "act", "shift", "add", "mul", "excite", "cat", "chunk", "slice", "pad", "flip"),
-    *("shuffle", "pool", "up"),
+    *("shuffle", "pool", "up", "standardised", "fold", "stack", "split", "pixels"),
 ]
 # Tensors are counted from the last: small numbers, to which Hypothesis shrinks, make a chain.
 step = st.builds(Step, st.sampled_from(KINDS), st.integers(-3, -1), st.integers(-5, 5), st.integers(0, 11))
-steps = st.lists(step, min_size=2, max_size=9).filter(lambda s: any("conv" in x.kind for x in s))
+steps = st.lists(step, min_size=2, max_size=9).filter(
+    lambda s: any("conv" in x.kind or x.kind == "standardised" for x in s)
+)
 seeds = st.integers(0, 2**16)
 ratios = st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9])
 
@@ -348,7 +387,9 @@ def test_saving_and_loading_is_the_identity(drawn, ratios, seeds):
     saved_is_loaded(drawn, ratios, seeds)
 
 
-many_steps = st.lists(step, min_size=2, max_size=20).filter(lambda s: any("conv" in x.kind for x in s))
+many_steps = st.lists(step, min_size=2, max_size=20).filter(
+    lambda s: any("conv" in x.kind or x.kind == "standardised" for x in s)
+)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ removed channel that comes back as a constant is seen in the output.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -1135,18 +1136,92 @@ class Maxout(nn.Module):
 
 
 @entry(IMAGE)
-class WeightNorm(nn.Module):
-    """Parametrised weights are computed anew in every call."""
+class DynamicWeight(nn.Module):
+    """The input chooses among weights."""
+
+    class Experts(nn.Conv2d):
+        def forward(self, x):
+            share = torch.sigmoid(x.sum())
+            return F.conv2d(x, share * self.weight + (1 - share) * self.weight.flip(2), self.bias)
 
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
-        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3))
+        self.experts = self.Experts(6, 5, 3)
         self.out = conv_bn(5, 6)
         self.head = Head(6)
 
     def forward(self, x):
+        return self.head(self.out(F.relu(self.experts(self.stem(x)))))
+
+
+class WeightNet(nn.Module):
+    """A convolution whose weight is made anew in every call."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.conv = middle
+        self.out = conv_bn(middle.out_channels, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
         return self.head(self.out(F.relu(self.conv(self.stem(x)))))
+
+
+@entry(IMAGE)
+def WeightNorm():
+    return WeightNet(nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3)))
+
+
+@entry(IMAGE)
+def WeightNormHook():
+    """The old way: a hook sets a plain attribute before every call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return WeightNet(nn.utils.weight_norm(nn.Conv2d(6, 5, 3, bias=False)))
+
+
+@entry(IMAGE)
+def WeightNormTransposed():
+    return WeightNet(nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(6, 5, 3), dim=1))
+
+
+@entry(IMAGE)
+def SpectralNorm():
+    """Every filter is divided by the largest singular value of all of them."""
+    return WeightNet(nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 5, 3)))
+
+
+class Standardised(nn.Conv2d):
+    """Zero mean and unit variance for every filter, with a gain of its own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5)
+
+    def forward(self, x):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, weight=(self.gain * 0.7).view(-1), training=True)
+        return self._conv_forward(x, weight.reshape_as(self.weight), self.bias)
+
+
+class StandardisedByHand(nn.Conv2d):
+    """The same, written out."""
+
+    def forward(self, x):
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        std = self.weight.std((1, 2, 3), keepdim=True) + 1e-5
+        return self._conv_forward(x, (self.weight - mean) / std, self.bias)
+
+
+@entry(IMAGE)
+def WeightStandardised():
+    return nn.Sequential(
+        Standardised(3, 6, 3, padding=1), nn.ReLU(), Standardised(6, 8, 3, groups=2), nn.ReLU(),
+        StandardisedByHand(8, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+        Standardised(6, 6, 3, padding=1, groups=6), nn.ReLU(), StandardisedByHand(6, 5, 1), Head(5),
+    )  # fmt: skip
 
 
 @entry(IMAGE)
@@ -1162,6 +1237,94 @@ class Recurrent(nn.Module):
     def forward(self, x):
         x = self.body(F.relu(self.stem(x))).mean(2).transpose(1, 2)
         return self.fc(self.gru(x)[0][:, -1])
+
+
+@entry(IMAGE)
+class AuxiliaryHead(nn.Module):
+    """A second classifier that runs in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.last = conv_bn(3, 8), conv_bn(8, 6), conv_bn(6, 5)
+        self.head = Head(5)
+        self.aux = nn.ModuleList([nn.Sequential(*conv_bn(6, 4), nn.ReLU(), Head(4))])
+
+    def forward(self, x):
+        middle = F.relu(self.body(F.relu(self.stem(x))))
+        out = self.head(F.relu(self.last(middle)))
+        return (out, self.aux[0](middle)) if self.training else out
+
+
+@entry(IMAGE)
+class WidthOfTheInput(nn.Module):
+    """A module that writes the width it was given into a view of something else."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = conv_bn(6, 3), conv_bn(6, 2)
+
+        def forward(self, x):
+            n, c, h, w = x.shape
+            product = self.one(x).view(n, 3, 1, h, w) * self.two(x).view(n, 1, 2, h, w)
+            return product.reshape(n, c, h, w)
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.out = conv_bn(3, 6), self.Inner(), conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        return self.head(self.out(self.inner(F.relu(self.stem(x)))))
+
+
+@entry(IMAGE)
+class AsksItsLayers(nn.Module):
+    """The forward reads settings and types from layers that may vanish."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.side, self.out = conv_bn(3, 6), nn.Conv2d(6, 6, 3, padding=1), conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x.to(self.side.weight.dtype)))
+        return self.head(self.out(x + self.side(x) * self.side.stride[0]))
+
+
+@entry(IMAGE)
+class SplitAttention(nn.Module):
+    """A sum over branches that one convolution made."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.both = nn.Sequential(*conv_bn(6, 10, groups=2), nn.ReLU())
+        self.squeeze, self.excite = nn.Conv2d(5, 4, 1), nn.Conv2d(4, 10, 1)
+        self.out = conv_bn(5, 6)
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.both(self.stem(x))
+        n, c, h, w = x.shape
+        x = x.view(n, 2, c // 2, h, w)
+        gap = x.sum(1).mean((2, 3), keepdim=True)
+        weights = self.excite(F.relu(self.squeeze(gap))).view(n, 2, -1, 1, 1).softmax(1)
+        return self.head(F.relu(self.out((x * weights).sum(1))))
+
+
+@entry(IMAGE)
+class SumOverChannels(nn.Module):
+    """All channels added up into one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.out = conv_bn(3, 6), conv_bn(6, 5), conv_bn(1, 4)
+        self.head = Head(4)
+
+    def forward(self, x):
+        x = self.body(F.relu(self.stem(x)))
+        return self.head(F.relu(self.out(x.sum(1, keepdim=True))) * F.relu(x.sum(1)).unsqueeze(1))
 
 
 # -- what must be refused -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .errors import PruningError
     from .export import load, save
     from .graph.build import trace
-    from .graph.channels import ChannelGraph
+    from .graph.rules import register_rule
     from .measuring import measure
     from .plan import Plan
     from .pruner import Pruner
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ChannelGraph",
     "Plan",
     "Pruner",
     "PruningError",
@@ -30,13 +29,13 @@ __all__ = [
     "load",
     "load_recipe",
     "measure",
+    "register_rule",
     "save",
     "trace",
 ]
 
 # Each name is fetched when it is first asked for, so that `sbf --help` need not wait for torch.
 _ROOMS = {
-    "ChannelGraph": "graph.channels",
     "Plan": "plan",
     "Pruner": "pruner",
     "PruningError": "errors",
@@ -46,6 +45,7 @@ _ROOMS = {
     "load": "export",
     "load_recipe": "training.recipe",
     "measure": "measuring",
+    "register_rule": "graph.rules",
     "save": "export",
     "trace": "graph.build",
 }

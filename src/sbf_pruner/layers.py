@@ -25,6 +25,8 @@ class Remap(nn.Module):
 
     take: Tensor
     put: Tensor
+    back: Tensor
+    forth: Tensor
 
     def __init__(self, source: Sequence[int], dim: int = 1, inputs: int | None = None) -> None:
         super().__init__()
@@ -37,10 +39,17 @@ class Remap(nn.Module):
         # Not persistent: which channels are where is structure, rebuilt from the plan, not a trained state.
         self.register_buffer("take", take, persistent=False)
         self.register_buffer("put", put, persistent=False)
+        # The same moves as tables of where each channel comes from, in either direction; -1 is zero.
+        self.register_buffer("forth", torch.tensor(self.source, dtype=torch.int64), persistent=False)
+        back = torch.full((self.inputs,), -1).index_copy_(0, take, put)
+        self.register_buffer("back", back, persistent=False)
+        self._moves = len(set(kept)) == len(kept)
         self._takes_all = kept == list(range(self.inputs))
         self._puts_all = len(kept) == len(self.source)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._moves and self.dim == 1 and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _Moved.apply(x, self.forth, self.back)
         # A map with one channel or one pixel is both; it must stay plain, because the model may call view on it.
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         if last and self.dim == 1:
@@ -65,6 +74,28 @@ class Remap(nn.Module):
         return f"{self.inputs} -> {len(self.source)}" + (f", {zeros} zero" if zeros else "")
 
 
+class _Moved(torch.autograd.Function):
+    """A remap as a look-up in both directions, which a compiler fuses with its neighbours.
+
+    An addition at an index, which is what either direction's gradient would be otherwise, it cannot fuse.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forth: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _looked_up(x, forth)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return _looked_up(gradients[0], back), None, None
+
+
+def _looked_up(x: Tensor, table: Tensor) -> Tensor:
+    rows = x.movedim(1, -1)  # so that what comes out has its channels last too, which is what a GPU wants
+    return torch.where(table >= 0, rows.index_select(-1, table.clamp_min(0)), 0).movedim(-1, 1)
+
+
 @dataclass(frozen=True)
 class Window:
     """How one spatial dimension changes in a convolution."""
@@ -86,13 +117,25 @@ class Window:
 
 
 class Zeros(nn.Module):
-    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic."""
+    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic.
 
-    def __init__(self, width: int, dim: int = 1, windows: Sequence[Window] = ()) -> None:
+    Code that reads the settings of the layer it replaces, or the type of its weight, goes on working.
+    """
+
+    def __init__(
+        self, width: int, dim: int = 1, windows: Sequence[Window] = (), instead_of: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.width = width
         self.dim = dim
         self.windows = tuple(windows)
+        if instead_of is not None:
+            for name, value in vars(instead_of).items():
+                if not name.startswith("_"):
+                    self.__dict__.setdefault(name, value)
+            for name, parameter in instead_of._parameters.items():
+                empty = None if parameter is None else parameter.detach().new_empty(0)
+                self.register_buffer(name, empty, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = list(x.shape)
@@ -128,6 +171,6 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == self.INNER:  # still under construction, or being unpickled
-                raise
+            if name == self.INNER or name.startswith("__"):
+                raise  # still under construction or being unpickled; and it must be copied as what it is
             return getattr(super().__getattr__(self.INNER), name)

@@ -6,7 +6,6 @@ of each of its modules, its gradients and its buffers unchanged; nothing is prin
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbf_pruner.errors import DataError, PruningError
-from sbf_pruner.inputs import call, map_tensors, meta_copy
+from sbf_pruner.inputs import call, map_tensors, meta_copy, real_copy
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def measure(model: nn.Module, example_inputs: Any) -> Measurement:
         total, by_module = _count(meta_copy(model), map_tensors(example_inputs, lambda t: t.to("meta")))
     except Exception:  # what looks at values cannot run without them, and may fail in any way
         try:
-            total, by_module = _count(copy.deepcopy(model), example_inputs)
+            total, by_module = _count(real_copy(model), example_inputs)
         except Exception as error:
             raise PruningError(
                 f"{type(model).__name__} does not run on the example inputs "
@@ -155,8 +154,10 @@ def saved_activations(fn: Callable[[], Any]) -> int:
 def _count(model: nn.Module, inputs: Any) -> tuple[int, dict[str, int]]:
     """Multiply-accumulates of a copy that may be thrown away: in all, and inside each submodule."""
     counter = FlopCounterMode(display=False)
+    # The counter hangs hooks on whatever wants a gradient, and stumbles over a parameter handed to a module.
+    model.eval().requires_grad_(False)
     with torch.no_grad(), _plain_operators(), counter:
-        call(model.eval(), inputs)
+        call(model, map_tensors(inputs, Tensor.detach))
     root = f"{type(model).__name__}."
     by_module = {
         name.removeprefix(root): sum(counts.values()) // 2

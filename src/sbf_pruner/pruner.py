@@ -55,6 +55,7 @@ class Pruner:
         leak: float = 0.1,
         balance: Balance = "area",
         lr: float = 1e-6,
+        speed: float = 0.0,
         eps: float = 1e-8,
         threshold: float = 0.5,
         ignore: Sequence[str] = (),
@@ -70,10 +71,13 @@ class Pruner:
         if not self.graph.layers:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
-        self.strength, self.leak, self.lr, self.eps, self.threshold = penalty, leak, lr, eps, threshold
+        self.strength, self.leak, self.eps, self.threshold = penalty, leak, eps, threshold
+        self.lr = speed or lr  # a speed is a rate in logits, the same for every layer
         layers = self.graph.layers
         filters = {name: layer.filters for name, layer in layers.items()}
-        self.projection: Projection = PROJECTIONS[projection](self._weights(), list(filters.values()))
+        self.projection: Projection = PROJECTIONS[projection](
+            self._weights(), list(filters.values()), even=bool(speed)
+        )
         self.optimizer: torch.optim.Optimizer | None = None
         weights = balance_weights(balance, [layer.map_size for layer in layers.values()])
         self.gates = Gates(model, self.graph.sites, filters)
@@ -192,8 +196,8 @@ class Pruner:
         return [held[layer.weight].detach() for layer in self.graph.layers.values()]
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
-        parameters = self.projection.parameters
-        return torch.optim.Adam(parameters, lr=self.lr, eps=self.eps, capturable=parameters[0].is_cuda)
+        groups = self.projection.groups(self.lr)
+        return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
     def _refresh_scores(self) -> None:
         with torch.no_grad():

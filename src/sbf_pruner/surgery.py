@@ -8,7 +8,6 @@ size, that operator gets all its channels and surgery starts again.  The user's 
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -21,12 +20,14 @@ from .attached import without_attached
 from .errors import PruningError
 from .graph.build import trace
 from .graph.channels import ChannelGraph
-from .graph.layout import solve
+from .graph.costs import groups_left
+from .graph.edges import owner
+from .graph.layout import solve, vanished
 from .graph.masks import Flow, Grids, Layout, shrink
 from .graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
 from .graph.rules import build_node
-from .graph.trace import REMAP, ZEROS, Op, Value, record
-from .inputs import map_tensors
+from .graph.trace import REMAP, ZEROS, Call, Op, Value, record_in
+from .inputs import map_tensors, real_copy
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
 
@@ -43,21 +44,45 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     graph.check_connected(masks)
     keep = graph.settle(masks)
     flow = graph.flow(keep)
-    pinned: set[int] = set()
+    pins = _Pins(graph)
     while True:
-        layout = solve(graph, flow, pinned)
+        layout = solve(graph, flow, pins.positions, pins.whole)
         surgeon = _Surgeon(model, graph, flow, layout)
         small = surgeon.operate()
         odd = _first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
             return _signed(small, model, example_inputs, Plan.from_masks(keep))
-        if odd.position in pinned:
+        pins.add(odd)
+
+
+class _Pins:
+    """Where the model's own code insists on sizes: operators, and module calls, that get all their channels."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.positions: set[int] = set()
+        self.whole: set[Call] = set()
+
+    def add(self, odd: Op) -> None:
+        """Give an operator all its channels; if it has them, the call it runs in; else the one around that."""
+        like = [op for op in self.graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)]
+        if odd.position not in self.positions:
+            # What one line of the model insists on, it insists on wherever that line runs.
+            self.positions |= {op.position for op in like}
+            return
+        more = {call for op in like if (call := self._around(op)) is not None}
+        if not more:
             raise PruningError(
                 f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
                 "it sees there; drop the layers that feed it from the plan"
             )
-        # What one line of the model insists on, it insists on wherever that line runs.
-        pinned |= {op.position for op in graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)}
+        self.whole |= more
+
+    def _around(self, op: Op) -> Call | None:
+        call = op.call
+        while call is not None and call in self.whole:
+            call = call.parent
+        return call
 
 
 def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
@@ -70,18 +95,17 @@ def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan)
 class _Surgeon:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
-        self.small = without_attached(copy.deepcopy(model))
+        self.small = without_attached(real_copy(model))
         self.modules = dict(self.small.named_modules())
+        self._unwanted = vanished(graph, flow)
         self.vanished: set[str] = set()
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         for node in graph.nodes:
             if isinstance(node, Boundary):
                 self.edges[node.module, node.side].append(node)
-            elif isinstance(node, (Contract, Norm)):
-                states = [node.weight] if isinstance(node, Contract) else node.states
-                for state in states[:1]:
-                    self.main[state.name.rpartition(".")[0]].append(node)
+            elif isinstance(node, (Contract, Norm)) and (holder := owner(node.op)) is not None:
+                self.main[holder].append(node)
 
     def operate(self) -> nn.Module:
         self._slice_states()
@@ -149,8 +173,7 @@ class _Surgeon:
             sizes = {"in_channels": width_in, "out_channels": width_out}
             sizes |= {"in_features": width_in, "out_features": width_out}
             if node.groups > 1:
-                there = node.grouped(np.isin(np.arange(node.x.shape[1]), self.layout.indices(node.x, 1)))
-                sizes["groups"] = int(there.any(1).sum())
+                sizes["groups"] = groups_left(node, self.layout)
         for name, size in sizes.items():
             if isinstance(getattr(module, name, None), int):
                 setattr(module, name, size)
@@ -161,11 +184,12 @@ class _Surgeon:
         """The module as it stands in the small network: itself, between remaps, or gone."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
-        if not any(_is_wanted(edge, self.flow) for edge in behind):
+        if path in self._unwanted:
             windows = _windows(nodes[0], ahead[0], behind[0])
             if windows is not None:
                 self.vanished.add(path)
-                return Zeros(self.layout.sizes(behind[0].out)[behind[0].dim], behind[0].dim, windows)
+                width = self.layout.sizes(behind[0].out)[behind[0].dim]
+                return Zeros(width, behind[0].dim, windows, instead_of=module)
         before, after = self._remap(ahead), self._remap(behind)
         return module if before is None and after is None else Adapted(module, before, after)
 
@@ -189,12 +213,6 @@ class _Surgeon:
             for module in swaps.values():
                 module.to(device)
         return self.small
-
-
-def _is_wanted(node: Node, flow: Flow) -> bool:
-    """Is anything that the node gives alive and needed?"""
-    wanted = node.wanted(flow)
-    return wanted is not None and bool(wanted.any())
 
 
 def _memory_format(tensor: Tensor) -> torch.memory_format:
@@ -248,7 +266,7 @@ def _first_surprise(
 ) -> Op | None:
     """Run the small network without numbers; the first operator that differs from what the layout promises."""
     try:
-        found = record(small, example_inputs).ops
+        found = record_in(small, example_inputs, graph.trace.training).ops
     except PruningError as error:
         cause = error.__cause__ if error.__cause__ is not None else error
         found = getattr(cause, "recorded_ops", [])

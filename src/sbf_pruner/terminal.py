@@ -47,6 +47,46 @@ def progress(
         yield show
 
 
+@contextmanager
+def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call as bytes arrive: with what is being done, the bytes done, and all bytes (0: unknown)."""
+    stream = stream or sys.stderr
+    rich = _rich() if stream.isatty() and not quiet else None
+    if quiet:
+        yield lambda what, done, total: None
+    elif rich is None:
+        yield _Tenths(stream)
+    else:
+        columns = ("[bold]{task.description}", rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn())
+        with rich.Progress(*columns, console=importlib.import_module("rich.console").Console(file=stream)) as bar:
+            tasks: dict[str, Any] = {}
+
+            def show(what: str, done: int, total: int) -> None:
+                if not total:
+                    bar.console.print(what, highlight=False, soft_wrap=True, markup=False)
+                    return
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what.partition(" ")[0], total=total)
+                bar.update(tasks[what], completed=done)
+
+            yield show
+
+
+class _Tenths:
+    """One plain line for each thing that is done, and one for every tenth of a transfer."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.told: tuple[str, int] = "", 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 0
+        if (what, tenth) != self.told:
+            self.told = what, tenth
+            of = f": {done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else ""
+            print(what + of, file=self.stream, flush=True)
+
+
 class _Lines:
     """One plain line per epoch."""
 

@@ -1,23 +1,55 @@
 """The fast engine takes the same way as the plain one, number for number."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
+from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.convolutions import tunable_convolutions
+from sbf_pruner.training.convolutions import TunableConvolutions
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally, make_optimizer
 from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.teacher import Teacher
+
+Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
 
 
-def batches(device: str = "cpu") -> Batches:
+def batches(device: str = "cpu", *, training: bool = True) -> Batches:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (96, 3, 16, 16), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (96,), generator=random))
-    return Batches(split, 32, (0.5,) * 3, (0.25,) * 3, device=device, augment=Augment(2, True), seed=3)
+    augment = Augment(2, True) if training else None
+    return Batches(split, 32 if training else 40, (0.5,) * 3, (0.25,) * 3, device=device, augment=augment, seed=3)
+
+
+def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+    """A teacher, an average, norms without decay, scores of one speed, statistics taken anew."""
+    torch.manual_seed(1)
+    teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
+    torch.manual_seed(0)
+    model = resolve("resnet20").to(device)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), speed=0.2, penalty=1e-3)
+    data, engine = batches(device), kind(model, device, pruner)
+    config = OptimizerConfig(lr=0.05, nesterov=True, decay_all=False, ema=0.9)
+    tallies = []
+    for first in (0, 4):
+        optimizer, average = make_optimizer(model, config), Average(model, config.ema)
+        for epoch in (first, first + 1):
+            rates = [0.05, 0.04, 0.03]
+            tallies.append(engine.train_epoch(data, epoch, optimizer, rates, 0.1, teacher, average))
+            with average.applied():
+                tallies.append(engine.evaluate(data))
+        average.take_over()
+        engine.recalibrate(data, first, 2)
+        tallies.append(engine.evaluate(data))
+        with pruner.scoring():
+            tallies += [engine.score_epoch(data, epoch, teacher) for epoch in (first + 2, first + 3)]
+    return tallies, [t.detach().cpu() for t in model.state_dict().values()], pruner.plan()
 
 
 def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
@@ -36,8 +68,9 @@ def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Te
     return tallies, [p.detach().cpu() for p in model.parameters()], pruner.plan()
 
 
-def test_the_fast_engine_equals_the_plain_one() -> None:
-    plain, fast = train(Engine), train(CapturedEngine)
+@pytest.mark.parametrize("way", [train, train_with_everything])
+def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
+    plain, fast = way(Engine), way(CapturedEngine)
     assert plain[0] == fast[0]
     assert plain[2] == fast[2]
     for a, b in zip(plain[1], fast[1], strict=True):
@@ -45,26 +78,77 @@ def test_the_fast_engine_equals_the_plain_one() -> None:
 
 
 @pytest.mark.gpu
-def test_the_captured_engine_follows_the_plain_one_on_cuda() -> None:
-    plain, fast = train(Engine, "cuda"), train(CapturedEngine, "cuda")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a CUDA device captures")
+@pytest.mark.parametrize("way", [train, train_with_everything])
+def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
+    plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")
     for a, b in zip(plain[0], fast[0], strict=True):
         assert a.loss == pytest.approx(b.loss, rel=0.05)
 
 
-def test_tunable_convolutions_have_the_same_gradients() -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("mode", ["off", "soft", "hard"])
+def test_the_fast_evaluation_counts_every_image_once(mode: str) -> None:
+    model = resolve("resnet20")
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16), lr=1e-2)
+    data = batches(training=False)
+    assert len(data.labels) % data.batch_size  # its last batch is not full
+    plain, fast = Engine(model, "cpu", pruner), CapturedEngine(model, "cpu", pruner)
+
+    def compare() -> None:
+        expected, found = plain.evaluate(data), fast.evaluate(data)
+        assert found.accuracy == expected.accuracy
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+
+    compare()
+    if mode == "hard":
+        pruner.gate(Plan({"layer1.0.conv1": (0, 1), "layer2.1.conv2": (3,)}))
+        compare()
+        pruner.gate(Plan({"layer1.0.conv1": (2, 5, 7)}))
+        compare()
+    elif mode == "soft":
+        with pruner.scoring():
+            for epoch in range(2):
+                plain.score_epoch(batches(), epoch)
+                compare()
+
+
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+def test_tunable_convolutions_have_the_same_gradients(backend: str) -> None:
     model = nn.Sequential(
-        nn.Conv2d(8, 9, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(9, 8, 5, bias=False)
-    ).double()
-    x = torch.rand(2, 8, 9, 9, dtype=torch.float64, requires_grad=True)
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 9, 1, bias=False),
+        nn.Conv2d(9, 8, 5, bias=False),
+    ).to(torch.float64, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.rand(2, 3, 9, 9, dtype=torch.float64, requires_grad=True)
+    tunable = TunableConvolutions(model, torch.float64)
 
-    def gradients() -> list[Tensor]:
-        return list(torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()]))
+    def loss() -> Tensor:
+        return model(x).square().sum()
 
-    expected = gradients()
-    with tunable_convolutions(model):
-        assert "forward" in vars(model[0])
-        found = gradients()
-    assert "forward" not in vars(model[0])
-    for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    def gradients(work: Callable[[], Tensor] = loss) -> list[Tensor]:
+        return list(torch.autograd.grad(work(), [x, *model.parameters()]))
+
+    compiled = loss if backend == "none" else torch.compile(loss, backend=backend, fullgraph=True)
+    for _ in range(2):
+        expected = gradients()
+        with tunable:
+            assert "forward" in vars(model[0])
+            found = gradients(compiled)
+        assert "forward" not in vars(model[0])
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+
+
+def test_tunable_convolutions_leave_those_of_another_kind_alone() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3, stride=2, bias=False),
+        nn.Conv2d(8, 8, 3, groups=2, bias=False),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+    )
+    with TunableConvolutions(model, torch.float32):
+        assert not any("forward" in vars(module) for module in model)

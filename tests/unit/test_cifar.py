@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from sbf_pruner.cli import main
 from sbf_pruner.errors import DataError
 from sbf_pruner.training import cifar, fetch
 from sbf_pruner.training.cifar import FILE, PARTS, Part, default_folder, load_cifar10, prepare_cifar10
@@ -228,6 +229,23 @@ def test_recipes_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_small(load_cifar10())
     data = load_data(DataConfig("cifar10", path=source, validation=0.2), 10, 0)
     assert len(data.train) + len(data.validation) == 5 * EACH
+
+
+@pytest.mark.parametrize("form", ["python", "binary"])
+def test_the_command_puts_it_where_recipes_find_it(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = folder(tmp_path / "x", published(form)), tmp_path / "nowhere"
+    assert main(["data", "cifar10", "--from", str(source)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{target / FILE}\n"
+    assert [line.split()[0] for line in said.err.splitlines()] == ["reading", "verifying", "writing"]
+    assert_small(load_cifar10())
+    assert main(["data", "cifar10", "--from", str(source), "--to", str(tmp_path / "other")]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == f"sbf: recipes find it with --set data.path={tmp_path / 'other' / FILE}"
+    assert main(["data", "cifar10", "--quiet"]) == 0  # what is whole is not fetched again
+    assert capsys.readouterr() == (f"{target / FILE}\n", "")
 
 
 def test_importing_needs_no_pillow() -> None:

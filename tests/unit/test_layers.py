@@ -39,6 +39,20 @@ def test_remap_is_linear_and_passes_gradients_back():
     assert torch.autograd.gradcheck(remap, (x,))
 
 
+@pytest.mark.parametrize("source", [[0, 2], [2, -1, 0], [-1, -1], [0, 1, 2], [0, 0, 1]])
+def test_remap_compiled_is_the_same(source):
+    torch._dynamo.reset()
+    remap = Remap(source, inputs=3)
+    x = torch.rand(2, 3, 4, 5, requires_grad=True)
+    weights = torch.rand(2, len(source), 4, 5)
+    results = []
+    for form in (remap, torch.compile(remap, backend="aot_eager", fullgraph=True)):
+        out = form(x.contiguous(memory_format=torch.channels_last))
+        results.append((out, torch.autograd.grad((out * weights).sum(), x)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
 def test_remap_along_the_last_dimension():
     x = torch.arange(6.0).view(1, 2, 3)
     assert torch.equal(Remap([2, -1], dim=2, inputs=3)(x), torch.tensor([[[2.0, 0], [5, 0]]]))
@@ -63,7 +77,7 @@ def test_remap_keeps_type_and_is_no_state():
     assert remap(channels(1, 2).half()).dtype == torch.float16
     assert not remap.state_dict()
     assert not list(remap.parameters())
-    assert {name for name, _ in remap.named_buffers()} == {"take", "put"}
+    assert {name for name, _ in remap.named_buffers()} == {"take", "put", "forth", "back"}
     assert remap.to("meta").take.device.type == "meta"
     assert "2 -> 2, 1 zero" in repr(remap)
 
@@ -130,3 +144,11 @@ def test_adapted_without_remaps_is_the_module():
     conv = nn.Conv2d(3, 4, 1)
     x = torch.rand(1, 3, 4, 4)
     assert torch.equal(Adapted(conv)(x), conv(x))
+
+
+def test_zeros_answer_for_the_layer_they_replace():
+    gone = Zeros(1, instead_of=nn.Conv2d(3, 8, 3, stride=2, bias=False).double())
+    assert gone.stride == (2, 2) and gone.bias is None and gone.width == 1
+    assert gone.weight.dtype == torch.float64 and gone.weight.numel() == 0
+    assert not gone.state_dict() and not list(gone.parameters())
+    assert copy.deepcopy(gone)(torch.ones(2, 3, 5, 5)).shape == (2, 1, 5, 5)

@@ -210,6 +210,65 @@ def test_accuracy_on_a_validation_split_is_told_beside_the_tests(tmp_path: Path)
     assert result.summary["pruned"]["validation_accuracy"] == record["validation_accuracy"]
 
 
+# -- averages, a teacher, statistics taken anew -----------------------------------------------------------------
+
+EVERYTHING: dict[str, Any] = {
+    "dense_control": False,
+    "phases__cycles": 2,
+    "phases__finetune": 4,
+    "warmup__ema": 0.8,
+    "warmup__nesterov": True,
+    "weights__batch_size": 8,
+    "weights__recalibrate": 2,
+    "scores__speed": 0.1,
+    "finetune__ema": 0.9,
+    "finetune__decay_all": False,
+    "distill__alpha": 0.7,
+    "distill__during": "cycles",
+}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run with every device there is, which nothing interrupts."""
+    return fit(model(), recipe(**EVERYTHING), run=tmp_path_factory.mktemp("runs") / "full")
+
+
+@pytest.mark.parametrize("finetune_on", ["small", "gated", "padded"])
+def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
+    finetune_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)
+    made = recipe(**EVERYTHING, finetune_on=finetune_on)
+    whole = fit(model(), made, run=tmp_path / "whole")
+    for epoch in (1, 4, 13):  # in the warm-up, between scores and weights, in the fine-tuning
+        with pytest.raises(Killed):
+            fit(model(epoch - 1), made, run=tmp_path / "run", resume=epoch > 1, report=kill_after(epoch))
+    assert_same_run(fit(model(9), made, run=tmp_path / "run", resume=True), whole)
+
+
+@pytest.mark.parametrize("key", [key for key in EVERYTHING if "__" in key and not key.startswith("phases")])
+def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) -> None:
+    """Were one of them not wired up, leaving it out would change nothing."""
+    made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key})
+    without = fit(model(), made, run=tmp_path / "run")
+    files = [result.folder / "model.safetensors" for result in (without, full)]
+    assert files[0].read_bytes() != files[1].read_bytes()
+
+
+def test_the_average_is_judged_and_stays(full: Result) -> None:
+    """What is judged in the last epoch is what the run leaves."""
+    assert full.summary["pruned"]["accuracy"] == metrics(full.folder)[-1]["test_accuracy"]
+
+
+def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, tmp_path: Path) -> None:
+    short = recipe(**{**EVERYTHING, "phases__cycles": 0, "phases__finetune": 0})
+    dense = fit(model(), short, run=tmp_path / "dense")
+    teacher = load_checkpoint(full.folder / "checkpoints", "teacher.safetensors")
+    assert list(teacher) == list(model().state_dict())
+    assert all(map(torch.equal, teacher.values(), weights(dense)))
+
+
 # -- schedules with holes ------------------------------------------------------------------------------------
 
 
@@ -493,3 +552,38 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     refused("cannot be read", tmp_path, model__weights=str(path))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
+
+
+# -- the forms that stand for the small network in fine-tuning ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return fit(model(), recipe(finetune_on="padded"), run=tmp_path_factory.mktemp("runs") / "padded")
+
+
+@pytest.mark.parametrize("form", ["gated", "padded"])
+def test_every_form_ends_with_the_same_network(form: str, tmp_path: Path) -> None:
+    still = {"dense_control": False, "phases__cycles": 1}
+    results = [fit(undropped(), recipe(finetune_on=on, **still), run=tmp_path / on) for on in ("small", form)]
+    small, other = (result.model.state_dict() for result in results)
+    assert list(other) == list(small)
+    for name, tensor in small.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+    assert results[0].plan == results[1].plan
+    assert (tmp_path / form / "plan.json").read_bytes() == (tmp_path / "small/plan.json").read_bytes()
+
+
+def undropped() -> Tiny:
+    """Without dropout, whose random numbers follow from the widths."""
+    made = model()
+    made.dropout.p = 0.0
+    return made
+
+
+@pytest.mark.parametrize("epoch", [10, 11, 12, 13])
+def test_a_padded_run_killed_ends_with_the_same_bits(epoch: int, padded: Result, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(finetune_on="padded"), run=tmp_path / "run", report=kill_after(epoch))
+    resumed = fit(model(9), recipe(finetune_on="padded"), run=tmp_path / "run", resume=True)
+    assert_same_run(resumed, padded)

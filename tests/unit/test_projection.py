@@ -73,6 +73,30 @@ def run_phases(projection, weights, phases=3, steps=60, **options):
     return torch.stack(seen)
 
 
+def test_one_speed_for_all_layers_in_both_forms():
+    """A learning rate divided by the layer's l1 norm, phase by phase: every logit moves alike at first."""
+
+    def run(form, weights, speed=2e-2):
+        projection, seen = form(weights, FILTERS, even=True), []
+        for phase in range(3):
+            projection.begin_phase(weights)
+            start = projection.logits().detach().clone()
+            optimiser = torch.optim.Adam(projection.groups(speed), eps=1e-13)
+            train(projection, 60 * phase, 60 * phase + 1, optimiser=optimiser)
+            moved = (projection.logits().detach() - start).abs()
+            assert torch.allclose(moved, torch.full_like(moved, speed), rtol=1e-5)
+            train(projection, 60 * phase + 1, 60 * phase + 60, optimiser=optimiser)
+            projection.end_phase()
+            seen.append(projection.logits().detach().clone())
+            weights = change(weights, phase + 1)
+        return torch.stack(seen)
+
+    weights = make_weights(zeros=False)
+    literal, factored = (run(form, weights) for form in (LiteralProjection, FactoredProjection))
+    assert literal.abs().max() > 0.3
+    torch.testing.assert_close(factored, literal, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", PROJECTIONS)
 def test_every_logit_starts_at_exactly_zero(form):
     projection = PROJECTIONS[form](make_weights(), FILTERS)

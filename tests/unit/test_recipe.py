@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -24,6 +25,7 @@ from sbf_pruner.training.recipe import (
     load_recipe,
     settings,
 )
+from sbf_pruner.training.schedule import phases, total_epochs
 
 MINIMAL = '[model]\nname = "resnet56"\n[data]\nname = "synthetic"\n'
 
@@ -62,6 +64,27 @@ def test_bundled_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
     assert load_recipe(write(tmp_path, recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.startswith("cifar10")])
+def test_every_recipe_for_cifar10_has_the_papers_number_of_epochs(name: str) -> None:
+    recipe = load_recipe(name)
+    assert total_epochs(recipe) == 440 and not recipe.dense_control
+    assert recipe.data == DataConfig("cifar10", batch_size=256, crop=4, flip=True)
+
+
+def test_the_papers_recipes_differ_from_the_defaults_in_lambda_alone() -> None:
+    for depth, (ratio, penalty) in itertools.product((56, 110), {"medium": 5e-4, "high": 15e-4}.items()):
+        recipe = load_recipe(f"cifar10-resnet{depth}-paper-{ratio}")
+        plain = Recipe(recipe.name, ModelConfig(f"resnet{depth}"), recipe.data, evaluate_every=5)
+        assert recipe == dataclasses.replace(plain, scores=ScoresConfig(penalty=penalty))
+
+
+def test_the_dense_controls_have_one_stage() -> None:
+    for depth in (56, 110):
+        dense, paper = (load_recipe(f"cifar10-resnet{depth}-{kind}") for kind in ("dense", "paper-medium"))
+        assert [phase.kind for phase in phases(dense)] == ["warmup"]
+        assert dense.warmup == paper.warmup and dense.model == paper.model and dense.data == paper.data
 
 
 def test_digits_is_bundled_with_a_control() -> None:
@@ -135,6 +158,10 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
             "lr: unknown key; did you mean 'warmup.lr' or 'weights.lr' or 'finetune.lr' or 'scores.lr'?",
         ),
         ("phases.zzz=3", "phases.zzz: unknown key; known: warmup, cycles, score, weights, finetune"),
+        ("finetune.ema=1", "finetune.ema: must be below 1, got 1.0"),
+        ("distill.alpha=2", "distill.alpha: must be at most 1, got 2.0"),
+        ("distill.during=always", "distill.during: 'always' is not one of finetune, weights, cycles"),
+        ("scores.speed=-1", "scores.speed: must be at least 0, got -1.0"),
         ("phases.cycles", "override 'phases.cycles': write KEY=VALUE, such as phases.cycles=4"),
         ("phases..cycles=3", "override 'phases..cycles=3': write KEY=VALUE, such as phases.cycles=4"),
     ],
@@ -148,6 +175,13 @@ def test_each_mistake_names_its_key(override: str, message: str | None, tmp_path
     else:
         with pytest.raises(RecipeError, match="^" + re.escape(message)):
             load_recipe(path, [override])
+
+
+def test_a_teacher_must_have_learned_something(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(RecipeError, match=r"^distill\.alpha: there is nothing to learn from; set phases\.warmup"):
+        load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0"])
+    assert load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0", "model.weights=w.pt"])
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sbf_pruner.errors import PruningError
+from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.masks import Flow
 from sbf_pruner.graph.nodes import Contract, Elementwise, Map, Norm, Opaque, Source
-from sbf_pruner.graph.rules import RULES, build_node
+from sbf_pruner.graph.rules import NAMED, RULES, build_node, register_rule
 from sbf_pruner.graph.trace import record
+from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import Pruner
+from sbf_pruner.surgery import extract
 
 
 class Apply(nn.Module):
@@ -273,3 +278,70 @@ def test_kinds():
     assert kind(lambda x: x.flip(1)) is Map
     assert kind(lambda x: x + torch.ones(6)) is Elementwise
     assert type(run(lambda x: x + torch.ones(6), A)[1][0]) is Source
+
+
+# -- operators of a user ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def squash():
+    """An operator nobody knows, and afterwards the table as it was."""
+    before = dict(RULES)
+    library = torch.library.Library("tests_rules", "DEF")
+    library.define("squash(Tensor x) -> Tensor")
+    library.impl("squash", lambda x: x / (1 + x.abs()), "CompositeExplicitAutograd")
+    yield torch.ops.tests_rules.squash
+    RULES.clear()
+    RULES.update(before)
+    library._destroy()
+
+
+class Squashed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(i, o, 1) for i, o in ((3, 6), (6, 5), (5, 4)))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.three(torch.ops.tests_rules.squash(self.two(torch.relu(self.one(x))))))
+
+
+def test_an_unknown_operator_stops_only_what_touches_it(squash):
+    model, inputs = Squashed().double(), torch.rand(2, 3, 4, 4).double()
+    graph = trace(model, inputs)
+    assert list(graph.layers) == ["one", "three"]
+    assert re.fullmatch(
+        r"tests_rules\.squash at test_rules\.py:\d+ is not known; tell what it does with sbf\.register_rule",
+        graph.skipped["two"],
+    )
+    small = extract(model, inputs, Plan({"one": [1, 4], "three": [0]}))
+    assert small.two.weight.shape == (5, 2, 1, 1)
+
+
+def test_a_registered_operator_is_followed(squash):
+    register_rule("tests_rules::squash", "zero_kept")
+    model, inputs = Squashed().double(), torch.rand(2, 3, 4, 4).double()
+    pruner = Pruner(model, inputs)
+    pruner.gate(Plan({"two": [0, 3]}))
+    small = pruner.extract()
+    assert small.three.weight.shape == (4, 2, 1, 1)
+    torch.testing.assert_close(small(inputs), model(inputs))
+
+
+def test_a_rule_can_be_a_function(squash):
+    register_rule("tests_rules::squash", lambda op, grids: NAMED["zero_kept"](op, grids))
+    assert "two" in trace(Squashed(), torch.rand(2, 3, 4, 4)).layers
+
+
+@pytest.mark.parametrize(
+    ("operator", "rule", "message"),
+    [
+        ("squash", "zero_kept", "an operator is named namespace::name, like aten::relu, not 'squash'"),
+        ("a::b.c", "zero_kept", "an operator is named namespace::name, like aten::relu, not 'a::b.c'"),
+        ("aten::relu", "zero_lost", "aten::relu has a rule already"),
+        ("tests_rules::squash", "zero_keep", "no rule is called 'zero_keep'; did you mean 'zero_kept'?"),
+    ],
+)
+def test_what_cannot_be_registered(operator, rule, message):
+    with pytest.raises(PruningError, match=re.escape(message)):
+        register_rule(operator, rule)

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import PlanError
 from .masks import Flow, Grids, Mask, level, some
 from .nodes import Boundary, Contract, Node
-from .trace import Trace, Value
+from .trace import Call, Trace, Value
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class ChannelGraph:
     grids: Grids = field(repr=False)
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
+    entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # what goes into every call of a module
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Liveness and need of every channel when each layer has only the given filters."""

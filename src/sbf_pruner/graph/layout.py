@@ -15,11 +15,14 @@ import numpy as np
 from .channels import ChannelGraph
 from .masks import Flow, Layout
 from .nodes import Boundary
-from .trace import ZEROS, Value
+from .trace import ZEROS, Call, Value
 
 
-def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layout:
-    """The smallest layout in which every operator can run; operators at `pinned` positions get everything."""
+def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:
+    """The smallest layout in which every operator can run.
+
+    Operators at `pinned` positions get everything, and so do the module calls named `whole`.
+    """
     layout = Layout(graph.grids)
     for value, grid in graph.grids.items():
         needed = flow.needed.get(value, np.zeros(grid, bool))
@@ -32,6 +35,9 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
         if node.op.position in pinned or (isinstance(node, Boundary) and node.op.call in calls):
             for value in (*node.inputs, *node.outputs):
                 layout.fill(value)
+    for call in whole:
+        for value in graph.entries[call]:
+            layout.fill(value)
     shared = _calls_of_one_module(graph)
     _grow(graph, layout, shared)
     for value in graph.grids:  # only now: a place held too early would stay where ties bring other channels
@@ -39,6 +45,16 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = ()) -> Layo
             _hold_place(layout, value)
     _grow(graph, layout, shared)
     return layout
+
+
+def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
+    """The modules of which nothing is wanted any more, in any of their calls."""
+    wanted: dict[str, bool] = defaultdict(bool)
+    for node in graph.nodes:
+        if isinstance(node, Boundary) and node.side == "out":
+            mask = node.wanted(flow)
+            wanted[node.module] |= mask is not None and bool(mask.any())
+    return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
 def _grow(graph: ChannelGraph, layout: Layout, shared: list[list[tuple[Value, int]]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .masks import Grid, Grids
-from .nodes import Map, Node, Opaque, Source
+from .nodes import Map, Node, Opaque, Source, Sum
 from .trace import Op, Value
 
 _RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
@@ -127,7 +127,7 @@ def pooled(op: Op, grids: Grids) -> Node:
 
 
 def reduced(op: Op, grids: Grids) -> Node:
-    """Mean, sum, maximum or norm over dimensions along which channels do not differ."""
+    """Mean, sum, maximum or norm; over the channels themselves a sum alone does without those that are gone."""
     x = op.args[0]
     grid, rank = grids[x], len(x.shape)
     given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
@@ -135,10 +135,13 @@ def reduced(op: Op, grids: Grids) -> Node:
         given = [op.args[1]]
     dims = [given] if isinstance(given, int) else given or range(rank)
     over = {int(d) % rank for d in dims} if rank else set()
-    if any(grid[d] > 1 for d in over):
-        return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
     outputs = [v for v in op.outputs if v is not None]
     keep = len(outputs[0].shape) == rank
+    if any(grid[d] > 1 for d in over):
+        if op.name == "aten.sum":
+            grids[outputs[0]] = tuple(1 if d in over else n for d, n in enumerate(grid) if keep or d not in over)
+            return Sum(op, grids, tuple(sorted(over)))
+        return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
     shape = [n for d, n in enumerate(grid) if keep or d not in over]
     numbers = np.arange(int(np.prod(grid))).reshape(shape)
     return _map(op, grids, [x], [numbers for _ in outputs])

@@ -182,6 +182,35 @@ class Map(Node):
 
 
 @dataclass
+class Sum(Node):
+    """A sum over dimensions along which channels differ: a missing channel is missed as little as a zero."""
+
+    over: tuple[int, ...] = ()
+
+    def _aligned(self, mask: Mask) -> Mask:
+        """What holds for the output, with the dimensions that are summed over."""
+        x, out = self.inputs[0], self.outputs[0]
+        return mask if len(out.shape) == len(x.shape) else np.expand_dims(mask, self.over)
+
+    def push(self, flow: Flow) -> None:
+        out = self.outputs[0]
+        flow.alive[out] = some(flow.alive[self.inputs[0]], self.over, keepdims=True).reshape(self.grids[out])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            x = self.inputs[0]
+            flow.need(x, np.broadcast_to(self._aligned(wanted), self.grids[x]), self.grids[x])
+
+    def tie(self, layout: Layout) -> None:
+        x, out = self.inputs[0], self.outputs[0]
+        kept = [d for d in range(len(x.shape)) if d not in self.over]
+        places = kept if len(out.shape) == len(x.shape) else range(len(kept))
+        for dim, place in zip(kept, places, strict=True):
+            layout.tie([(x, dim), (out, place)])
+
+
+@dataclass
 class Contract(Node):
     """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
 
@@ -191,7 +220,6 @@ class Contract(Node):
     out_axis: int = field(kw_only=True)  # of the stored weight
     in_axis: int = field(kw_only=True)
     groups: int = field(default=1, kw_only=True)
-    stored: bool = field(default=True, kw_only=True)  # False: the weight is computed, and cannot be sliced
     revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
     idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
 
@@ -202,6 +230,15 @@ class Contract(Node):
     @property
     def filters(self) -> int:
         return self.out.shape[1]
+
+    @property
+    def stored(self) -> bool:
+        """Is the weight a parameter itself?  Else it is computed, from parameters or even from the input."""
+        return self.weight.kind == "state"
+
+    @property
+    def transposed(self) -> bool:
+        return self.op.name == "aten.convolution" and bool(self.op.args[6])
 
     @property
     def depthwise(self) -> bool:
@@ -238,17 +275,23 @@ class Contract(Node):
         flow.need(self.x, rows.reshape(self._line(self.x)), self.grids[self.x])
 
     def tie(self, layout: Layout) -> None:
+        sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
         if not self.stored:
-            layout.fill(self.x)
-            layout.fill(self.out)
-            return
+            # A computed weight is sliced by slicing what it is made of: by filters, never by inputs, because
+            # those are what a filter is normalised over.
+            sides = sides[:1] if self.weight.roots and self.weight.shape[self.out_axis] == self.filters else []
+            layout.fill_other(self.weight, self.out_axis)
+            if not sides:
+                for value in (self.weight, self.x, self.out):
+                    layout.fill(value)
         layout.fill_other(self.x, 1)
         if self.groups > 1:
             self._tie_groups(layout)
+        elif not self.stored:
+            layout.fill(self.x)
         if self.bias is not None:
             layout.tie([(self.bias, 0), (self.out, 1)])
         # With groups the stored weight has no axis of all inputs; surgery slices it group by group.
-        sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
         for axis, value in sides:
             if self.weight.shape[axis] == value.shape[1]:
                 layout.tie([(self.weight, axis), (value, 1)])
@@ -257,6 +300,8 @@ class Contract(Node):
         """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
         sides = [self.grouped(np.isin(np.arange(v.shape[1]), layout.indices(v, 1))) for v in (self.x, self.out)]
         there = some(sides[0], 1) | some(sides[1], 1)
+        if not self.stored:
+            sides[0] = sides[0] | there[:, None]
         for value, rows in zip((self.x, self.out), sides, strict=True):
             layout.add(value, 1, level(rows, there).reshape(-1))
 

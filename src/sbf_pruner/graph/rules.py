@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..errors import PruningError, nearest
 from .masks import Grid, Grids
 from .moves import joined, moved, padded, pooled, reduced
 from .nodes import Contract, Elementwise, Node, Norm, Opaque, Source
@@ -170,7 +171,6 @@ def _contract(
         out_axis=axes[0],
         in_axis=axes[1],
         groups=groups,
-        stored=weight.kind == "state",
         revives=bias is not None,
     )
 
@@ -192,17 +192,17 @@ def matrix_product(op: Op, grids: Grids) -> Node:
             return opaque(op, grids)
     else:
         bias, (x, weight) = None, op.args[:2]
-    if weight.kind == "state":
-        return _contract(op, grids, x, weight, bias, (1, 0))
-    if weight.transpose_of is not None:
+    if weight.transpose_of is not None and weight.transpose_of.roots:
         return _contract(op, grids, x, weight.transpose_of, bias, (0, 1))
+    if weight.roots:
+        return _contract(op, grids, x, weight, bias, (1, 0))
     return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
 
 
 def transpose(op: Op, grids: Grids) -> Node:
     """The transpose of a stored weight, on its way into a linear layer, is the weight itself."""
     out = op.outputs[0]
-    if out is not None and out.transpose_of is not None:
+    if out is not None and out.transpose_of is not None and out.transpose_of.roots:
         return Source(op, grids)
     return moved(op, grids)
 
@@ -221,6 +221,15 @@ def batch_norm(op: Op, grids: Grids) -> Node:
     return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
 
 
+def weight_norm(op: Op, grids: Grids) -> Node:
+    """A weight as a direction and a length per filter: each filter by itself."""
+    value, length = op.args[:2]
+    dim = int(op.number(2, "dim", 0) or 0)
+    if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
+        return opaque(op, grids)
+    return _elementwise(op, grids, "any")
+
+
 def group_statistics(op: Op, grids: Grids) -> Node:
     """Layer norm and group norm share statistics among channels, which removal would change."""
     return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among channels")
@@ -231,7 +240,9 @@ def group_statistics(op: Op, grids: Grids) -> Node:
 
 def opaque(op: Op, grids: Grids) -> Node:
     """Anything else: all channels must be there."""
-    return Opaque(op, grids)
+    if op.name.startswith(("aten.", "sbf.")):
+        return Opaque(op, grids)
+    return Opaque(op, grids, f"{op.name} at {op.where} is not known; tell what it does with sbf.register_rule")
 
 
 def restrided(op: Op, grids: Grids) -> Node:
@@ -259,6 +270,7 @@ RULES: dict[str, Rule] = {
     **_rows(convolution, "convolution"),
     **_rows(matrix_product, "mm addmm"),
     **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit"),
+    **_rows(weight_norm, "_weight_norm_interface"),
     **_rows(group_statistics, "native_layer_norm native_group_norm"),
     **_rows(
         zero_kept,
@@ -299,9 +311,39 @@ RULES: dict[str, Rule] = {
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
         "replication_pad3d",
     ),
-    **_rows(reduced, "mean sum amax amin linalg_vector_norm var std var_mean"),
+    **_rows(reduced, "mean sum amax amin max min linalg_vector_norm var std var_mean"),
     **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
     **_rows(fresh, "ones full empty arange linspace rand randn eye scalar_tensor new_ones new_full new_empty"),
     **_rows(fresh_zeros, "zeros new_zeros"),
     STALE: opaque,
 }
+
+# The rules a user can name; each says what the operator does to a channel.
+NAMED: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (zero_kept, zero_lost, addition, product, quotient, softmax, moved, joined, pooled, reduced)
+}
+
+
+def register_rule(operator: str, rule: str | Rule) -> None:
+    """Tell how channels pass through an operator of your own, so that layers around it can be pruned.
+
+    `rule` is a name ("zero_kept": element by element with f(0) = 0; "zero_lost": element by element;
+    "addition", "product", "quotient", "softmax", "moved": channels change places; "joined": a concatenation;
+    "pooled": pixels change, channels do not; "reduced": a mean or maximum over other dimensions), or a function
+    from the recorded operator and the grids known so far to a node, as those in this file are.
+
+    >>> register_rule("shop::soft_step", "zero_kept")
+    >>> register_rule("shop::soft_step", "smooth")
+    Traceback (most recent call last):
+        ...
+    sbf_pruner.errors.PruningError: no rule is called 'smooth'; known: zero_kept, ...
+    """
+    space, _, name = operator.replace("::", ".").partition(".")
+    if not (space and name) or "." in name:
+        raise PruningError(f"an operator is named namespace::name, like aten::relu, not {operator!r}")
+    if space == "aten" and f"aten.{name}" in RULES:
+        raise PruningError(f"{operator} has a rule already")
+    if isinstance(rule, str) and rule not in NAMED:
+        raise PruningError(f"no rule is called {rule!r}; {nearest(rule, NAMED)}")
+    RULES[f"{space}.{name}"] = NAMED[rule] if isinstance(rule, str) else rule

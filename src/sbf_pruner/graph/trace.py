@@ -9,7 +9,6 @@ In-place operators are recorded as if they returned a new value.  The user's mod
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attached import without_attached
 from ..errors import TraceError
-from ..inputs import call, map_tensors, meta_copy
+from ..inputs import call, map_tensors, meta_copy, real_copy
 from ..layers import Remap, Zeros
 from .where import explain, where
 
@@ -36,7 +35,13 @@ class Value:
     kind: str  # "input", "state", "constant" or "result"
     name: str = ""  # of a parameter or buffer: its qualified name
     data: Tensor | None = field(default=None, repr=False)  # of a parameter or buffer: the real numbers
-    transpose_of: Value | None = None  # the stored weight this is the transpose of
+    trained: bool = False  # it is a parameter
+    transpose_of: Value | None = None  # the tensor this is the transpose of
+    roots: tuple[Value, ...] | None = None  # the parameters and buffers it is made of; None if of inputs too
+
+    def __post_init__(self) -> None:
+        if self.kind in ("state", "constant"):
+            self.roots = (self,) if self.kind == "state" else ()
 
 
 @dataclass(eq=False)
@@ -89,22 +94,60 @@ class Trace:
     calls: dict[str, list[Call]]  # by module
     states: dict[str, Value]  # parameters and buffers that were used, by qualified name
     literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
+    training: tuple[str, ...] = ()  # the modules that ran in training mode
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
     """Run the model once, in evaluation mode and on a copy, and write down its operators.
 
+    Where a module leaves out some of its children then (auxiliary heads), that module alone runs in training
+    mode, if it does the same and more.
+
     >>> [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.rand(1, 3, 8, 8)).ops]
     ['aten.convolution', 'aten.relu']
     """
+    found = record_in(model, example_inputs, ())
+    holders = _left_out(model, found)
+    if holders:
+        try:
+            again = record_in(model, example_inputs, holders)
+        except TraceError:
+            return found
+        if set(found.states) < set(again.states) and _continues(again.ops, found.ops):
+            return again
+    return found
+
+
+def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
+    """The modules that ran while children of theirs with parameters did not."""
+    holders: dict[str, None] = {}
+    for name, _ in model.named_parameters():
+        path = name.rpartition(".")[0]
+        if name not in found.states and path not in found.calls:
+            while path and path not in found.calls:
+                path = path.rpartition(".")[0]
+            holders[path] = None
+    return tuple(holders)
+
+
+def _continues(longer: list[Op], shorter: list[Op]) -> bool:
+    """Is one recording the other with operators added?"""
+    rest = iter(longer)
+    return all(any((op.name, op.where) == (other.name, other.where) for other in rest) for op in shorter)
+
+
+def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) -> Trace:
+    """`record` with the given modules in training mode, and all others in evaluation mode."""
     try:
-        return _record_copy(model, meta_copy(model), map_tensors(example_inputs, lambda t: t.to("meta")), True)
+        inputs = map_tensors(example_inputs, lambda t: t.to("meta"))
+        return _record_copy(model, meta_copy(model), inputs, True, training)
     except Exception:
         # Not every model can run without numbers (control flow on values, constants made on the CPU); if it
         # cannot run with them either, that second failure is the one worth showing.
         pass
     try:
-        found = _record_copy(model, copy.deepcopy(model), map_tensors(example_inputs, Tensor.clone), False)
+        inputs = map_tensors(example_inputs, Tensor.clone)
+        found = _record_copy(model, real_copy(model), inputs, False, training)
         if found.literals:
             _check_literals(model, example_inputs, found)
         return found
@@ -117,7 +160,7 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Are the tensors that the forward made of numbers the same for other inputs?"""
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
-    again = _record_copy(model, copy.deepcopy(model), noise, False)
+    again = _record_copy(model, real_copy(model), noise, False, found.training)
     for (line, one), (_, other) in zip(found.literals, again.literals, strict=False):
         if not torch.equal(one, other):
             raise TraceError(_not_from_torch(line))
@@ -130,8 +173,10 @@ def _not_from_torch(line: str) -> str:
     )
 
 
-def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool) -> Trace:
+def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, training: tuple[str, ...]) -> Trace:
     without_attached(twin).eval()
+    for path in training:
+        twin.get_submodule(path).training = True
     recorder = _Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
         with torch.no_grad(), recorder.watching(twin), recorder:
@@ -144,7 +189,8 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool) 
         raise TraceError("the model returns no tensor; return a tensor, or a tuple or dict of them")
     for position, op in enumerate(recorder.ops):
         op.position = position
-    return Trace(recorder.ops, recorder.input_values, outputs, recorder.calls, recorder.states, recorder.literals)
+    calls, states, literals = recorder.calls, recorder.states, recorder.literals
+    return Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training)
 
 
 def _as_tree(result: Any) -> Any:
@@ -174,7 +220,8 @@ class _Recorder(TorchDispatchMode):
         self._writer: dict[int, Value] = {}  # storage -> the value written last
         real = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-            self._note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach()))
+            trained = isinstance(tensor, nn.Parameter)
+            self._note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
         for module in twin.modules():
             for held in vars(module).values():
                 if isinstance(held, Tensor) and id(held) not in self._value:
@@ -229,8 +276,8 @@ class _Recorder(TorchDispatchMode):
             return self._note(tensor, Value(tuple(tensor.shape), "constant"))
         storage = _storage(tensor)
         if self._seen[id(tensor)] != self._writes.get(storage, 0):
-            fresh = Value(known.shape, "result")
             inputs = (known, self._writer[storage])
+            fresh = Value(known.shape, "result", roots=_roots(inputs))
             self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), where()))
             return self._note(tensor, fresh)
         return known
@@ -265,10 +312,11 @@ class _Recorder(TorchDispatchMode):
         result: Any,
         written: Sequence[Tensor] = (),
     ) -> None:
+        roots = _roots(inputs)
         for tensor in written:
             storage = _storage(tensor)
             self._writes[storage] = self._writes.get(storage, 0) + 1
-            self._writer[storage] = self._note(tensor, Value(tuple(tensor.shape), "result"))
+            self._writer[storage] = self._note(tensor, Value(tuple(tensor.shape), "result", roots=roots))
         outputs: list[Value | None] = []
         touched = {id(t) for t in written}
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
@@ -277,7 +325,7 @@ class _Recorder(TorchDispatchMode):
             elif id(tensor) in touched:
                 outputs.append(self._value[id(tensor)])
             else:
-                outputs.append(self._note(tensor, Value(tuple(tensor.shape), "result")))
+                outputs.append(self._note(tensor, Value(tuple(tensor.shape), "result", roots=roots)))
         if written and not any(outputs):
             outputs = [self._value[id(t)] for t in written]
         op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
@@ -285,7 +333,7 @@ class _Recorder(TorchDispatchMode):
         for value in inputs:
             if value.kind == "state":
                 self.states[value.name] = value
-        if name == "aten.t" and inputs[0].kind == "state" and outputs[0] is not None:
+        if name == "aten.t" and outputs[0] is not None:
             outputs[0].transpose_of = inputs[0]
 
     def _note(self, tensor: Tensor, value: Value) -> Value:
@@ -323,6 +371,16 @@ _FRESH = {
     )
 }
 _LIFTED = {"aten.lift_fresh", "aten.lift_fresh_copy", "aten._to_copy", "aten.detach", "aten.alias"}
+
+
+def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
+    """What a result of the given values is made of."""
+    found: dict[Value, None] = {}
+    for value in inputs:
+        if value.roots is None:
+            return None
+        found |= dict.fromkeys(value.roots)
+    return tuple(found)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -28,6 +28,9 @@ class Projection(Protocol):
     in_phase: bool
     """Between `begin_phase` and `end_phase`; after a load in the middle of a phase, do not begin it again."""
 
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        """The parameters with their learning rates, as an optimiser made within a phase takes them."""
+
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
         """Take in the weights, one tensor per layer, which stay frozen until the phase ends."""
 
@@ -50,9 +53,15 @@ class LiteralProjection:
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None
+        self,
+        weights: Sequence[Tensor],
+        filters: Sequence[int],
+        *,
+        even: bool = False,
+        limit_bytes: int | None = None,
     ) -> None:
         dtype, device = _kind(weights, filters)
+        self._even = even
         literal_bytes(weights, filters, limit_bytes=_memory(device) if limit_bytes is None else limit_bytes)
         self.in_phase = False
         self.parameters: list[Tensor] = [
@@ -67,6 +76,12 @@ class LiteralProjection:
         for vector, weight in zip(self._vectors, weights, strict=True):
             vector.copy_(weight.flatten())
         self.in_phase = True
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        if not self._even:
+            return [{"params": self.parameters, "lr": lr}]
+        norms = [float(v.abs().sum()) for v in self._vectors]
+        return [{"params": [w], "lr": lr / n if n else lr} for w, n in zip(self.parameters, norms, strict=True)]
 
     def logits(self) -> Tensor:
         return torch.cat([v @ w for v, w in zip(self._vectors, self.parameters, strict=True)])
@@ -100,10 +115,14 @@ class FactoredProjection:
     first order in eps they act together as if each weight had the mean magnitude of the nonzero ones, so `t`
     is shown the logit's gradient times that magnitude instead of its own gradient, which has `|F|_1` there.
     Hence `parameters` are meant for Adam, or another optimiser that is blind to the gradient's scale.
+
+    With `even`, `t` is counted in logits: every layer moves as fast as any other, as if each had a learning
+    rate of its own, divided by its `|F|_1`.
     """
 
-    def __init__(self, weights: Sequence[Tensor], filters: Sequence[int]) -> None:
+    def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
         dtype, device = _kind(weights, filters)
+        self._even = even
         self.in_phase = False
         self._sizes = [w.numel() for w in weights]
         self._bytes = [-(-size // 4) for size in self._sizes]
@@ -133,18 +152,24 @@ class FactoredProjection:
         self._t.zero_()
         self.in_phase = True
 
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        return [{"params": self.parameters, "lr": lr}]
+
     def logits(self) -> Tensor:
         held = self._t.detach()
+        moved = held if self._even else self._l1 * held
         # The last term is exactly 0; it is there for its gradient, `typical`.
-        return self._base + self._l1 * held + self._typical * (self._t - held)
+        return self._base + moved + self._typical * (self._t - held)
 
     @torch.no_grad()
     def end_phase(self) -> None:
         if self.in_phase and self._t.any():
+            # A layer of zeros alone gives no logit, whatever its rate.
+            entries = self._t / self._l1.where(self._l1 > 0, 1) if self._even else self._t
             if len(self._past_signs) and torch.equal(self._signs, self._past_signs[-1]):
-                self._past_t[-1] += self._t  # no sign changed since: the two phases are one
+                self._past_t[-1] += entries  # no sign changed since: the two phases are one
             else:
-                self._past_t = torch.cat([self._past_t, self._t[None]])
+                self._past_t = torch.cat([self._past_t, entries[None]])
                 self._past_signs = torch.cat([self._past_signs, self._signs[None]])
         self.in_phase = False
 
@@ -172,11 +197,17 @@ class FactoredProjection:
 class FreeProjection:
     """The ablation: one free logit per filter, blind to the weights, so that a phase changes nothing.
 
-    `scale` is the speed of each layer: a logit moves by about `lr * scale` in one step of Adam.
+    `scale` is the speed of each layer: a logit moves by about `lr * scale` in one step of Adam, which without
+    one is `even` already.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], filters: Sequence[int], *, scale: Sequence[float] | None = None
+        self,
+        weights: Sequence[Tensor],
+        filters: Sequence[int],
+        *,
+        even: bool = False,
+        scale: Sequence[float] | None = None,
     ) -> None:
         dtype, device = _kind(weights, filters)
         self.in_phase = False
@@ -187,6 +218,9 @@ class FreeProjection:
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
         _check_phase(self, weights, [w.numel() for w in weights])
         self.in_phase = True
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        return [{"params": self.parameters, "lr": lr}]
 
     def logits(self) -> Tensor:
         return self._scale * self.parameters[0]
@@ -202,7 +236,7 @@ class FreeProjection:
         self.in_phase = bool(state["in_phase"])
 
 
-PROJECTIONS: dict[str, Callable[[Sequence[Tensor], Sequence[int]], Projection]] = {
+PROJECTIONS: dict[str, Callable[..., Projection]] = {
     "factored": FactoredProjection,
     "literal": LiteralProjection,
     "free": FreeProjection,

@@ -1,56 +1,106 @@
-"""Convolutions whose input gradient the compiler may choose, for the captured engine.
+"""Convolutions whose gradients suit few channels, for the captured engine.
 
 The gradient of the input of a convolution with stride 1 is itself a convolution, with the kernel turned round
-and the channels exchanged.  Written so, the compiler tunes it like any forward, where the
-library's own kernel for it is made for many more channels than a CIFAR network has.
+and the channels exchanged.  Written so, the compiler tunes it like any forward, where the library's own kernel
+for it is made for many more channels than a CIFAR network has.  The weights in the type the device computes
+in, as they are and turned, are made for all layers at once by two kernels a step: one at a time, 55 layers
+spend more on starting kernels than on the work.  The gradient of the weight is a kernel of ours where there
+is Triton and that is the quicker one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_ALIGNED = 64  # elements; a tensor that starts anywhere would be copied before a compiled kernel reads it
+
+
+class TunableConvolutions:
+    """While entered, the network's convolutions of stride 1 have gradients the compiler can tune.
+
+    They read their weights from copies in `dtype` that `refresh` makes; gradients go to the weights themselves.
+    """
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self.modules = [m for m in network.modules() if type(m) is nn.Conv2d and _suits(m)]
+        weights = [m.weight for m in self.modules]
+        self._weights = [w.detach() for w in weights]
+        starts, size = [], 0
+        for weight in weights:
+            starts.append(size)
+            size += -(-weight.numel() // _ALIGNED) * _ALIGNED
+        device = weights[0].device if weights else None
+        self._plain = torch.zeros(size, dtype=dtype, device=device)
+        self._turned = torch.zeros(size, dtype=dtype, device=device)
+        places = torch.zeros(size, dtype=torch.int64)
+        self._casts: list[Tensor] = []
+        self._forwards = []
+        for module, weight, start in zip(self.modules, weights, starts, strict=True):
+            filters, channels, height, width = weight.shape
+            part = slice(start, start + weight.numel())
+            # Both in the order that channels_last means: filter, row, column, channel.
+            cast = self._plain[part].view(filters, height, width, channels).permute(0, 3, 1, 2)
+            turned = self._turned[part].view(channels, height, width, filters).permute(0, 3, 1, 2)
+            numbers = torch.arange(part.start, part.stop).view(filters, height, width, channels)
+            places[part] = numbers.flip(1, 2).permute(3, 1, 2, 0).reshape(-1)
+            self._casts.append(cast)
+            self._forwards.append(partial(_forward, module, cast, turned, _has_kernel(module, dtype)))
+        self._places = places.to(device)
+
+    def __enter__(self) -> TunableConvolutions:
+        for module, forward in zip(self.modules, self._forwards, strict=True):
+            module.__dict__["forward"] = forward
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module.__dict__["forward"]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights anew."""
+        if self.modules:
+            torch._foreach_copy_(self._casts, self._weights)
+            torch.index_select(self._plain, 0, self._places, out=self._turned)
+
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.padding = padding
-        return F.conv2d(x, weight, None, 1, padding)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, ours: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, cast, turned)
+        ctx.padding, ctx.ours, ctx.dtype = padding, ours, weight.dtype
+        return F.conv2d(x, cast, None, 1, padding)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, cast, turned = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            turned = weight.flip(2, 3).transpose(0, 1)
-            of_input = F.conv2d(gradient, turned, None, 1, weight.shape[2] - 1 - ctx.padding)
+            of_input = F.conv2d(gradient, turned, None, 1, cast.shape[2] - 1 - ctx.padding)
         if ctx.needs_input_grad[1]:
-            sides = [ctx.padding, ctx.padding]
-            of_weight = torch.ops.aten.convolution_backward(
-                gradient, x, weight, None, [1, 1], sides, [1, 1], False, [0, 0], 1, [False, True, False]
-            )[1]
-        return of_input, of_weight, None
+            if ctx.ours:
+                of_weight = torch.ops.sbf_pruner.weight_gradient(x, gradient)
+            else:
+                sides, wanted = [ctx.padding, ctx.padding], [False, True, False]
+                of_weight = torch.ops.aten.convolution_backward(
+                    gradient, x, cast, None, [1, 1], sides, [1, 1], False, [0, 0], 1, wanted
+                )[1]
+            of_weight = of_weight.to(ctx.dtype)
+        return of_input, of_weight, None, None, None, None
 
 
-@contextmanager
-def tunable_convolutions(network: nn.Module) -> Iterator[None]:
-    """While entered, the network's convolutions of stride 1 have gradients the compiler can tune."""
-    changed = [module for module in network.modules() if type(module) is nn.Conv2d and _suits(module)]
-    for module in changed:
-        module.__dict__["forward"] = partial(_forward, module)
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.__dict__["forward"]
+def _forward(module: nn.Conv2d, cast: Tensor, turned: Tensor, ours: bool, x: Tensor) -> Tensor:
+    return _Convolution.apply(x.to(cast.dtype), module.weight, cast, turned, int(module.padding[0]), ours)
 
 
 def _suits(module: nn.Conv2d) -> bool:
@@ -59,12 +109,15 @@ def _suits(module: nn.Conv2d) -> bool:
         and module.stride == module.dilation == (1, 1)
         and module.groups == 1
         and module.bias is None
-        and module.in_channels >= 8  # an image's few channels gain nothing
         and module.kernel_size[0] == module.kernel_size[1]
         and module.padding in {(p, p) for p in range(module.kernel_size[0])}
         and module.padding_mode == "zeros"
     )
 
 
-def _forward(module: nn.Conv2d, x: Tensor) -> Tensor:
-    return _Convolution.apply(x, module.weight.to(x.dtype), int(module.padding[0]))
+def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
+    if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
+        return False
+    from . import weight_gradient  # noqa: F401 (it registers the operator; there is no Triton elsewhere)
+
+    return module.kernel_size == (3, 3) and module.padding == (1, 1)

@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..pruner import Pruner
+from .average import Average
 from .data import Batches
 from .recipe import OptimizerConfig
+from .teacher import Teacher
 
 Batch = tuple[Tensor, Tensor]
 
@@ -62,8 +66,13 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         rates: Sequence[float],
         label_smoothing: float = 0.0,
+        teacher: Teacher | None = None,
+        average: Average | None = None,
     ) -> Tally:
-        """Train the weights for one epoch; `rates` holds the learning rate of each step."""
+        """Train the weights for one epoch; `rates` holds the learning rate of each step.
+
+        An optimiser is always used with the same smoothing, teacher and average.
+        """
         self.network.train()
         sums = _Sums(self.device)
         for (images, labels), rate in zip(batches.epoch(epoch), rates, strict=True):
@@ -71,12 +80,16 @@ class Engine:
             optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+            if teacher is not None:
+                loss = teacher.mixed(loss, outputs, teacher.answers(images))
             loss.backward()
             optimizer.step()
+            if average is not None:
+                average.update()
             sums.add(outputs, labels, loss)
         return sums.tally()
 
-    def score_epoch(self, batches: Batches, epoch: int) -> Tally:
+    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
         """Train the scores for one epoch, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
@@ -85,6 +98,8 @@ class Engine:
         for images, labels in batches.epoch(epoch):
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels)
+            if teacher is not None:
+                loss = teacher.mixed(loss, outputs, teacher.answers(images))
             penalty = pruner.penalty()
             (loss + penalty).backward()
             pruner.step()
@@ -100,6 +115,21 @@ class Engine:
             outputs = self._forward(images)
             sums.add(outputs, labels, F.cross_entropy(outputs, labels))
         return sums.tally()
+
+    @torch.no_grad()
+    def recalibrate(self, batches: Batches, epoch: int, count: int) -> None:
+        """Take batch-norm statistics anew, as the plain mean over the first `count` batches of an epoch."""
+        norms = [m for m in self.network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        momenta = [norm.momentum for norm in norms]
+        self.network.eval()
+        for norm in norms:
+            norm.train()
+            norm.reset_running_stats()
+            norm.momentum = None  # each batch counts as much as any other
+        for images, _ in islice(batches.epoch(epoch), count):
+            self._forward(images)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
     def _forward(self, images: Tensor) -> Tensor:
         outputs = self.network(images.contiguous(memory_format=torch.channels_last))
@@ -133,12 +163,19 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     on_cuda = trained[0].is_cuda
     rate: Any = torch.tensor(config.lr, device=trained[0].device)
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if not config.decay_all:
+        # Scales, shifts and biases are the vectors among the parameters.
+        matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
     if config.optimizer == "adam":
         return torch.optim.Adam(
-            trained, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
+            groups, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
         )
     return torch.optim.SGD(
-        trained,
+        groups,
         lr=rate,
         momentum=config.momentum,
         nesterov=config.nesterov,
@@ -150,9 +187,13 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state and lay its tensors out as the parameters are: a file holds them channels first.
 
-    An element-wise step rounds the same either way only if it walks over both in the same order.
+    An element-wise step rounds the same either way only if it walks over both in the same order.  The rate
+    stays the one tensor, on the optimiser's own device, that all groups were made with.
     """
+    rate = optimizer.param_groups[0]["lr"]
     optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     for parameter, held in optimizer.state.items():
         for key, value in held.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -18,6 +18,7 @@ from ..files import write_text
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
+TEACHER = "teacher.safetensors"
 
 
 class RunFolder:
@@ -68,7 +69,7 @@ class RunFolder:
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
         stale = ["metrics.jsonl", "plan.json", "model.safetensors", "summary.json", "report.html"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL)]
+        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
         for name in stale:
             (self.path / name).unlink(missing_ok=True)
         write_text(self.recipe, recipe.to_toml())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,18 @@ from ..errors import RunError
 from ..export import load, save
 from ..plan import Plan
 from ..pruner import Pruner
+from .average import Average
 from .captured import make_engine
 from .checkpoint import NAME, load_checkpoint, save_checkpoint
 from .data import Augment, Batches, Data, Split, load_data
 from .engine import Engine, Tally, make_optimizer, restore_optimizer
-from .folder import INITIAL, RunFolder
+from .folder import INITIAL, TEACHER, RunFolder
 from .networks import Networks
 from .recipe import Recipe
-from .schedule import Phase, learning_rate, optimizer_config, phases, total_epochs
+from .schedule import Phase, batch_size, is_taught, learning_rate, optimizer_config, phases, total_epochs
 from .start import choose_device, cpu_threads
 from .summary import environment, sizes, widths
+from .teacher import Teacher
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -111,14 +113,17 @@ class _Run:
         self.recipe, self.data, self.device, self.folder = recipe, data, device, folder
         self.report = report or (lambda record: None)
         self.train = self._batches(data.train, Augment(recipe.data.crop, recipe.data.flip))
+        self.batches = {self.train.batch_size: self.train}
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
         self.networks = Networks(model, recipe, data, self.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
+        self.teacher: Teacher | None = None
         self.warmup_accuracy: float | None = None
         self.done = 0
         self.unfinished: dict[str, Any] | None = None  # the optimiser of a phase that was cut short
+        self.unfinished_average: dict[str, Any] | None = None
         self.spent = 0.0  # seconds before it was resumed
         self.started = self.saved = time.perf_counter()
         self.saving = 0.0  # seconds the last checkpoint took
@@ -127,6 +132,8 @@ class _Run:
         """Write the first files: from here on there is a run to resume."""
         self.folder.begin(self.recipe)
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
+        if not self.recipe.phases.warmup:
+            self._keep_teacher()
 
     def restore(self) -> None:
         """Go to where the last checkpoint was taken."""
@@ -134,7 +141,10 @@ class _Run:
         self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
         self.folder.rewind(state["done"])
         self.done, self.spent, self.unfinished = state["done"], state["seconds"], state["optimizer"]
+        self.unfinished_average = state.get("average")
         self.warmup_accuracy = state["warmup_accuracy"]
+        if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
+            self._set_teacher(load_checkpoint(self.folder.checkpoints, TEACHER))
 
     def go(self) -> Result:
         """Run what is left of the schedule and write the results."""
@@ -148,54 +158,70 @@ class _Run:
         return Result(small, self.networks.plan, summary, self.folder.path)
 
     def _run_phase(self, phase: Phase) -> None:
-        network = self.networks.of(phase)
-        gated = self.networks.is_gated(phase)
-        engine = self._engine(network, self.networks.pruner if gated else None)
-        optimizer = None
+        network, pruner = self.networks.of(phase)
+        engine = self._engine(network, pruner)
+        optimizer = average = None
         if phase.kind != "score":
-            optimizer = make_optimizer(network, optimizer_config(self.recipe, phase))
+            config = optimizer_config(self.recipe, phase)
+            optimizer = make_optimizer(network, config)
             if self.unfinished is not None:
                 restore_optimizer(optimizer, self.unfinished)
-        self.unfinished = None
+            if config.ema:
+                average = Average(network, config.ema)
+                if self.unfinished_average is not None:
+                    average.load_state_dict(self.unfinished_average)
+        self.unfinished = self.unfinished_average = None
         with ExitStack() as frozen:
-            if phase.kind == "score":
-                frozen.enter_context(self.networks.pruner.scoring())
-            elif gated:
-                frozen.enter_context(self.networks.pruner.gated())
+            if pruner is not None:
+                frozen.enter_context(pruner.scoring() if phase.kind == "score" else pruner.gated())
             while self.done < phase.end:
-                record = self._run_epoch(phase, engine, optimizer)
+                record = self._run_epoch(phase, engine, optimizer, average)
                 self.done += 1
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
                     frozen.close()
-                    optimizer = None
+                    optimizer = average = None
                     if phase.kind == "score":
                         self.networks.gates_changed()
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
+                        self._keep_teacher()
                 record |= self.networks.cost(phase)
                 # The metrics first: a record too many is cut off on resuming, one too few would be lost.
                 self.folder.append(record)
-                self._save(optimizer, closed=self.done == phase.end)
+                self._save(optimizer, average, closed=self.done == phase.end)
                 self.report(record)
 
-    def _run_epoch(self, phase: Phase, engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def _run_epoch(
+        self, phase: Phase, engine: Engine, optimizer: torch.optim.Optimizer | None, average: Average | None
+    ) -> dict[str, Any]:
         began = time.perf_counter()
-        epoch = self.done - phase.first_epoch
+        epoch, last = self.done - phase.first_epoch, self.done + 1 == phase.end
+        batches = self._training_batches(phase)
+        teacher = self.teacher if is_taught(self.recipe, phase) else None
         torch.manual_seed(_mixed(self.recipe.seed, self.done))
         if optimizer is None:
-            rate = self.recipe.scores.lr
-            tally = engine.score_epoch(self.train, self.done)
+            rate = self.networks.pruner.lr
+            tally = engine.score_epoch(batches, self.done, teacher)
         else:
-            config, each = optimizer_config(self.recipe, phase), len(self.train)
+            config, each = optimizer_config(self.recipe, phase), len(batches)
             steps = range(epoch * each, (epoch + 1) * each)
             rates = [learning_rate(config, step, each * phase.epochs) for step in steps]
             rate = rates[0]
-            tally = engine.train_epoch(self.train, self.done, optimizer, rates, config.label_smoothing)
+            tally = engine.train_epoch(
+                batches, self.done, optimizer, rates, config.label_smoothing, teacher, average
+            )
+            if last:
+                if average is not None:
+                    average.take_over()
+                    average = None
+                if config.recalibrate:
+                    engine.recalibrate(batches, self.done, config.recalibrate)
         test = held_out = None
-        if self.done + 1 == phase.end or (epoch + 1) % self.recipe.evaluate_every == 0:
-            test = engine.evaluate(self.test)
-            held_out = engine.evaluate(self.validation) if self.validation else None
+        if last or (epoch + 1) % self.recipe.evaluate_every == 0:
+            with nullcontext() if average is None else average.applied():
+                test = engine.evaluate(self.test)
+                held_out = engine.evaluate(self.validation) if self.validation else None
         self._check_finite(phase, epoch, tally, *(t for t in (test,) if t is not None))
         return {
             "done": self.done + 1,
@@ -225,7 +251,19 @@ class _Run:
             f"{self.folder.checkpoints}"
         )
 
-    def _save(self, optimizer: torch.optim.Optimizer | None, *, closed: bool) -> None:
+    def _keep_teacher(self) -> None:
+        """Write down the dense network that the later phases learn from, if they do."""
+        if self.recipe.distill.alpha:
+            weights = self.networks.dense.state_dict()
+            save_checkpoint(self.folder.checkpoints, weights, TEACHER)
+            self._set_teacher(weights)
+
+    def _set_teacher(self, weights: dict[str, Any]) -> None:
+        network = self.networks.bare_copy()
+        network.load_state_dict(weights)
+        self.teacher = Teacher(network, self.recipe.distill.alpha, self.recipe.distill.temperature)
+
+    def _save(self, optimizer: torch.optim.Optimizer | None, average: Average | None, *, closed: bool) -> None:
         """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
@@ -235,6 +273,7 @@ class _Run:
             "seconds": self._seconds(),
             "warmup_accuracy": self.warmup_accuracy,
             "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "average": None if average is None else average.state_dict(),
             "networks": self.networks.state(),
         }
         save_checkpoint(self.folder.checkpoints, state)
@@ -274,8 +313,17 @@ class _Run:
             self.engines = {key: make_engine(network, self.device, pruner)}
         return self.engines[key]
 
-    def _batches(self, split: Split, augment: Augment | None = None) -> Batches:
-        size = self.recipe.data.batch_size if augment else max(self.recipe.data.batch_size, EVALUATED_AT_ONCE)
+    def _training_batches(self, phase: Phase) -> Batches:
+        """The training images in the batches of a phase; they lie on the device once, whatever the size."""
+        size = batch_size(self.recipe, phase)
+        if size not in self.batches:
+            split = Split(self.train.images, self.train.labels)
+            self.batches[size] = self._batches(split, self.train.augment, size)
+        return self.batches[size]
+
+    def _batches(self, split: Split, augment: Augment | None = None, size: int = 0) -> Batches:
+        size = size or self.recipe.data.batch_size
+        size = size if augment else max(size, EVALUATED_AT_ONCE)
         return Batches(
             split,
             size,

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attached import without_attached
 from ..errors import RunError
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
 from .data import Data
+from .padded import Padded
 from .recipe import Recipe
 from .schedule import Phase
 from .start import check_fit, load_weights
 
+FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
@@ -46,32 +49,35 @@ class Networks:
             leak=scores.leak,
             balance=scores.balance,  # type: ignore[arg-type]
             lr=scores.lr,
+            speed=scores.speed,
             eps=scores.eps,
             threshold=scores.threshold,
         )
-        gated = recipe.finetune_on == "gated" or (recipe.finetune_on == "auto" and device.type == "cuda")
-        self._gated_kinds = {"warmup", "score", "weights", *(["finetune"] if gated else [])}
+        asked = recipe.finetune_on
+        self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
+        self._padded: Padded | None = None
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
 
-    def of(self, phase: Phase) -> nn.Module:
-        """The network that a phase trains."""
-        if phase.kind == "finetune" and not self.is_gated(phase):
-            return self.pruned()
+    def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
+        """The network that a phase trains, and the pruner whose gates stand in it."""
         if phase.kind == "control":
-            return self._controlled()
-        return self.dense
-
-    def is_gated(self, phase: Phase) -> bool:
-        """Does a phase train the dense network under its gates?"""
-        return phase.kind in self._gated_kinds
+            return self._controlled(), None
+        if phase.kind != "finetune" or self._finetune_on == "gated":
+            return self.dense, self.pruner
+        if self._finetune_on == "small":
+            return self.pruned(), None
+        if self._padded is None:
+            self._padded = Padded(self.pruner)
+        return self._padded.network, self._padded.pruner
 
     def pruned(self) -> nn.Module:
         """The small network; the first call removes the filters, and proves that nothing else changed."""
         if self.small is None:
+            self._gather()
             small = self._extract()
             self.cut_error = _difference(self.dense, small, self.images[:PROVED_ON])
             if not self.cut_error <= CUT_TOLERANCE:  # written so that nan fails too
@@ -79,8 +85,12 @@ class Networks:
                     f"the extracted network differs from the gated one by {self.cut_error:.1e} of its "
                     "largest output, which is a fault of ours; please report the model"
                 )
-            self.small = small
+            self.small, self._padded = small, None
         return self.small
+
+    def bare_copy(self) -> nn.Module:
+        """The dense network as it is now, without gates, to be looked at and not trained."""
+        return without_attached(copy.deepcopy(self.dense)).eval().requires_grad_(False)
 
     def cost(self, phase: Phase) -> dict[str, int]:
         """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
@@ -96,6 +106,7 @@ class Networks:
 
     def state(self) -> dict[str, Any]:
         """Everything that training has changed so far."""
+        self._gather()
         pruning = self.small is None
         return {
             "dense": self.dense.state_dict() if pruning else None,
@@ -124,6 +135,11 @@ class Networks:
             self._controlled().load_state_dict(state["control"])
         self.cut_error = state["cut_error"]
         self.gates_changed()
+
+    def _gather(self) -> None:
+        """Bring what was trained in the padded network into the dense one, which all else is made from."""
+        if self._padded is not None:
+            self._padded.write_back()
 
     def _extract(self) -> nn.Module:
         return self.pruner.extract().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

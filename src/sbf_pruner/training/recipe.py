@@ -49,8 +49,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The images a run learns from and is judged on."""
 
-    name: str = field(metadata=about("a data set: digits, synthetic, npz, folder"))
-    path: str = field(default="", metadata=about("the file or folder that npz and folder read"))
+    name: str = field(metadata=about("a data set: digits, cifar10, synthetic, npz, folder"))
+    path: str = field(default="", metadata=about("the file or folder that npz, folder and cifar10 read"))
     validation: float = field(
         default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
     )
@@ -88,6 +88,10 @@ class OptimizerConfig(Section):
     momentum: float = field(default=0.9, metadata=about("momentum of sgd", least=0, below=1))
     nesterov: bool = field(default=False, metadata=about("Nesterov's form of momentum"))
     weight_decay: float = field(default=5e-4, metadata=about("weight decay", least=0))
+    decay_all: bool = field(
+        default=True, metadata=about("weight decay on biases and on the norms' scales and shifts too")
+    )
+    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
     schedule: str = field(
         default="cosine",
         metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
@@ -98,6 +102,19 @@ class OptimizerConfig(Section):
     gamma: float = field(default=0.1, metadata=about("factor at each milestone of step", above=0, most=1))
     label_smoothing: float = field(
         default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
+    )
+    ema: float = field(
+        default=0.0,
+        metadata=about(
+            "decay per step of a running average of the network, which is what is judged and what the phase "
+            "leaves; 0: none",
+            least=0,
+            below=1,
+        ),
+    )
+    recalibrate: int = field(
+        default=0,
+        metadata=about("batches from which batch-norm statistics are taken anew as the phase ends", least=0),
     )
 
     def __post_init__(self) -> None:
@@ -130,6 +147,34 @@ class ScoresConfig(Section):
         metadata=about("weigh layers by the area or side of their maps", choices=("area", "side", "none")),
     )
     threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
+    speed: float = field(
+        default=0.0,
+        metadata=about(
+            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights",
+            least=0,
+        ),
+    )
+    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    """What the network learns from its own dense stage, besides the labels."""
+
+    alpha: float = field(
+        default=0.0,
+        metadata=about(
+            "part of the loss that compares with the dense network as the warm-up left it; 0: none", least=0, most=1
+        ),
+    )
+    temperature: float = field(default=4.0, metadata=about("divides both networks' logits", above=0))
+    during: str = field(
+        default="finetune",
+        metadata=about(
+            "fine-tuning alone, the gated weight phases too, or the whole cycles with their score phases",
+            choices=("finetune", "weights", "cycles"),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -154,9 +199,9 @@ class Recipe(Section):
     finetune_on: str = field(
         default="auto",
         metadata=about(
-            "fine-tune the small network or the gated dense one, which trains the same weights; auto: small "
-            "on the cpu, gated on cuda, whose kernels are slow at odd widths",
-            choices=("auto", "small", "gated"),
+            "what stands for the small network in fine-tuning: itself, the gated dense one, or one padded to "
+            "widths a GPU likes; all train the same weights; auto: small on the cpu, gated on cuda",
+            choices=("auto", "small", "gated", "padded"),
         ),
     )
     evaluate_every: int = field(
@@ -167,6 +212,12 @@ class Recipe(Section):
     weights: OptimizerConfig = field(default_factory=_adam, metadata=about("the gated weight phases"))
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
+    distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill.alpha and not self.phases.warmup and not self.model.weights:
+            raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -76,6 +76,23 @@ def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
     }[phase.kind]
 
 
+def batch_size(recipe: Recipe, phase: Phase) -> int:
+    """Images per step of a phase."""
+    section = recipe.scores if phase.kind == "score" else optimizer_config(recipe, phase)
+    return section.batch_size or recipe.data.batch_size
+
+
+def is_taught(recipe: Recipe, phase: Phase) -> bool:
+    """Does a phase learn from the dense network as well?"""
+    during = recipe.distill.during
+    kinds = {
+        "finetune": ("finetune",),
+        "weights": ("finetune", "weights"),
+        "cycles": ("finetune", "weights", "score"),
+    }
+    return recipe.distill.alpha > 0 and phase.kind in kinds[during]
+
+
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """The learning rate at a step of a phase that has `steps` of them.
 

@@ -1,0 +1,130 @@
+"""The paper's table: every network, ratio and seed of benchmarks/cifar10.toml on one device.
+
+python benchmarks/cifar10.py start --at-once 4    starts the driver, which goes on alone; again after a kill
+python benchmarks/cifar10.py status               one line per run
+python benchmarks/cifar10.py pack runs.tar        what is needed to go on elsewhere; unpack brings it back
+python benchmarks/cifar10.py collect              finished runs into benchmarks/results/cifar10.json
+python benchmarks/cifar10.py stop                 ends the driver and its runs; start goes on with them
+
+Only torch, NumPy and safetensors are needed, and this source tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+from driver import Driver, read_told  # noqa: E402
+from jobs import is_locked, read_runs, status_line, take_lock  # noqa: E402
+
+LOCK = "driver.lock"
+DETACHED_SECONDS = 60.0  # to import torch and say so
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if given is None else given)
+    arguments = _parser().parse_args(words)
+    root = Path(arguments.root).resolve()
+    runs = read_runs(Path(arguments.jobs), root, arguments.only)
+    told = read_told(root)
+    alive = is_locked(root / LOCK)
+    if arguments.command == "start":
+        if alive:
+            print(f"a driver works on {root} already (process {told['pid']})")
+            return 0
+        return _detach(root, words)
+    if arguments.command == "work":
+        if take_lock(root / LOCK) is None:  # held until this process ends
+            print(f"a driver works on {root} already (process {told['pid']})")
+            return 2
+        return Driver(runs, root, arguments.at_once, arguments.stagger, not arguments.no_mps).work()
+    if arguments.command == "stop":
+        return _end(root, told["pid"]) if alive else 0
+    if arguments.command == "status":
+        said = f"process {told['pid']}, {told['at_once']} at once" if alive else "not running"
+        print(f"driver: {said}")
+        for run in runs:
+            print(status_line(run, told["failed"].get(run.name)))
+        return 0
+    if arguments.command == "collect":
+        from collecting import collect
+
+        new = collect(runs, Path(arguments.results))
+        print(f"{sum(run.finished for run in runs)} runs finished, new: {', '.join(new) or 'none'}")
+        return 0
+    import packing
+
+    if arguments.command == "pack":
+        sizes = packing.pack(runs, Path(arguments.file))
+        for name, size in sizes.items():
+            print(f"{name:<44} {size / 1e6:6.1f} MB")
+        print(f"{len(sizes)} runs, {sum(sizes.values()) / 1e6:.1f} MB")
+        return 0
+    for name, what in packing.unpack(Path(arguments.file), root).items():
+        print(f"{name:<44} {what}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("start", "work", "status", "stop", "pack", "unpack", "collect"):
+        command = commands.add_parser(name)
+        command.add_argument("--jobs", default=str(HERE / "cifar10.toml"), help="the file of jobs")
+        command.add_argument("--root", default="runs/cifar10", help="the folder of the runs")
+        command.add_argument("--only", action="append", default=[], metavar="PATTERN", help="runs called like this")
+        if name in ("start", "work"):
+            command.add_argument("--at-once", type=int, default=4, help="how many runs at a time")
+            command.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
+            command.add_argument("--no-mps", action="store_true", help="without CUDA's multi-process service")
+        if name in ("pack", "unpack"):
+            command.add_argument("file", help="the tar file")
+        if name == "collect":
+            command.add_argument("--results", default=str(HERE / "results" / "cifar10.json"))
+    return parser
+
+
+def _detach(root: Path, words: list[str]) -> int:
+    """Start the driver in a session of its own, and see that it works."""
+    root.mkdir(parents=True, exist_ok=True)
+    words = ["work" if word == "start" else word for word in words]
+    with (root / "driver.log").open("ab") as log:
+        driver = subprocess.Popen(
+            [sys.executable, str(HERE / "cifar10.py"), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    until = time.monotonic() + DETACHED_SECONDS
+    while time.monotonic() < until:
+        if read_told(root)["pid"] == driver.pid:
+            print(f"driver: process {driver.pid}, log {root / 'driver.log'}")
+            return 0
+        if driver.poll() is not None:
+            print(f"driver: ended with {driver.returncode}, see {root / 'driver.log'}")
+            return driver.returncode
+        time.sleep(0.1)
+    print(f"driver: says nothing, see {root / 'driver.log'}")
+    return 1
+
+
+def _end(root: Path, pid: int) -> int:
+    os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + DETACHED_SECONDS
+    while is_locked(root / LOCK) and time.monotonic() < until:
+        time.sleep(0.1)
+    return 1 if is_locked(root / LOCK) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

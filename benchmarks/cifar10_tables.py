@@ -1,0 +1,125 @@
+"""The paper's Table 1 and Figure 4 from the collected runs: text and pictures, nothing measured here.
+
+The content of results/cifar10.json enters; a block of Markdown and the SVG files it shows leave.  A cell is
+made of all runs of one recipe, which must agree in everything but the seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pictures import kept_filters
+
+Entry = dict[str, Any]
+NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
+RATIOS = ("medium", "high")
+NONE = "No run yet."
+
+
+class Published(NamedTuple):
+    """A row of the paper's Table 1: accuracy, and the percentages of parameters and FLOPs removed."""
+
+    accuracy: float
+    params: float
+    macs: float
+
+
+PAPER = {
+    ("resnet56", "medium"): Published(94.28, 52.3, 49.3),
+    ("resnet56", "high"): Published(92.42, 83.0, 70.5),
+    ("resnet110", "medium"): Published(94.69, 54.9, 51.3),
+    ("resnet110", "high"): Published(93.68, 79.3, 74.8),
+}
+
+
+def cifar10(result: dict[str, Any] | None) -> str:
+    """The table as Markdown; one sentence where there is nothing to tell."""
+    if not result or not result["runs"]:
+        return NONE
+    runs: list[Entry] = result["runs"]
+    lines = [
+        "CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), 440 epochs each; removed are "
+        "parameters / MACs of the network that is really left, in percent of the dense one:",
+        "",
+        "| | recipe | accuracy | removed | removed, counted sequentially |",
+        "|---|---|---|---|---|",
+    ]
+    for network, title in NETWORKS.items():
+        if dense := _of(runs, f"cifar10-{network}-dense"):
+            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {_accuracy(dense)} | - | - |")
+        for ratio in RATIOS:
+            paper = PAPER[network, ratio]
+            rows = []
+            for kind in ("paper", "best"):
+                name = f"cifar10-{network}-{kind}-{ratio}"
+                if found := _of(runs, name):
+                    counts = " | ".join(f"{_removed(found, part)}" for part in ("left", "sequential"))
+                    rows.append(f"| {title}, {ratio} | `{name}` | {_accuracy(found)} | {counts} |")
+            if rows:
+                published = f"| {paper.accuracy:.2f} | | {paper.params} / {paper.macs} |"
+                lines += [f"| {title}, {ratio} | the paper {published}", *rows]
+    dates = sorted({run["date"] for run in runs})
+    machines = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
+    versions = sorted({run["environment"]["torch"] for run in runs})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    origin = f"{', '.join(machines)}, torch {', '.join(versions)}, {when}"
+    return "\n".join([*lines, "", f"`benchmarks/results/{result['benchmark']}.json`: {origin}."])
+
+
+def budgets(result: dict[str, Any] | None) -> str:
+    """Markdown that shows the pictures there are."""
+    shown = [f"![{title}]({name})" for name, (title, _) in _drawn(result).items()]
+    return "\n\n".join(shown) or NONE
+
+
+def pictures(result: dict[str, Any] | None) -> dict[str, str]:
+    """The files of the pictures, by name."""
+    return {name: text for name, (_, text) in _drawn(result).items()}
+
+
+def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
+    """One picture per network and kind of recipe: the filters each layer keeps, as a mean over the seeds."""
+    runs: list[Entry] = result["runs"] if result else []
+    found: dict[str, tuple[str, str]] = {}
+    for network, title in NETWORKS.items():
+        for kind in ("paper", "best"):
+            panels = {
+                f"{ratio}: {_removed(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
+                    group
+                )
+                for ratio in RATIOS
+                if (group := _of(runs, f"cifar10-{network}-{kind}-{ratio}"))
+            }
+            if panels:
+                said = f"{title}, filters kept per layer, {kind} recipes"
+                found[f"cifar10-{network}-{kind}.svg"] = said, kept_filters(said, panels)
+    return found
+
+
+def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
+    """The runs of one recipe; a table must not mix two of the same name."""
+    found = [run for run in runs if run["recipe"]["name"] == name]
+    recipes = [{**run["recipe"], "seed": 0} for run in found]
+    if any(recipe != recipes[0] for recipe in recipes):
+        raise SystemExit(f"the runs of {name} differ in more than the seed; remove the old ones from the results")
+    return found
+
+
+def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
+    return {
+        layer: (before, statistics.fmean(run["layers"][layer][1] for run in group))
+        for layer, (before, _) in group[0]["layers"].items()
+    }
+
+
+def _accuracy(group: Sequence[Entry]) -> str:
+    values = [run["accuracy"] for run in group]
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+
+
+def _removed(group: Sequence[Entry], part: str) -> str:
+    means = (statistics.fmean(run[part][f"{key}_removed"] for run in group) for key in ("params", "macs"))
+    return " / ".join(f"{mean:.1f}" for mean in means)

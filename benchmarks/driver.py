@@ -1,0 +1,167 @@
+"""Many runs on one device, several at a time, by a driver that may be killed at any moment.
+
+Runs enter; their folders are filled.  The driver starts the next run as one ends, resumes what was cut off and
+leaves alone what is finished.  It keeps no state that matters: killed and started again, it finds the runs
+that went on without it by the locks they hold, and takes up the rest from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jobs import Run, take_lock
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+WRONG_USAGE = 2  # exit code of a run that would fail again
+TRIES = 3  # of a run that fails without getting any further
+POLL_SECONDS = 1.0
+
+
+class Driver:
+    """Runs what it is given, `at_once` at a time, in their order."""
+
+    def __init__(self, runs: Sequence[Run], root: Path, at_once: int, stagger: float, mps: bool) -> None:
+        self.runs, self.root, self.at_once, self.stagger, self.mps = list(runs), root, at_once, stagger, mps
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.tries: dict[str, tuple[int, int]] = {}  # how often, and how far it was then
+        self.failed: dict[str, int] = {}
+        self.started = -float("inf")
+
+    def work(self) -> int:
+        """Run everything; 0 if all of it is finished in the end, else 1."""
+        signal.signal(signal.SIGTERM, _stop)
+        server = _mps_server() if self.mps else {}
+        environment = {**os.environ, **server, **_settings(self.root, self.at_once)}
+        try:
+            self._tell()
+            while self._advance(environment):
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._end_all()
+            self._tell(over=True)
+        if server:
+            _mps_quit(server)
+        return 0 if all(run.finished for run in self.runs) else 1
+
+    def _advance(self, environment: dict[str, str]) -> bool:
+        """Take note of what ended and start what may start; is there anything left to wait for?"""
+        for run in self.runs:
+            child = self.children.get(run.name)
+            if child is not None and child.poll() is not None:
+                del self.children[run.name]
+                self._ended(run, child.returncode)
+        going = [run for run in self.runs if run.name in self.children or run.going_on]
+        waiting = [
+            run for run in self.runs if run not in going and not run.finished and run.name not in self.failed
+        ]
+        waiting.sort(key=lambda run: not run.begun)  # what was cut off first
+        while waiting and len(going) < self.at_once and time.monotonic() >= self.started + self.stagger:
+            run = waiting.pop(0)
+            if self._start(run, environment):
+                self.started = time.monotonic()
+                self._say(f"{run.name} goes on" if run.begun else f"{run.name} starts")
+            going.append(run)
+        return bool(going or waiting)
+
+    def _end_all(self) -> None:
+        """End the runs: our own, and those an earlier driver left to us."""
+        for run in self.runs:
+            if run.name in self.children or run.going_on:
+                with suppress(ValueError, ProcessLookupError):  # it may end by itself just now
+                    os.kill(int(run.lock.read_text("utf-8")), signal.SIGTERM)
+        for child in self.children.values():
+            child.wait()
+
+    def _start(self, run: Run, environment: dict[str, str]) -> bool:
+        lock = take_lock(run.lock)
+        if lock is None:
+            return False
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        with run.log.open("ab") as log:
+            # The child inherits the lock, and has it for as long as it lives, with or without us.
+            child = subprocess.Popen(
+                [sys.executable, "-m", "sbf_pruner", *run.words()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[lock],
+                start_new_session=True,
+            )
+        self.children[run.name] = child
+        run.lock.write_text(f"{child.pid}\n", "utf-8")
+        os.close(lock)
+        return True
+
+    def _ended(self, run: Run, code: int) -> None:
+        self._say(f"{run.name} ended with {code}")
+        done = len(run.records())
+        tries, before = self.tries.get(run.name, (0, -1))
+        tries = 1 if done > before else tries + 1
+        self.tries[run.name] = tries, done
+        if code == WRONG_USAGE or (not run.finished and tries >= TRIES):
+            self.failed[run.name] = code
+        self._tell()
+
+    def _tell(self, over: bool = False) -> None:
+        from sbf_pruner.files import write_text  # torch comes with it, and whoever only asks need not wait for it
+
+        told = {"pid": None if over else os.getpid(), "at_once": self.at_once, "failed": self.failed}
+        write_text(self.root / "driver.json", json.dumps(told) + "\n")
+
+    def _say(self, text: str) -> None:
+        print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def read_told(root: Path) -> dict[str, Any]:
+    """What the last driver said of itself."""
+    path = root / "driver.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {"pid": None, "at_once": 0, "failed": {}}
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _settings(root: Path, at_once: int) -> dict[str, str]:
+    """The environment of a run: this source tree, its share of the processors, compiled kernels kept."""
+    share = str(max(1, (os.cpu_count() or 1) // at_once))
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share),
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", share),
+        "TORCHINDUCTOR_CACHE_DIR": str((root / "cache").resolve()),
+    }
+
+
+def _mps_server() -> dict[str, str]:
+    """Start CUDA's multi-process service where there is one; the environment that makes a run use it."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        return {}
+    folder = Path(tempfile.gettempdir()) / f"sbf-mps-{os.getuid()}"
+    places = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder / kind.lower()) for kind in ("PIPE", "LOG")}
+    for place in places.values():
+        Path(place).mkdir(parents=True, exist_ok=True)
+    # One that runs already refuses to be started twice, and serves as well.
+    subprocess.run([control, "-d"], env={**os.environ, **places}, check=False, stdin=subprocess.DEVNULL)
+    return places
+
+
+def _mps_quit(places: dict[str, str]) -> None:
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is not None:
+        subprocess.run([control], input=b"quit\n", env={**os.environ, **places}, check=False)

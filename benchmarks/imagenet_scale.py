@@ -1,0 +1,200 @@
+"""Scores and surgery at ImageNet scale: what they cost and what they are worth, on made-up images.
+
+torchvision's ResNet-50, 224x224, batch 256, bfloat16, plain eager steps.  A dense training step against a
+score step and a gated one, in time and in peak memory; and against a training step of the extracted network
+at half the MACs, once with every layer narrower alike (so the residual streams are narrower too) and once
+with only the layers inside the blocks.  Every section is saved as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from resnet50 import ResNet50
+from saving import save_result
+from torch import nn
+
+from sbf_pruner import Plan, Pruner, extract, measure
+
+LIMITS = {"score_step_time": ("most", 1.0), "scores_memory": ("most", 1.01), "extracted_speedup": ("least", 1.4)}
+# Part of the filters that the first two layers of each block keep, and all others; both come to half of the MACs.
+PLANS = {"uniform": (0.7, 0.7), "inside": (0.56, 1.0)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is timed."""
+
+    batch: int = 256
+    side: int = 224
+    steps: int = 8
+    repeats: int = 3
+
+
+QUICK = Setting(2, 32, 1, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing saved")
+    parser.add_argument("--compile", action="store_true", help="compile forward and backward (minutes more)")
+    args = parser.parse_args()
+    setting = QUICK if args.quick else Setting()
+    if args.quick:
+        torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    figures: dict[str, Any] = {"setting": asdict(setting), "compiled": args.compile, "limits": LIMITS}
+    began = time.perf_counter()
+    for found in run(setting, device, args.compile):
+        figures |= found
+        figures["goals"] = goals(figures)
+        figures["seconds"] = round(time.perf_counter() - began, 1)
+        print(json.dumps(found), flush=True)
+        if not args.quick:
+            save_result("imagenet_scale", figures, str(device))
+    for name, value in figures["goals"].items():
+        print(
+            f"{name:20} {value:8.4f}, at {' '.join(map(str, LIMITS[name]))}", "" if met(name, value) else "  MISSED"
+        )
+    return 0 if args.quick or all(met(*goal) for goal in figures["goals"].items()) else 1
+
+
+def run(setting: Setting, device: torch.device, compiled: bool) -> Iterator[dict[str, Any]]:
+    """The sections' figures, one after another."""
+    bench = Bench(setting, device, compiled)
+    yield {"dense": bench.time_weights(bench.fresh())}
+    yield {"scored": bench.time_scores()}
+    yield {"gated": bench.time_gated()}
+    extracted: dict[str, Any] = {}
+    for name, (inside, outside) in PLANS.items():
+        extracted[name] = bench.time_extracted(inside, outside)
+        yield {"extracted": dict(extracted)}
+
+
+def goals(figures: dict[str, Any]) -> dict[str, float]:
+    """The figures that have limits, as far as they are there."""
+    dense, scored, gated = (figures.get(part) for part in ("dense", "scored", "gated"))
+    found: dict[str, float] = {}
+    if scored:
+        found["score_step_time"] = scored["ms"] / dense["ms"]
+    if gated and dense["peak_bytes"]:
+        found["scores_memory"] = max(scored["peak_bytes"], gated["peak_bytes"]) / dense["peak_bytes"]
+    if "extracted" in figures:
+        found["extracted_speedup"] = dense["ms"] / min(form["ms"] for form in figures["extracted"].values())
+    return found
+
+
+def met(name: str, value: float) -> bool:
+    side, limit = LIMITS[name]
+    return value <= limit if side == "most" else value >= limit
+
+
+class Bench:
+    """One batch of images, and steps on it."""
+
+    def __init__(self, setting: Setting, device: torch.device, compiled: bool) -> None:
+        self.setting, self.device, self.compiled = setting, device, compiled
+        random = torch.Generator().manual_seed(0)
+        images = torch.randn(setting.batch, 3, setting.side, setting.side, generator=random)
+        self.images = images.to(device).contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (setting.batch,), generator=random).to(device)
+
+    def fresh(self) -> nn.Module:
+        torch.manual_seed(0)
+        return ResNet50().to(self.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+
+    def time_weights(self, model: nn.Module) -> dict[str, float]:
+        """A training step: forward, backward, SGD with momentum."""
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
+        loss = self._loss(model)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            loss().backward()
+            optimizer.step()
+
+        figures = self._timed(step)
+        optimizer.zero_grad(set_to_none=True)
+        return figures
+
+    def time_scores(self) -> dict[str, Any]:
+        """A score step: weights and statistics frozen, one score per filter trained."""
+        model = self.fresh()
+        pruner = Pruner(model, self.images[:1])
+        loss = self._loss(model)
+
+        def step() -> None:
+            (loss() + pruner.penalty()).backward()
+            pruner.step()
+
+        with pruner.scoring():
+            figures = self._timed(step)
+        weights = dict(model.named_parameters())
+        literal = sum(weights[layer.weight].numel() * layer.filters for layer in pruner.graph.layers.values())
+        # The paper's matrices with their gradient and Adam's two moments, in float32; for comparison only.
+        return figures | {"scores": pruner.gates.soft.numel(), "literal_bytes": 16 * literal}
+
+    def time_gated(self) -> dict[str, float]:
+        """A training step under gates, half of them closed."""
+        model = self.fresh()
+        pruner = Pruner(model, self.images[:1])
+        pruner.gate(Plan({name: tuple(range(0, layer.filters, 2)) for name, layer in pruner.graph.layers.items()}))
+        with pruner.gated():
+            return self.time_weights(model)
+
+    def time_extracted(self, inside: float, outside: float) -> dict[str, Any]:
+        """A training step of the extracted network; widths are multiples of 8."""
+        model = self.fresh()
+        pruner = Pruner(model, self.images[:1])
+        keep = {}
+        for name, layer in pruner.graph.layers.items():
+            part = inside if name.endswith(("conv1", "conv2")) and "." in name else outside
+            keep[name] = tuple(range(min(layer.filters, 8 * round(part * layer.filters / 8))))
+        small = extract(model, self.images[:1], Plan(keep), pruner.graph)
+        macs = [measure(network, self.images[:1]).macs for network in (model, small)]
+        return {"macs": macs[1] / macs[0], **self.time_weights(small.train())}
+
+    def _loss(self, model: nn.Module) -> Callable[[], torch.Tensor]:
+        forward = torch.compile(model) if self.compiled else model
+
+        def loss() -> torch.Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                outputs = forward(self.images)
+            return F.cross_entropy(outputs.float(), self.labels)
+
+        return loss
+
+    def _timed(self, step: Callable[[], None]) -> dict[str, float]:
+        """Milliseconds of a step, and the most memory it held at once."""
+        cuda = self.device.type == "cuda"
+        gc.collect()  # what the section before has left
+        for _ in range(3 if cuda else 1):  # the library tries its kernels, and some need much memory to try
+            step()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(self.setting.repeats):
+            began = time.perf_counter()
+            for _ in range(self.setting.steps):
+                step()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - began) / self.setting.steps)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        return {"ms": 1e3 * statistics.median(times), "peak_bytes": peak}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What a network would cost if it kept the given filters, without extracting it.
+
+A channel graph and masks enter; parameters and multiply-accumulates leave, counted on the layout that surgery
+would cut, so that they are those of the extracted network.  (Where the model's own code insists on sizes,
+surgery keeps more than the layout says, and only extracting tells.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .channels import ChannelGraph
+from .edges import owner
+from .layout import solve, vanished
+from .masks import Layout, Mask
+from .nodes import Contract
+from .trace import Value
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters that are used, and the multiply-accumulates of one pass on the example inputs."""
+
+    params: int
+    macs: int
+
+
+def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
+    """What is left when each layer keeps only the given filters.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    >>> cost(trace(net, torch.rand(1, 3, 5, 5)), {"0": np.arange(8) < 2})
+    Cost(params=16, macs=350)
+    """
+    flow = graph.flow(graph.settle(keep))
+    layout, gone = solve(graph, flow), vanished(graph, flow)
+    macs, grouped = 0, {}
+    for node in graph.nodes:
+        if isinstance(node, Contract) and owner(node.op) not in gone:
+            inputs, filters = layout.sizes(node.x)[1], layout.sizes(node.out)[1]
+            per_group = inputs // groups_left(node, layout)
+            pixels = (node.x if node.transposed else node.out).shape[2:]
+            kernel = node.weight.shape[2:]
+            macs += node.out.shape[0] * per_group * filters * math.prod(kernel) * math.prod(pixels)
+            if node.groups > 1 and node.stored:
+                grouped[node.weight] = per_group * filters * math.prod(kernel)
+    params = 0
+    for value in graph.trace.states.values():
+        if value.trained and value.name.rpartition(".")[0] not in gone:
+            params += grouped[value] if value in grouped else _size(value, layout)
+    return Cost(params, macs)
+
+
+def _size(value: Value, layout: Layout) -> int:
+    # A dimension that nothing refers to, like those of a kernel, is as it was.
+    return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
+
+
+def groups_left(node: Contract, layout: Layout) -> int:
+    """How many of its groups a convolution still has."""
+    return int(node.grouped(np.isin(np.arange(node.x.shape[1]), layout.indices(node.x, 1))).any(1).sum())

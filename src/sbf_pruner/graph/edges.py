@@ -1,0 +1,249 @@
+"""A trace in; its operators as nodes, with the edges of modules as nodes of their own between them, out.
+
+Edges are where a gate can be placed and where, in the extracted network, a remap can be inserted: around
+every call of a module that holds one layer or norm.  Everything later rooms ask about the place of an
+operator (its module, its edges, who reads a value) is answered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..layers import Adapted, Remap, Zeros
+from .channels import ChannelGraph
+from .masks import Grids, shrink
+from .nodes import Boundary, Contract, Node, Norm, Opaque, Source
+from .rules import build_node
+from .trace import REMAP, ZEROS, Call, Op, Trace, Value
+
+LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
+_PRODUCTS = {"aten.mm", "aten.addmm"}
+_NORMS = {"aten.native_batch_norm", "aten.cudnn_batch_norm", "aten._native_batch_norm_legit"}
+
+
+def owner(op: Op) -> str | None:
+    """The module whose weight a layer or norm operator uses."""
+    if op.name in LAYERS:
+        weight: Value = op.args[LAYERS[op.name]]
+        weight = weight.transpose_of or weight
+        # What a computed weight is made of is held by the layer itself, or by its parametrisations.
+        holders = {root.name.rpartition(".")[0].partition(".parametrizations.")[0] for root in weight.roots or ()}
+        return holders.pop() if len(holders) == 1 else None
+    if op.name in _NORMS:
+        for held in op.args[1:5]:
+            if isinstance(held, Value) and held.kind == "state":
+                return held.name.rpartition(".")[0]
+    return None
+
+
+class Wiring:
+    """The nodes of a network in order, and what is known of each one's place."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.trace = trace
+        self.modules = dict(model.named_modules())
+        self.plain = _plain_names(self.modules)
+        self.outside = _held_outside(self.modules)
+        self.grids: Grids = _weight_grids(trace)
+        self.nodes: list[Node] = []
+        self.outputs: list[Value] = []
+        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
+        self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> what goes in, as the nodes know it
+        self._lay_out(self._edged_calls())
+        self._close_edges()
+        self._keep_statistics()
+        self._find_idle()
+        self.consumers: dict[Value, list[Node]] = defaultdict(list)
+        self._makers: dict[Value, Node] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                self.consumers[value].append(node)
+            self._makers |= dict.fromkeys(node.outputs, node)
+
+    def what_mixes(self, weight: Value) -> Op | None:
+        """Where a weight is computed: the operator, if any, that makes a filter depend on the other ones."""
+        todo, seen = [weight], {weight}
+        while todo:
+            node = self._makers.get(todo.pop())
+            if isinstance(node, Opaque):
+                return node.op
+            for value in node.inputs if node is not None else ():
+                if value not in seen:
+                    seen.add(value)
+                    todo.append(value)
+        return None
+
+    def _edged_calls(self) -> list[tuple[Call, Op]]:
+        """Calls of modules that hold one layer or norm: one tensor in, one out, one operator of interest."""
+        inside: dict[Call, list[Op]] = defaultdict(list)
+        for op in self.trace.ops:
+            module = owner(op)
+            call = op.call.within(module) if op.call is not None and module is not None else None
+            if call is not None:
+                inside[call].append(op)
+        good = [
+            call
+            for call, ops in inside.items()
+            if len(ops) == 1
+            and len(call.inputs) == len(call.outputs) == 1
+            and call.inputs != call.outputs
+            and call.module not in self.outside
+            # A convolution of an image without a batch dimension has its channels elsewhere.
+            and (ops[0].name in _PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
+        ]
+        full = Counter(call.module for call in good)
+        return [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
+
+    def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
+        """Build the nodes in order, with an edge before and after each of the given calls."""
+        first, last, entered_at = defaultdict(list), defaultdict(list), defaultdict(list)
+        mains, dims = {}, {}
+        for every in self.trace.calls.values():
+            for call in every:
+                entered_at[call.first].append(call)
+        for call, op in calls:
+            first[call.first].append(call)
+            last[call.last].append(call)
+            mains[op] = call.module
+            # A linear layer's channels are last, whatever stands before them.
+            dims[call] = len(call.inputs[0].shape) - 1 if op.name in _PRODUCTS else 1
+        now: dict[Value, Value] = {}
+        before: dict[Call, Value | None] = {}
+        for position in range(len(self.trace.ops) + 1):
+            for call in last[position]:
+                inner, entered = call.outputs[0], before[call]
+                now.pop(call.inputs[0])
+                if entered is not None:
+                    now[call.inputs[0]] = entered
+                now[inner] = self._edge(call, "out", now.get(inner, inner), dims[call])
+            for call in entered_at[position]:
+                self.entries[call] = tuple(now.get(v, v) for v in call.inputs)
+            for call in first[position]:
+                outer = call.inputs[0]
+                before[call] = now.get(outer)
+                now[outer] = self._edge(call, "in", now.get(outer, outer), dims[call])
+            if position < len(self.trace.ops):
+                op = self.trace.ops[position]
+                node = self._node(_renamed(op, now))
+                self.nodes.append(node)
+                if op in mains and isinstance(node, (Contract, Norm)):
+                    self.main[mains[op]].append(node)
+        self.outputs = [now.get(v, v) for v in self.trace.outputs]
+        for value in self.outputs:
+            self.grids.setdefault(value, (1,) * len(value.shape))
+
+    def _close_edges(self) -> None:
+        """A module whose operator turned out not to be understood is left as it is, edges and all."""
+        for (module, side), edges in self.edges.items():
+            if side != "remap" and len(self.main.get(module, ())) != len(edges):
+                self.main.pop(module, None)
+                for edge in edges:
+                    edge.free = False
+
+    def _keep_statistics(self) -> None:
+        """A norm that is called several times sees what each call brings, also where its result is not used."""
+        for module, mains in self.main.items():
+            if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
+                for edge in self.edges[module, "out"]:
+                    edge.lasting = True
+
+    def _find_idle(self) -> None:
+        """Channels that are zero in the user's own network (padding, say), and that a shift makes constants."""
+        flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs, {}).flow({})
+        for node in self.nodes:
+            if isinstance(node, Contract):
+                idle = ~node.live(flow)
+            elif isinstance(node, Norm) and node.revives:
+                idle = ~shrink(flow.alive[node.x], self.grids[node.out])
+            else:
+                continue
+            node.idle = idle if idle.any() else None
+
+    def _edge(self, call: Call, side: str, x: Value, dim: int) -> Value:
+        out = Value(x.shape, "result")
+        self.grids.setdefault(x, (1,) * len(x.shape))
+        self.grids[out] = self.grids[x]
+        op = Op(f"edge.{side}", (x,), {}, (x,), (out,), call, "")
+        edge = Boundary(op, self.grids, module=call.module, side=side, dim=dim)
+        self.nodes.append(edge)
+        self.edges[call.module, side].append(edge)
+        return out
+
+    def _node(self, op: Op) -> Node:
+        if op.name not in (REMAP, ZEROS):
+            return build_node(op, self.grids)
+        assert op.call is not None
+        module = self.modules[op.call.module]
+        assert isinstance(module, (Remap, Zeros))
+        out = op.outputs[0]
+        assert out is not None
+        dim = module.dim % len(out.shape)
+        grid = tuple(n if d == dim else 1 for d, n in enumerate(out.shape))
+        self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
+        self.grids[out] = grid
+        if isinstance(module, Zeros):  # its width is ours to choose
+            return Source(op, self.grids, zero=True)
+        labels = np.array(module.source, np.int64).reshape(grid)
+        edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
+        self.edges[op.call.module, "remap"].append(edge)
+        return edge
+
+
+def _weight_grids(trace: Trace) -> Grids:
+    """Of the stored tensors behind a computed weight only the filters are told apart.
+
+    Whatever normalises a filter does so over its inputs, so these must all stay.
+    """
+    grids: Grids = {}
+    for op in trace.ops:
+        if op.name in LAYERS:
+            weight: Value = op.args[LAYERS[op.name]]
+            axis = 0
+            if weight.transpose_of is not None:
+                weight = weight.transpose_of
+            elif op.name in _PRODUCTS or op.args[6]:
+                axis = 1
+            if weight.kind == "result":
+                for root in weight.roots or ():
+                    if root.shape == weight.shape:
+                        grids[root] = tuple(n if d == axis else 1 for d, n in enumerate(root.shape))
+    return grids
+
+
+def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
+    if not any(v in now for v in op.inputs):
+        return op
+    args, kwargs = pytree.tree_map_only(Value, lambda v: now.get(v, v), (op.args, op.kwargs))
+    inputs = tuple(now.get(v, v) for v in op.inputs)
+    return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=inputs)
+
+
+def _plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Qualified names as they were before an earlier pruning put a module into an `Adapted`."""
+    names: dict[str, str] = {}
+    for path in modules:
+        head, _, tail = path.rpartition(".")
+        wrapped = isinstance(modules.get(head), Adapted) and tail == Adapted.INNER
+        parent = names.get(head, head)
+        names[path] = parent if wrapped else f"{parent}.{tail}" if parent else tail
+    return names
+
+
+def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Modules that a plain attribute (a list, say) refers to as well: a swap would not be seen there."""
+    paths = {id(module): path for path, module in modules.items()}
+    found: dict[str, str] = {}
+    for holder, module in modules.items():
+        for name, held in vars(module).items():
+            if name != "_modules":
+                for leaf in pytree.tree_leaves(held):
+                    if isinstance(leaf, nn.Module) and id(leaf) in paths:
+                        found[paths[id(leaf)]] = f"{holder}.{name}" if holder else name
+    return found

@@ -1,0 +1,169 @@
+"""Steps that the device repeats by itself: captured once as a CUDA graph, then replayed.
+
+Batches and a piece of work on one batch enter; sums over an epoch leave.  Order, crops and learning rates of
+a whole epoch are laid on the device beforehand and a counter there says which step it is, so that the host
+only says "again".  Capturing runs the step a few times to warm it up: everything it changed is put back
+before the first real one.  On the CPU the same steps are run one by one, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import Batches
+from .engine import Tally
+
+Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
+Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
+
+_WARM_UPS = 3
+
+
+def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """One run of `once` as a graph, after a few that warm it up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            before_each()
+            once()
+        before_each()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return graph
+
+
+class Changed:
+    """Everything a step changes, remembered so that warming it up leaves no trace."""
+
+    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, more: Sequence[Tensor] = ()) -> None:
+        self.optimizer = optimizer
+        self.tensors = [*network.parameters(), *network.buffers(), *more]
+        self.before = [t.detach().clone() for t in self.tensors]
+        self.state = {p: {k: _clone(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put everything back."""
+        for tensor, before in zip(self.tensors, self.before, strict=True):
+            tensor.copy_(before)
+        for parameter, held in self.optimizer.state.items():
+            before_state = self.state.get(parameter, {})
+            for key, value in held.items():
+                if isinstance(value, Tensor):
+                    # A moment that did not exist is the same as one of zero: the step adds to it either way.
+                    value.copy_(before_state[key]) if key in before_state else value.zero_()
+
+
+class Step:
+    """One training step over the data of an epoch; `inside` is how the network is dressed while it runs."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        work: Work,
+        changed: Changed,
+        rate: Tensor | None = None,
+        inside: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.batches, self.work, self.rate = batches, work, rate
+        self.inside = inside or nullcontext()
+        device, self.steps = batches.device, len(batches)
+        self.take = torch.compile(batches.take) if device.type == "cuda" else batches.take
+        self.drawn = [self._rows(c).to(device) for c in batches.draw(0)]
+        self.rates = torch.zeros(self.steps, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.next: tuple[int, list[Tensor]] | None = None
+        if device.type == "cuda":
+            with self.inside:  # a replay reads the same tensors wherever the model looks by then
+                self.graph = capture(self._once, self.at.zero_)
+            changed.undo()
+
+    def epoch(self, index: int, rates: Sequence[float] = ()) -> Tally:
+        """Run all steps of an epoch; the only wait for the device is for the three sums at its end."""
+        drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
+        for held, choice in zip(self.drawn, drawn, strict=True):
+            held.copy_(choice, non_blocking=True)
+        if self.rate is not None:
+            self.rates.copy_(torch.tensor(rates))
+        self.at.zero_()
+        self.sums.zero_()
+        if self.graph is None:
+            with self.inside:
+                for _ in range(self.steps):
+                    self._once()
+        else:
+            for _ in range(self.steps):
+                self.graph.replay()
+        self.next = index + 1, self._draw(index + 1)  # while the device is busy
+        loss, hits, penalty = (self.sums / self.drawn[0].numel()).tolist()
+        return Tally(loss, 100 * hits, penalty)
+
+    def _once(self) -> None:
+        if self.rate is not None:
+            self.rate.copy_(self.rates.index_select(0, self.at)[0])
+        images, labels = self.take(*(choice.index_select(0, self.at)[0] for choice in self.drawn))
+        loss, outputs, penalty = self.work(images, labels)
+        hits = (outputs.argmax(1) == labels).sum()
+        self.sums += torch.stack([loss.double() * len(labels), hits.double(), penalty.double() * len(labels)])
+        self.at += 1
+
+    def _draw(self, index: int) -> list[Tensor]:
+        return [self._rows(choice) for choice in self.batches.draw(index)]
+
+    def _rows(self, choice: Tensor) -> Tensor:
+        size = self.batches.batch_size if len(choice) >= self.batches.batch_size else len(choice)
+        return choice[: self.steps * size].view(self.steps, size)
+
+
+class Evaluation:
+    """A pass over all images of a split in order, in batches of one size.
+
+    The last batch is filled up with its last image; what is there only to fill up does not count.
+    """
+
+    def __init__(self, batches: Batches, judge: Judge, inside: AbstractContextManager[Any] | None = None) -> None:
+        self.batches, self.judge = batches, judge
+        self.inside = inside or nullcontext()
+        self.count = len(batches.labels)
+        rows = torch.arange(len(batches) * min(batches.batch_size, self.count), device=batches.device)
+        self.rows = rows.view(len(batches), -1)
+        self.at = torch.zeros(1, dtype=torch.int64, device=batches.device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=batches.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if batches.device.type == "cuda":
+            with self.inside:
+                self.graph = capture(self._once, self.at.zero_)
+
+    def run(self) -> Tally:
+        """Loss and accuracy over all images."""
+        self.at.zero_()
+        self.sums.zero_()
+        with self.inside:  # entering brings the gated pairs up to date
+            for _ in range(len(self.rows)):
+                self._once() if self.graph is None else self.graph.replay()
+        loss, hits = (self.sums / self.count).tolist()
+        return Tally(loss, 100 * hits)
+
+    @torch.no_grad()
+    def _once(self) -> None:
+        rows = self.rows.index_select(0, self.at)[0]
+        chosen = rows.clamp_max(self.count - 1)
+        images, labels = self.batches.take(chosen, *[chosen] * 3)  # neither cropped nor mirrored
+        losses, outputs = self.judge(images, labels)
+        results = torch.stack([losses.double(), (outputs.argmax(1) == labels).double()])
+        self.sums += (results * (rows < self.count)).sum(1)
+        self.at += 1
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

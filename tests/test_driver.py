@@ -1,0 +1,206 @@
+"""The driver of many runs: killed, started again, carried elsewhere, it ends with the same runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import sbf_pruner as sbf
+from sbf_pruner.measuring import measure
+from sbf_pruner.models import resolve
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from collecting import collect, entry_of, sequential_count  # noqa: E402
+from driver import TRIES, Driver  # noqa: E402
+from jobs import Run, is_locked, read_runs, status_line, take_lock  # noqa: E402
+from packing import pack, unpack  # noqa: E402
+
+RECIPE = """
+device = "cpu"
+threads = 1
+[model]
+name = "resnet20"
+in_channels = 1
+[data]
+name = "digits"
+batch_size = 128
+[phases]
+warmup = 2
+cycles = 1
+score = 1
+weights = 1
+finetune = 3
+[scores]
+speed = 0.1
+penalty = 1e-3
+[finetune]
+ema = 0.9
+[distill]
+alpha = 0.5
+"""
+EPOCHS = 7
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "small.toml").write_text(RECIPE)
+    (tmp_path / "jobs.toml").write_text('[[job]]\nrecipe = "small.toml"\nseeds = [0, 1]\n')
+    return tmp_path
+
+
+def runs_in(root: Path) -> list[Run]:
+    return read_runs(root.parent / "jobs.toml", root)
+
+
+def wait(until: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    given = [sys.executable, str(BENCHMARKS / "cifar10.py"), *words, "--jobs", "jobs.toml", "--root", "runs"]
+    return subprocess.run(given, capture_output=True, text=True, check=False)
+
+
+def outcome(run: Run) -> tuple[bytes, list[tuple[object, ...]]]:
+    records = [(r["done"], r["loss"], r["test_accuracy"], r["filters"]) for r in run.records()]
+    return (run.folder / "model.safetensors").read_bytes(), records
+
+
+def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> None:
+    (straight,) = runs_in(here / "straight")[:1]
+    assert Driver([straight], here / "straight", 1, 0, mps=False).work() == 0
+
+    first, second = runs = runs_in(here / "runs")
+    started = command("start", "--at-once", "1", "--no-mps")
+    assert started.returncode == 0 and "driver: process" in started.stdout
+    assert "works on" in command("start").stdout
+    wait(lambda: (first.folder / "checkpoints/last.safetensors").is_file())
+    driver = json.loads((here / "runs/driver.json").read_text())["pid"]
+    os.kill(driver, signal.SIGKILL)
+    wait(lambda: not is_locked(here / "runs/driver.lock"))
+    told = command("status").stdout.splitlines()
+    assert told[0] == "driver: not running" and len(told) == 3
+    assert told[1].split()[:2] == [first.name, "running"] or first.finished  # it goes on without its driver
+    if not first.finished:
+        os.kill(int(first.lock.read_text()), signal.SIGKILL)
+        wait(lambda: not first.going_on)
+
+    packed = command("pack", "runs.tar")
+    assert packed.returncode == 0 and "1 runs" in packed.stdout
+    assert unpack(here / "runs.tar", here / "elsewhere") == {first.name: "unpacked"}
+    assert unpack(here / "runs.tar", here / "elsewhere") == {first.name: "left alone: this one is as far"}
+    (moved,) = runs_in(here / "elsewhere")[:1]
+    assert Driver([moved], here / "elsewhere", 1, 0, mps=False).work() == 0
+
+    assert command("start", "--at-once", "2", "--no-mps").returncode == 0
+    wait(lambda: all(run.finished for run in runs) and not is_locked(here / "runs/driver.lock"))
+    assert outcome(first) == outcome(straight) == outcome(moved)
+    assert not second.going_on and "finished" in status_line(second)
+
+    # Finished runs are left alone, and travel without their checkpoints.
+    before = first.log.read_bytes()
+    assert Driver(runs, here / "runs", 2, 0, mps=False).work() == 0
+    assert first.log.read_bytes() == before
+    sizes = pack(runs, here / "done.tar")
+    assert set(sizes) == {run.name for run in runs}
+    assert set(unpack(here / "done.tar", here / "archive").values()) == {"unpacked"}
+    assert not (here / "archive" / first.name / "checkpoints").exists()
+    assert entry_of(runs_in(here / "archive")[0]) == entry_of(first)
+
+    results = here / "results/small.json"
+    assert collect(runs[:1], results) == [first.name]
+    assert collect(runs, results) == [second.name]
+    text = results.read_bytes()
+    assert collect(runs, results) == [] and collect([], results) == []
+    assert results.read_bytes() == text
+    entry = json.loads(text)["runs"][0]
+    assert entry["accuracy"] == first.records()[-1]["test_accuracy"]
+    assert entry["left"]["params"] < entry["dense"]["params"] and entry["left"]["macs_removed"] > 0
+    assert entry["recipe"]["distill"]["alpha"] == 0.5 and entry["seed"] == 0 and len(entry["layers"]) == 19
+
+
+def test_stop_ends_the_runs_and_start_would_go_on(here: Path) -> None:
+    first, _ = runs_in(here / "runs")
+    assert command("start", "--at-once", "1", "--no-mps").returncode == 0
+    wait(lambda: first.begun)
+    assert command("stop").returncode == 0
+    assert not first.going_on and "driver: not running" in command("status").stdout
+    assert command("stop").returncode == 0
+
+
+def test_a_run_that_cannot_succeed_is_given_up_and_the_next_one_starts(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "jobs.toml").write_text(
+        '[[job]]\nrecipe = "missing.toml"\n'
+        '[[job]]\nrecipe = "small.toml"\nname = "crash"\nset = ["model.name=crash:Net"]\n'
+        '[[job]]\nrecipe = "small.toml"\n'
+    )
+    (here / "crash.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    runs = runs_in(here / "runs")
+    assert Driver(runs, here / "runs", 3, 0, mps=False).work() == 1
+    failed = json.loads((here / "runs/driver.json").read_text())["failed"]
+    assert failed == {"missing-seed0": 2, "crash-seed0": 7}
+    assert [run.finished for run in runs] == [False, False, True]
+    assert "missing.toml does not exist" in runs[0].log.read_text()
+    assert TRIES > 1
+
+
+def test_jobs_that_make_no_sense(here: Path) -> None:
+    for text, message in {
+        '[[job]]\nseed = [0]\nrecipe = "digits"': "a job has recipe, and may have name, seeds and set",
+        '[[job]]\nrecipe = "digits"\nset = ["seed=1"]': "needs a name of its own",
+        '[[job]]\nrecipe = "digits"\nseeds = [1, 1]': "asks twice for digits-seed1",
+    }.items():
+        (here / "jobs.toml").write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            runs_in(here / "runs")
+
+
+def test_a_lock_is_held_as_long_as_one_process_has_it(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path / "x")
+    assert lock is not None and take_lock(tmp_path / "x") is None
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    os.close(lock)
+    assert is_locked(tmp_path / "x")
+    child.communicate(b"\n")
+    assert not is_locked(tmp_path / "x")
+
+
+def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
+    runs = read_runs(BENCHMARKS / "cifar10.toml", Path("runs"))
+    assert {run.recipe for run in runs} == {n for n in sbf.training.recipe.bundled_recipes() if "cifar10" in n}
+    assert all(sum(run.recipe == other.recipe for other in runs) == 3 for run in runs)
+
+
+def test_the_sequential_count_of_the_whole_network_is_the_whole_network() -> None:
+    assert sequential_count(sbf.load_recipe("cifar10-resnet56-dense"), {}) == {
+        "params": 853_018,
+        "macs": 125_485_696,
+    }
+    recipe, images = sbf.load_recipe("cifar10-resnet56-dense", ["model.name=resnet20"]), torch.zeros(1, 3, 32, 32)
+    model, whole = resolve("resnet20"), sequential_count(recipe, {})
+    assert whole == {"params": measure(model, images).params, "macs": measure(model, images).macs}
+    half = {name: layer.filters // 2 for name, layer in sbf.trace(model, images).layers.items()}
+    found = sequential_count(recipe, half)
+    assert 0.24 < found["macs"] / whole["macs"] < 0.28
+    last = {name: range(kept, 2 * kept) for name, kept in half.items() if name.endswith("conv2")}
+    plan = sbf.Plan({**{name: range(kept) for name, kept in half.items()}, **last})
+    assert found["params"] < measure(sbf.extract(model, images, plan), images).params

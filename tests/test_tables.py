@@ -1,0 +1,96 @@
+"""The tables and pictures are what the results say; with no results they say so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import tables  # noqa: E402
+from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
+
+
+def entry(name: str, seed: int, accuracy: float, removed: float, **recipe: Any) -> dict[str, Any]:
+    """A made-up run; no such network was trained."""
+    shares = {"params_removed": removed, "macs_removed": removed - 2}
+    return {
+        "name": f"{name}-seed{seed}",
+        "date": "2000-01-01",
+        "seed": seed,
+        "accuracy": accuracy,
+        "left": shares,
+        "sequential": {key: value + 5 for key, value in shares.items()},
+        "layers": {"conv1": [16, 16], "layer1.0.conv1": [16, 6 + seed], "layer2.0.conv1": [32, 0]},
+        "environment": {"gpu": None, "cpu": "none", "torch": "0"},
+        "recipe": {"name": name, "seed": seed, **recipe},
+    }
+
+
+RESULT = {
+    "benchmark": "cifar10",
+    "runs": [
+        entry("cifar10-resnet56-dense", 0, 93.0, 0.0),
+        *(entry("cifar10-resnet56-best-medium", seed, 94.0 + seed / 10, 50.0) for seed in range(3)),
+        entry("cifar10-resnet56-paper-high", 0, 91.0, 80.0),
+        entry("something-else", 0, 99.0, 99.0),
+    ],
+}
+
+
+def test_the_table_has_the_papers_figures_beside_ours() -> None:
+    lines = cifar10(RESULT).splitlines()
+    assert lines[4:-2] == [
+        "| ResNet-56, dense control | `cifar10-resnet56-dense` | 93.00 (1) | - | - |",
+        "| ResNet-56, medium | the paper | 94.28 | | 52.3 / 49.3 |",
+        "| ResNet-56, medium | `cifar10-resnet56-best-medium` | 94.10 ± 0.10 (3) | 50.0 / 48.0 | 55.0 / 53.0 |",
+        "| ResNet-56, high | the paper | 92.42 | | 83.0 / 70.5 |",
+        "| ResNet-56, high | `cifar10-resnet56-paper-high` | 91.00 (1) | 80.0 / 78.0 | 85.0 / 83.0 |",
+    ]
+    assert lines[-1] == "`benchmarks/results/cifar10.json`: none, torch 0, 2000-01-01."
+
+
+def test_without_runs_they_say_so() -> None:
+    for nothing in (None, {"benchmark": "cifar10", "runs": []}):
+        assert cifar10(nothing) == budgets(nothing) == NONE
+        assert pictures(nothing) == {}
+
+
+def test_two_recipes_of_one_name_are_not_mixed() -> None:
+    other = entry("cifar10-resnet56-dense", 1, 93.0, 0.0, threads=1)
+    with pytest.raises(SystemExit, match="cifar10-resnet56-dense differ in more than the seed"):
+        cifar10({**RESULT, "runs": [*RESULT["runs"], other]})
+
+
+def test_the_picture_shows_every_layer() -> None:
+    drawn = pictures(RESULT)
+    assert sorted(drawn) == ["cifar10-resnet56-best.svg", "cifar10-resnet56-paper.svg"]
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    bars = ET.fromstring(drawn["cifar10-resnet56-best.svg"]).findall("svg:rect", space)
+    said = [bar.findtext("svg:title", namespaces=space) for bar in bars]
+    assert said[::2] == said[1::2] == ["conv1: 16 of 16", "layer1.0.conv1: 7 of 16", "layer2.0.conv1: 0 of 32"]
+    heights = [float(bar.attrib["height"]) for bar in bars]
+    assert heights == [32.0, 32.0, 32.0, 14.0, 64.0, 0.0]
+
+
+def test_pages_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "results")
+    shutil.copytree(ROOT / "docs", tmp_path / "root" / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path / "root")
+    where = tmp_path / "results", tmp_path / "root"
+    (tmp_path / "results/cifar10.json").write_text(json.dumps(RESULT))
+    assert tables.main(True, *where) == 1
+    assert "cifar10-resnet56-best.svg" in capsys.readouterr().out
+    assert tables.main(False, *where) == 0
+    assert tables.main(True, *where) == 0
+    page = (tmp_path / "root/docs/cifar10.md").read_text()
+    assert "94.10 ± 0.10 (3)" in page and "(cifar10-resnet56-best.svg)" in page
+    assert (tmp_path / "root/docs/cifar10-resnet56-best.svg").is_file()
+    assert "94.10 ± 0.10 (3)" in (tmp_path / "root/README.md").read_text()

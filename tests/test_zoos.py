@@ -1,0 +1,53 @@
+"""Networks of torchvision and timm, one for each difficulty: the extracted one is the gated one.
+
+`benchmarks/coverage.py` does the same for all of them; here are those that take a second or less.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+MISSING = [name for name in ("torchvision", "timm") if importlib.util.find_spec(name) is None]
+if MISSING:
+    pytest.skip(f"needs pip install --no-deps {' '.join(MISSING)}", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import coverage  # noqa: E402
+import zoos  # noqa: E402
+
+# Networks, and the share of their convolutions' filters that can be pruned at least.
+FAST = {
+    "torchvision:resnet18": 0.99,  # additions
+    "torchvision:squeezenet1_1": 0.9,  # concatenations
+    "torchvision:shufflenet_v2_x0_5": 0.9,  # chunks and a shuffle
+    "torchvision:mobilenet_v3_small": 0.9,  # depthwise, squeeze and excite
+    "torchvision:regnet_x_400mf": 0.9,  # groups
+    "timm:ghostnet_100": 0.9,  # concatenation and slice
+    "timm:repvgg_a0": 0.9,  # norms on the stream
+    "timm:mobilenetv1_100": 0.9,
+    "timm:convnext_atto": 0.0,  # layer norms, layer scale, hidden units of linear layers
+    "timm:resnest14d": 0.8,  # split attention
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_network_of_the_zoos_is_cut_exactly(name: str) -> None:
+    row = coverage.work(name)
+    assert row["ok"], row.get("error_text") or row["error"]
+    assert row["filters_prunable"] >= FAST[name], row["reasons"]
+    assert all(plan["change"] > 1e-6 for plan in row["plans"].values()), "a plan that changes nothing shows nothing"
+    assert row["macs_left"] < 1
+
+
+def test_the_list_covers_what_it_promises() -> None:
+    names = zoos.names()
+    assert len(names) == len(set(names))
+    assert sum(n.startswith("timm:") for n in names) >= 60
+    known = zoos.timm().list_models()
+    assert {*zoos.TIMM} <= {*known}
+    assert {*zoos.FAMILIES} == {zoos.family(n) for n in names} - {""}
