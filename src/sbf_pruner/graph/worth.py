@@ -8,6 +8,7 @@ need upwards from where liveness changed.
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,11 +172,15 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
     # All groups that are left have equal numbers; the fullest decides.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
-    entries = filters * int(columns.sum(1).max()) * int(np.prod(first.weight.shape[2:]))
-    transposed = first.out_axis == 1 and len(first.weight.shape) > 2
-    pixels = [run.x.shape if transposed else run.out.shape for run in calls]
+    # A weight that is computed, from what it is normalised over say, keeps all its inputs.
+    inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
+    entries = filters * inputs * int(np.prod(first.weight.shape[2:]))
+    pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
     moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
-    return Worth(entries * moves, entries + (filters if first.bias is not None else 0))
+    held = entries
+    if not first.stored:  # what it is made of has one part per filter
+        held = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
+    return Worth(entries * moves, held + (filters if first.bias is not None else 0))
 
 
 def _asked(value: Value, flow: Flow) -> Mask | None:
