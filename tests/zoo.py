@@ -141,10 +141,30 @@ def InstanceNorm():
 
 @entry(IMAGE)
 def GroupNorm():
-    """Statistics shared among channels: the layer before is left alone."""
+    """Statistics shared among some channels, each by itself, or among all: the last layer is left alone."""
     return nn.Sequential(
-        *conv_bn(3, 6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), *conv_bn(8, 5), Head(5)
-    )
+        *conv_bn(3, 6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(),
+        nn.Conv2d(8, 6, 3, bias=False), nn.GroupNorm(6, 6), nn.GELU(),
+        nn.Conv2d(6, 6, 1), nn.GroupNorm(1, 6), nn.ReLU(), *conv_bn(6, 5), Head(5),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+class GroupNormStream(nn.Module):
+    """Group norms before the convolutions of a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 8) for _ in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=i == 1) for i in range(2))
+        self.head = Head(8)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=False):
+            x = x + conv(F.relu(norm(x)))
+        return self.head(F.relu(self.norms[2](x)))
 
 
 @entry(IMAGE)

@@ -168,15 +168,16 @@ class _Surgeon:
     def _rename_sizes(self, module: nn.Module, node: Contract | Norm) -> None:
         """Keep `out_channels` and friends equal to what is really there."""
         width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
-        sizes = {"num_features": width_out}
+        sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
+        sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
+        sizes["num_channels"] = sizes["num_features"]
         if isinstance(node, Contract):
-            sizes = {"in_channels": width_in, "out_channels": width_out}
-            sizes |= {"in_features": width_in, "out_features": width_out}
-            if node.groups > 1:
-                sizes["groups"] = groups_left(node, self.layout)
-        for name, size in sizes.items():
-            if isinstance(getattr(module, name, None), int):
-                setattr(module, name, size)
+            sizes["groups"] = node.groups, groups_left(node, self.layout)
+        else:
+            sizes["num_groups"] = node.x.shape[1] // node.per_group, width_out // node.per_group
+        for name, (before, after) in sizes.items():
+            if getattr(module, name, None) == before:  # of something else, perhaps
+                setattr(module, name, after)
 
     # -- modules -------------------------------------------------------------------------------------------
 

@@ -239,7 +239,7 @@ def test_an_instance_norm_without_shift_keeps_zeros():
 
 UNKNOWN = "mixes channels in a way that is not known"
 REDUCES = "reduces over the channels, whose number would change"
-SHARES = "shares its statistics among channels"
+SHARES = "shares its statistics among all channels"
 
 OPAQUE = {
     "cumulative sum": (lambda x: x.cumsum(1), "cumsum", UNKNOWN),
@@ -247,7 +247,7 @@ OPAQUE = {
     "mean of all": (lambda x: x.mean(), "mean", REDUCES),
     "norm of all": (lambda x: x.norm(), "linalg_vector_norm", REDUCES),
     "softmax over channels": (lambda x: x.softmax(1), "_softmax", "normalises over the channels"),
-    "group norm": (lambda x: F.group_norm(x, 2), "native_group_norm", SHARES),
+    "group norm": (lambda x: F.group_norm(x, 1), "native_group_norm", SHARES),
     "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), "native_layer_norm", SHARES),
     "product": (lambda x: x[0, 0] @ x[0, 1].t(), "mm", "multiplies activations with each other"),
     "computed index": (lambda x: x.index_select(1, torch.arange(3)), "index_select", UNKNOWN),

@@ -109,7 +109,9 @@ class _Finder:
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
             weight = max(node.weight.roots or (), key=lambda root: math.prod(root.shape)).name
-            layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, nodes)
+            main = self.net.main[site.module][0]
+            unit = main.per_group if isinstance(main, Norm) else 1
+            layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
         return layers, skipped
 
     def _reason_to_skip(self, node: Contract, module: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import PlanError
-from .masks import Flow, Grids, Mask, level, some
+from .masks import Flow, Grids, Mask, level, some, whole_groups
 from .nodes import Boundary, Contract, Node
 from .trace import Call, Trace, Value
 
@@ -50,6 +50,7 @@ class Layer:
     map_size: tuple[int, ...]  # height and width of the input map; () for a linear layer
     groups: int
     site: Site
+    unit: int = 1  # filters that go together, because a norm shares their statistics
     nodes: tuple[Contract, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -89,7 +90,8 @@ class ChannelGraph:
     def settle(self, keep: Mapping[str, Mask]) -> dict[str, Mask]:
         """The filters that are left once those without live input, or that nothing needs, are gone too.
 
-        A grouped convolution keeps equal numbers in the groups it keeps: the fullest decides.
+        A grouped convolution keeps equal numbers in the groups it keeps: the fullest decides.  Filters that
+        a group norm looks at together stay together.
         """
         held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
@@ -107,6 +109,7 @@ class ChannelGraph:
             if wanted is not None:
                 left |= wanted.reshape(-1)
         left &= held & np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
+        left = whole_groups(left, layer.unit)
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
             # Where all inputs stay, as those of the network do, no group can go.

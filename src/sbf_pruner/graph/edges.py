@@ -24,7 +24,10 @@ from .trace import REMAP, ZEROS, Call, Op, Trace, Value
 
 LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
-_NORMS = {"aten.native_batch_norm", "aten.cudnn_batch_norm", "aten._native_batch_norm_legit"}
+_NORMS = {
+    f"aten.{name}"
+    for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "native_group_norm")
+}
 
 
 def owner(op: Op) -> str | None:

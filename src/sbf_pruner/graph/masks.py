@@ -124,6 +124,13 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
     return np.broadcast_to(mask, grid)
 
 
+def whole_groups(mask: Mask, size: int) -> Mask:
+    """Add to a mask over channels the rest of every group of which one is in."""
+    if size == 1:
+        return mask
+    return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
+
+
 def level(rows: Mask, there: Mask) -> Mask:
     """Fill the rows of the groups that are there up to the fullest one, lowest channels first."""
     rows = rows.copy()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some
+from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some, whole_groups
 from .trace import Op, Value
 
 
@@ -308,10 +308,11 @@ class Contract(Node):
 
 @dataclass
 class Norm(Node):
-    """Batch normalisation: every channel by its own statistics, with a scale and a shift of its own."""
+    """Normalisation: every channel by its own statistics or its group's, with a scale and shift of its own."""
 
     x: Value = field(kw_only=True)
     states: tuple[Value, ...] = field(kw_only=True)
+    per_group: int = field(default=1, kw_only=True)  # channels that share statistics
     revives: bool = field(default=True, kw_only=True)  # no gate stands here: a zero comes back as a constant
     idle: Mask | None = field(default=None, kw_only=True)  # zero in the user's own network, a constant after
 
@@ -329,10 +330,13 @@ class Norm(Node):
     def pull(self, flow: Flow) -> None:
         wanted = self.wanted(flow)
         if wanted is not None:
-            flow.need(self.x, wanted, self.grids[self.x])
+            flow.need(self.x, whole_groups(wanted, self.per_group), self.grids[self.x])
 
     def tie(self, layout: Layout) -> None:
         layout.fill_other(self.x, 1)
+        if self.per_group > 1:
+            there = np.isin(np.arange(self.x.shape[1]), layout.indices(self.x, 1))
+            layout.add(self.x, 1, whole_groups(there, self.per_group))
         layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])
 
 

@@ -230,9 +230,29 @@ def weight_norm(op: Op, grids: Grids) -> Node:
     return _elementwise(op, grids, "any")
 
 
-def group_statistics(op: Op, grids: Grids) -> Node:
-    """Layer norm and group norm share statistics among channels, which removal would change."""
-    return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among channels")
+def group_norm(op: Op, grids: Grids) -> Node:
+    """Group norm: channels that share statistics go together or not at all."""
+    x, groups = op.args[0], op.args[6]
+    states = tuple(v for v in op.args[1:3] if isinstance(v, Value))
+    op = dataclasses.replace(op, outputs=op.outputs[:1])
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = _line(out)
+    per_group = x.shape[1] // groups
+    if groups == 1:
+        return _shared_statistics(op, grids)
+    # A channel of zeros among others is not zero after their mean has been taken off it.
+    shifts = isinstance(op.args[2], Value) or per_group > 1
+    return Norm(op, grids, x=x, states=states, revives=shifts, per_group=per_group)
+
+
+def layer_norm(op: Op, grids: Grids) -> Node:
+    """Layer norm shares its statistics among all channels, and removal would change them."""
+    return _shared_statistics(op, grids)
+
+
+def _shared_statistics(op: Op, grids: Grids) -> Node:
+    return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among all channels")
 
 
 # -- the rest ----------------------------------------------------------------------------------------------
@@ -271,7 +291,8 @@ RULES: dict[str, Rule] = {
     **_rows(matrix_product, "mm addmm"),
     **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit"),
     **_rows(weight_norm, "_weight_norm_interface"),
-    **_rows(group_statistics, "native_layer_norm native_group_norm"),
+    **_rows(group_norm, "native_group_norm"),
+    **_rows(layer_norm, "native_layer_norm"),
     **_rows(
         zero_kept,
         "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sqrt sign square sin erf expm1 "
