@@ -177,10 +177,10 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     entries = filters * inputs * int(np.prod(first.weight.shape[2:]))
     pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
     moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
-    held = entries
+    own = entries
     if not first.stored:  # what it is made of has one part per filter
-        held = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
-    return Worth(entries * moves, held + (filters if first.bias is not None else 0))
+        own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
+    return Worth(entries * moves, own + (filters if first.bias is not None else 0))
 
 
 def _asked(value: Value, flow: Flow) -> Mask | None:
