@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .channels import ChannelGraph, Layer
-from .masks import Flow, Mask, shrink
+from .masks import Flow, Mask, shrink, whole_groups
 from .nodes import Boundary, Contract, Elementwise, Node, Norm
 from .trace import Value
 
@@ -65,8 +65,9 @@ class Appraiser:
     def first_filter(self, name: str) -> Worth:
         """What goes when the layer loses its first filter and nothing else changes."""
         layer = self.graph.layers[name]
-        if layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer)):
-            return Worth(0, 0)  # groups keep equal numbers: one filter of one group cannot go alone
+        in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
+        if in_group or layer.unit > 1:  # groups keep equal numbers, or share statistics: none goes alone
+            return Worth(0, 0)
         flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
         died = self._push(flow, name)
         idle = self._pull(flow, died)
@@ -166,7 +167,7 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
     if isinstance(first, Norm):
         scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
-        return Worth(0, scales * int(there.sum()))
+        return Worth(0, scales * int(whole_groups(there, first.per_group).sum()))
     calls = [run for run in runs if isinstance(run, Contract)]
     read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
     rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
