@@ -244,10 +244,20 @@ def test_a_loss_that_is_not_finite(here: Path, capsys: pytest.CaptureFixture[str
 def test_inspect_lists_the_layers_of_a_bundled_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "resnet56"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["layer", "kind", "filters", "map", "parameters", "MACs", "gated", "at"]
-    assert lines[1].split() == ["conv1", "Conv2d", "16", "32x32", "432", "0.4", "%", "bn1", "(affine)"]
+    assert lines[0].split("  ")[-3].strip() == "a filter's MACs"
+    first = ["conv1", "Conv2d", "16", "32x32", "432", "0.4", "%", "175,104", "1", "bn1", "(affine)"]
+    assert lines[1].split() == first
+    assert "  1  add  conv1, layer1.0.conv2, layer1.1.conv2, layer1.2.conv2 and 6 more" in lines
     assert "  fc  its filters are the network's outputs" in lines
     assert lines[-1].startswith("ResNet: 55 prunable layers with 2,032 filters; 853,018 parameters, 125,485,696")
+
+
+def test_inspect_sets_followers_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "mobilenet_v2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("follow others"))
+    assert "follows " in lines[start + 1]
+    assert not any("depthwise" in line for line in lines[lines.index("left alone:") :])
 
 
 def test_inspect_reads_a_users_own_network(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,8 +266,26 @@ def test_inspect_reads_a_users_own_network(here: Path, capsys: pytest.CaptureFix
     seen = json.loads(capsys.readouterr().out)
     assert [(layer["name"], layer["filters"]) for layer in seen["layers"]] == [("0", 5), ("3", 6)]
     assert seen["layers"][0]["macs"] == 5 * 9 * 36 and seen["layers"][0]["params"] == 50
-    assert list(seen["skipped"]) == ["8"]
+    assert [layer["name"] for layer in seen["skipped"]] == ["8"]
     assert sum(layer["macs"] for layer in seen["layers"]) + 6 * 4 == seen["macs"]
+
+
+def test_json_before_the_model_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--input", "1,8,8", "--json", "tinynet:Net"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "Net"
+
+
+def test_inspect_writes_pictures_and_facts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", "tinynet:Net", "--input", "1,8,8", "--json", "out/facts.json", "--graph"]
+    assert main([*words, "out/net.svg"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "sbf: wrote out/net.svg\nsbf: wrote out/facts.json\n"
+    assert said.out.startswith("layer ")
+    assert main([*words, "out/net.html"]) == 0
+    assert json.loads((here / "out/facts.json").read_text())["model"] == "Net"
+    assert (here / "out/net.svg").read_text().startswith("<svg ")
+    assert (here / "out/net.html").read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in (here / "out").iterdir()) == ["facts.json", "net.html", "net.svg"]
 
 
 BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
@@ -270,6 +298,12 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
     "wrong rank": (["tinynet:Net", "--input", "1,8"], "cannot run on the example inputs"),
     "no sizes": (["resnet20", "--input", "large"], "--input 'large': write one input's sizes"),
     "size 0": (["resnet20", "--input", "3,0,3"], "--input '3,0,3': write one input's sizes"),
+    "no model": ([], "name a model to inspect"),
+    "no picture": (["resnet20", "--graph", "net.png"], "--graph 'net.png': give a file that ends in .svg or .html"),
+    "folder": (["resnet20", "--graph", "folder.svg"], "--graph 'folder.svg' is a folder"),
+    "under a file": (["resnet20", "--json", "tinynet.py/a.json"], "cannot be written, because"),
+    "no facts": (["resnet20", "--json", "facts.txt"], "--json 'facts.txt': give a file that ends in .json"),
+    "untraceable, drawn": (["tinynet:Untraceable", "--input", "1,8,8", "--graph", "a.svg"], "at tinynet.py:32"),
     "no value": (["resnet20", "--option", "num_classes"], "--option 'num_classes': write KEY=VALUE"),
     "unknown option": (["resnet20", "--option", "classes=3"], "resnet20 has no option 'classes'"),
 }
@@ -278,6 +312,7 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("case", BAD_INSPECTIONS)
 def test_a_bad_inspection_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, expected = BAD_INSPECTIONS[case]
+    (here / "folder.svg").mkdir()
     before = listing(here)
     assert main(["inspect", *words]) == 2
     said = capsys.readouterr()
@@ -362,7 +397,7 @@ def test_help_answers_without_torch() -> None:
 
 
 def test_unknown_words_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["prune"], ["run", "digits", "--fast"], ["inspect"], ["data"], ["run", "--seed", "x"]):
+    for words in (["prune"], ["run", "digits", "--fast"], ["data"], ["run", "--seed", "x"]):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2

@@ -20,6 +20,7 @@ from typing import Any
 from .errors import DataError, PruningError, RecipeError, nearest
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
+_STDOUT = "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--quiet", action="store_true", help="print the closing table only")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
 
-    inspect = commands.add_parser("inspect", help="list the layers of a model that can be pruned")
-    inspect.description = "List the layers of a model that can be pruned, and the others with the reason."
+    inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
+    inspect.description = (
+        "List the layers of a model that can be pruned, where each is gated and what it meets, those that follow "
+        "others, and those left alone with the reason."
+    )
     known = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
-    inspect.add_argument("model", metavar="MODEL", help=known)
+    inspect.add_argument("model", nargs="?", metavar="MODEL", help=known)
     inspect.add_argument(
         "--input",
         action="append",
@@ -83,7 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="an argument of the model's builder",
     )
-    inspect.add_argument("--json", action="store_true", help="print as JSON")
+    inspect.add_argument("--graph", metavar="FILE", help="draw the channel graph: a file ending in .svg or .html")
+    inspect.add_argument(
+        "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
+    )
 
     data = commands.add_parser("data", help="put a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
@@ -189,20 +196,54 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    if arguments.model is None and arguments.json not in (None, _STDOUT):
+        arguments.model, arguments.json = arguments.json, _STDOUT  # `--json MODEL` names no file
+    if arguments.model is None:
+        raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
+                           "or package.module:callable")  # fmt: skip
     large = arguments.model.startswith(("torchvision:", "timm:"))
     shapes = [_shape(text) for text in arguments.input or [LARGE_INPUT if large else SMALL_INPUT]]
     options = dict(_option(text) for text in arguments.option)
+    graph = _target("--graph", arguments.graph, (".svg", ".html"))
+    facts = _target("--json", None if arguments.json == _STDOUT else arguments.json, (".json",))
 
     import torch
 
+    from .files import write_text
     from .models import resolve
-    from .overview import overview
+    from .overview import inspect
     from .terminal import overview_lines
 
     model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
-    seen = overview(model, tuple(torch.zeros(1, *shape) for shape in shapes))
-    print(json.dumps(seen, indent=2) if arguments.json else "\n".join(overview_lines(seen)))
+    seen = inspect(model, tuple(torch.zeros(1, *shape) for shape in shapes))
+    text = json.dumps(seen.facts, indent=2)
+    written = {}
+    if graph is not None:
+        from .drawing import draw
+
+        written[graph] = draw(seen, graph.suffix)
+    if facts is not None:
+        written[facts] = f"{text}\n"
+    for path, content in written.items():
+        write_text(path, content)
+        print(f"sbf: wrote {path}", file=sys.stderr)
+    print(text if arguments.json == _STDOUT else "\n".join(overview_lines(seen.facts)))
     return 0
+
+
+def _target(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
+    """A file that can be written, said before any work is done."""
+    if text is None:
+        return None
+    path = Path(text)
+    if path.suffix not in endings:
+        raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
+    if path.is_dir():
+        raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise PruningError(f"{flag} {text!r} cannot be written, because {above} is no folder one may write to")
+    return path
 
 
 def _known_recipe(name: str | None) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from .overview import some
+
 Record = dict[str, Any]
 
 
@@ -128,22 +130,46 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
 
 
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
-    """The prunable layers, the others with the reason, and the totals."""
-    rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "gated at"]]
+    """The prunable layers, what meets, those that follow, the others with the reason, and the totals."""
+    rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
     for layer in seen["layers"]:
-        size = "x".join(map(str, layer["map_size"])) or "-"
-        counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{layer['macs_share']:.1f} %"]
-        rows.append([layer["name"], layer["kind"], *counts, layer["gated_at"]])
-    lines = table(rows, "<<>>>><")
+        met = ",".join(str(place + 1) for place in layer["groups"]) or "-"
+        again = f", again at {some(layer['later_gates'], 1)}" if layer["later_gates"] else ""
+        rows.append(
+            [
+                *_costs(layer),
+                f"{layer['first_filter']['macs']:,}",
+                met,
+                f"{layer['gated_at']} ({layer['gate']}){again}",
+            ]
+        )
+    lines = table(rows, "<<>>>>><<")
+    if seen["groups"]:
+        lines += ["", "layers that meet (added or multiplied: they share one layout; concatenated: side by side):"]
+        met_rows = [
+            [str(place), ", ".join(group["meet"]), some(group["layers"], 4)]
+            for place, group in enumerate(seen["groups"], start=1)
+        ]
+        lines += [f"  {line}" for line in table(met_rows, "><<")]
+    if seen["followers"]:
+        lines += ["", "follow others (no scores of their own, their filters go with those they follow):"]
+        rows = [[*_costs(layer), f"follows {some(layer['follows'], 3)}"] for layer in seen["followers"]]
+        lines += [f"  {line}" for line in table(rows, "<<>>>><")]
     if seen["skipped"]:
         lines += ["", "left alone:"]
-        lines += [f"  {line}" for line in table([list(item) for item in seen["skipped"].items()], "<<")]
+        lines += [f"  {line}" for line in table([[s["name"], s["reason"]] for s in seen["skipped"]], "<<")]
     lines.append("")
     lines.append(
         f"{seen['model']}: {len(seen['layers'])} prunable layers with {seen['filters']:,} filters; "
         f"{seen['params']:,} parameters, {seen['macs']:,} MACs"
     )
     return lines
+
+
+def _costs(layer: Mapping[str, Any]) -> list[str]:
+    size = "x".join(map(str, layer["map_size"])) or "-"
+    counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{layer['macs_share']:.1f} %"]
+    return [layer["name"], layer["kind"], *counts]
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:

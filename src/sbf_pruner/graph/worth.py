@@ -1,0 +1,217 @@
+"""What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
+
+A channel graph enters; numbers leave: the difference between the network extracted with all filters and with
+all but that one (a module that surgery has to leave as it is still counts here, as liveness sees it).  A
+filter's absence changes little, so only what it changes is computed: liveness from its gate downwards, then
+need upwards from where liveness changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from .channels import ChannelGraph, Layer
+from .masks import Flow, Mask, shrink, whole_groups
+from .nodes import Boundary, Contract, Elementwise, Node, Norm
+from .trace import Value
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What goes with a filter."""
+
+    macs: int
+    params: int
+
+
+class Appraiser:
+    """Asks a channel graph what goes when a layer loses its first filter.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+    >>> Appraiser(trace(net, torch.zeros(1, 3, 4, 4))).first_filter("0")  # three inputs and two outputs, 16 pixels
+    Worth(macs=80, params=7)
+    """
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.whole = graph.flow({})
+        self.readers: dict[Value, list[int]] = defaultdict(list)
+        self.maker: dict[Value, int] = {}
+        for place, node in enumerate(graph.nodes):
+            for value in dict.fromkeys(node.inputs):
+                self.readers[value].append(place)
+            for value in node.outputs:
+                self.maker[value] = place
+        self.runs: dict[Hashable, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self.runs[self._owner(node)].append(node)
+        self.before: dict[Hashable, Worth] = {}
+        self.outputs = set(graph.outputs)
+        self.gates: dict[str, list[int]] = defaultdict(list)
+        for place, node in enumerate(graph.nodes):
+            if isinstance(node, Boundary) and node.layer:
+                self.gates[node.layer].append(place)
+
+    def first_filter(self, name: str) -> Worth:
+        """What goes when the layer loses its first filter and nothing else changes."""
+        layer = self.graph.layers[name]
+        in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
+        if in_group or layer.unit > 1:  # groups keep equal numbers, or share statistics: none goes alone
+            return Worth(0, 0)
+        flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
+        died = self._push(flow, name)
+        idle = self._pull(flow, died)
+        places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
+        nodes = [self.graph.nodes[place] for place in places if place >= 0]
+        # A module that runs several times holds its weight once, with what any of its calls asks for.
+        macs = params = 0
+        for owner in {self._owner(node) for node in nodes}:
+            runs = self.runs[owner]
+            if owner not in self.before:
+                self.before[owner] = cost(runs, self.whole)
+            before, after = self.before[owner], cost(runs, flow)
+            macs += before.macs - after.macs
+            params += before.params - after.params
+        return Worth(macs, params)
+
+    def _reads_inputs(self, layer: Layer) -> bool:
+        return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+
+    @staticmethod
+    def _owner(node: Node) -> Hashable:
+        if isinstance(node, Contract):
+            return node.weight
+        return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
+
+    def _push(self, flow: Flow, name: str) -> list[Value]:
+        keep = np.arange(self.graph.layers[name].filters) > 0
+        changed: list[Value] = []
+        todo = list(self.gates[name])
+        for place in _in_order(todo):
+            node = self.graph.nodes[place]
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer == name:
+                node.gate(flow, keep)
+            for value in node.outputs:
+                if _same(flow.alive, value):
+                    continue
+                changed.append(value)
+                for reader in self.readers[value]:
+                    heappush(todo, reader)
+        return changed
+
+    def _pull(self, flow: Flow, died: Iterable[Value]) -> list[Value]:
+        changed: list[Value] = []
+        todo: list[int] = []
+        for place in {self.maker[value] for value in died}:
+            # Elsewhere a channel is dead behind a node because it was dead before it: nobody asks for it.
+            node = self.graph.nodes[place]
+            product = isinstance(node, Elementwise) and node.zero != "any"
+            if product or (isinstance(node, Boundary) and node.layer):
+                heappush(todo, -place)
+        for place in _in_order(todo):
+            node = self.graph.nodes[-place]
+            for value in dict.fromkeys(node.inputs):
+                if value not in self.maker or value not in self.whole.needed:
+                    continue
+                heard = _Heard(flow.needed, value)
+                if value in self.outputs:
+                    heard[value] = self.whole.needed[value]
+                asked = Flow(flow.alive, heard)
+                for reader in self.readers[value]:
+                    self.graph.nodes[reader].pull(asked)
+                flow.needed[value] = heard.get(value, np.zeros(self.graph.grids[value], bool))
+                if not _same(flow.needed, value):
+                    changed.append(value)
+                    heappush(todo, -self.maker[value])
+        return changed
+
+
+class _Heard(dict[Value, Mask]):
+    """What is needed of one value, gathered anew; of all others as it is known."""
+
+    def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
+        super().__init__()
+        self.known, self.target = known, target
+
+    def get(self, value: Value, default: Any = None) -> Any:
+        return super().get(value, default) if value is self.target else self.known.get(value, default)
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) if value is self.target else value in self.known
+
+    def __getitem__(self, value: Value) -> Mask:
+        return super().__getitem__(value) if value is self.target else self.known[value]
+
+
+def cost(runs: Sequence[Node], flow: Flow) -> Worth:
+    """What is left of one layer, norm or bare parameter: all it holds for the channels alive and needed."""
+    first = runs[0]
+    if isinstance(first, Elementwise):
+        wanted = first.wanted(flow)
+        stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
+        held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
+        return Worth(0, sum(held))
+    if not isinstance(first, (Contract, Norm)):
+        return Worth(0, 0)
+    there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
+    if isinstance(first, Norm):
+        scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
+        return Worth(0, scales * int(whole_groups(there, first.per_group).sum()))
+    calls = [run for run in runs if isinstance(run, Contract)]
+    read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
+    rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
+    # All groups that are left have equal numbers; the fullest decides.
+    filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
+    # A weight that is computed, from what it is normalised over say, keeps all its inputs.
+    inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
+    entries = filters * inputs * int(np.prod(first.weight.shape[2:]))
+    pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
+    moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
+    own = entries
+    if not first.stored:  # what it is made of has one part per filter
+        own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
+    return Worth(entries * moves, own + (filters if first.bias is not None else 0))
+
+
+def _asked(value: Value, flow: Flow) -> Mask | None:
+    needed = flow.needed.get(value)
+    return None if needed is None else needed & flow.alive[value]
+
+
+def _line(mask: Mask | None, value: Value) -> Mask:
+    """One entry per channel."""
+    if mask is None:
+        return np.zeros(value.shape[1], bool)
+    grid = tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
+    return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
+
+
+def _in_order(todo: list[int]) -> Iterator[int]:
+    """The places of a heap that may grow on the way, each once."""
+    last: int | None = None
+    while todo:
+        place = heappop(todo)
+        if place != last:
+            last = place
+            yield place
+
+
+def _same(masks: Mapping[Value, Mask], value: Value) -> bool:
+    """Is a mask what it was?  If so, the note of it is taken back."""
+    assert isinstance(masks, ChainMap)
+    now, before = masks.maps
+    if value in now and value in before and np.array_equal(now[value], before[value]):
+        del now[value]
+        return True
+    return value not in now
