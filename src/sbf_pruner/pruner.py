@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
+from .budget import Budget, land
 from .errors import PruningError, nearest
 from .graph.build import trace
 from .graph.channels import ChannelGraph
@@ -59,6 +60,7 @@ class Pruner:
         eps: float = 1e-8,
         threshold: float = 0.5,
         ignore: Sequence[str] = (),
+        budget: Budget | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
@@ -81,6 +83,7 @@ class Pruner:
         self.optimizer: torch.optim.Optimizer | None = None
         weights = balance_weights(balance, [layer.map_size for layer in layers.values()])
         self.gates = Gates(model, self.graph.sites, filters)
+        self.budget = budget  # if there is one, it and not the threshold decides how many filters stay
         self.weights = per_filter(weights, list(filters.values())).to(self.gates.soft)
         self._held = self.graph.all_filters()
         self._attached = True
@@ -225,7 +228,12 @@ class Pruner:
 
     def _gated_masks(self) -> dict[str, Mask]:
         scores = {name: s.cpu() for name, s in self.scores().items()}
-        masks = {name: binary_gate(s, self.threshold).numpy() for name, s in scores.items()}
+        if self.budget is not None:
+            values = {name: s.numpy() for name, s in scores.items()}
+            return land(self.graph, values, self.budget, lambda masks: self._connected(masks, scores))
+        return self._connected({name: binary_gate(s, self.threshold).numpy() for name, s in scores.items()}, scores)
+
+    def _connected(self, masks: dict[str, Mask], scores: dict[str, Tensor]) -> dict[str, Mask]:
         # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         while lifelines := self.graph.lifelines(masks, weakest_first):

@@ -61,6 +61,7 @@ class _Finder:
     def __init__(self, net: Wiring) -> None:
         self.net = net
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
+        self.called_once = {id(mains[0]) for mains in net.main.values() if len(mains) == 1}
         self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> where it is a weight
         for node in net.nodes:
             if isinstance(node, Contract):
@@ -196,7 +197,7 @@ class _Finder:
                     if node.side != "in" or not isinstance(main, Contract):  # which sums them away
                         todo.append(node.out)
                 elif isinstance(node, Norm):
-                    if node.revives and not self._can_follow(node):
+                    if node.revives and id(node) not in self.called_once:
                         return f"{node.op.name} at {node.op.where} brings a removed channel back as a constant"
                     todo.append(node.out)
                 elif isinstance(node, Contract):
@@ -218,9 +219,6 @@ class _Finder:
             if value in self.net.outputs or not self.net.consumers[value]:
                 return node.blocks
         return ""
-
-    def _can_follow(self, norm: Norm) -> bool:
-        return any(mains == [norm] for mains in self.net.main.values())
 
     def _followers(self, taken: set[str]) -> list[Site]:
         """Gates without a score: norms (and biases of depthwise convolutions) that dead channels may reach."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import without_attached
+from ..budget import Budget
 from ..errors import RunError
 from ..measuring import measure
 from ..plan import Plan
@@ -53,6 +54,7 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
         )
+        self._recipe = recipe
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         self._padded: Padded | None = None
@@ -62,10 +64,20 @@ class Networks:
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
 
+    def _budget(self, phase: Phase) -> Budget | None:
+        """What the gates after a score phase may leave: less from cycle to cycle, as the weights follow."""
+        asked = self._recipe.budget
+        if asked.params == asked.macs == 1:
+            return None
+        closing = max(self._recipe.phases.cycles - asked.settled, 1)
+        return Budget(asked.params, asked.macs).eased(phase.cycle / closing)
+
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""
         if phase.kind == "control":
             return self._controlled(), None
+        if phase.kind == "score":
+            self.pruner.budget = self._budget(phase)
         if phase.kind != "finetune" or self._finetune_on == "gated":
             return self.dense, self.pruner
         if self._finetune_on == "small":

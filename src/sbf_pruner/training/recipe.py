@@ -158,6 +158,18 @@ class ScoresConfig(Section):
 
 
 @dataclass(frozen=True)
+class BudgetConfig(Section):
+    """What may be left of the network, as parts of the dense one; with all at 1 the scores alone decide."""
+
+    params: float = field(default=1.0, metadata=about("part of the parameters to keep at most", above=0, most=1))
+    macs: float = field(default=1.0, metadata=about("part of the MACs to keep at most", above=0, most=1))
+    settled: int = field(
+        default=2,
+        metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
+    )
+
+
+@dataclass(frozen=True)
 class DistillConfig(Section):
     """What the network learns from its own dense stage, besides the labels."""
 
@@ -212,6 +224,7 @@ class Recipe(Section):
     weights: OptimizerConfig = field(default_factory=_adam, metadata=about("the gated weight phases"))
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
+    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
 
     def __post_init__(self) -> None:
