@@ -1303,6 +1303,21 @@ class WidthOfTheInput(nn.Module):
 
 
 @entry(IMAGE)
+class LiteralWidth(nn.Module):
+    """A width, and a choice of channels, written into tensors by the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.out = conv_bn(3, 6), conv_bn(6, 8), conv_bn(4, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = F.relu(self.body(x / torch.tensor(float(x.shape[1]))))
+        return self.head(self.out(x.index_select(1, torch.tensor([6, 1, 0, 3]))))
+
+
+@entry(IMAGE)
 class AsksItsLayers(nn.Module):
     """The forward reads settings and types from layers that may vanish."""
 

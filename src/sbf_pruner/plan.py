@@ -86,6 +86,11 @@ class Plan:
         keep = dict(self.keep)
         for name, kept in later.keep.items():
             mine = self.keep.get(name)
+            if mine is not None and kept and max(kept) >= len(mine):
+                raise PlanError(
+                    f"{name}: the later plan keeps filter {max(kept)}, but this one leaves {len(mine)}; make it "
+                    "for the network that this plan gives"
+                )
             keep[name] = tuple(kept) if mine is None else tuple(mine[i] for i in kept)
         return Plan(keep)
 

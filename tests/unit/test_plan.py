@@ -84,3 +84,8 @@ def test_following_plans_is_following_indices(kept, data):
 def test_what_is_not_a_list_of_filter_numbers_is_refused(bad):
     with pytest.raises(PlanError, match="the plan's entry for conv "):
         Plan({"conv": bad})
+
+
+def test_a_later_plan_must_fit_what_the_first_one_leaves():
+    with pytest.raises(PlanError, match="a: the later plan keeps filter 3, but this one leaves 2; make it for the"):
+        Plan({"a": [1, 4]}).then(Plan({"a": [0, 3]}))

@@ -21,7 +21,8 @@ from .trace import ZEROS, Call, Value
 def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:
     """The smallest layout in which every operator can run.
 
-    Operators at `pinned` positions get everything, and so do the module calls named `whole`.
+    Operators at `pinned` positions get everything; so do the module calls named `whole`: what goes in, and the
+    operators that the module runs itself.
     """
     layout = Layout(graph.grids)
     for value, grid in graph.grids.items():
@@ -32,7 +33,8 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
     calls = {node.op.call for node in graph.nodes if node.op.position in pinned} - {None}
     for node in graph.nodes:
         # With an operator the edges of its module get everything: what it sees may depend on what is outside.
-        if node.op.position in pinned or (isinstance(node, Boundary) and node.op.call in calls):
+        edge = isinstance(node, Boundary) and node.op.call in calls
+        if node.op.position in pinned or edge or (node.op.position >= 0 and node.op.call in whole):
             for value in (*node.inputs, *node.outputs):
                 layout.fill(value)
     for call in whole:

@@ -34,7 +34,7 @@ class Value:
     shape: tuple[int, ...]
     kind: str  # "input", "state", "constant" or "result"
     name: str = ""  # of a parameter or buffer: its qualified name
-    data: Tensor | None = field(default=None, repr=False)  # of a parameter or buffer: the real numbers
+    data: Tensor | None = field(default=None, repr=False)  # of a parameter, buffer or literal: the real numbers
     trained: bool = False  # it is a parameter
     transpose_of: Value | None = None  # the tensor this is the transpose of
     roots: tuple[Value, ...] | None = None  # the parameters and buffers it is made of; None if of inputs too
@@ -293,9 +293,10 @@ class _Recorder(TorchDispatchMode):
         if name in _LIFTED:
             for tensor in tensors:
                 if id(tensor) not in self._value:  # torch.tensor(...) written in the forward
-                    self._note(tensor, Value(tuple(tensor.shape), "constant"))
-                    if not self._trusts_constants:
-                        self.literals.append((where(), tensor.clone()))
+                    numbers = None if tensor.is_meta else tensor.clone()
+                    self._note(tensor, Value(tuple(tensor.shape), "constant", data=numbers))
+                    if numbers is not None and not self._trusts_constants:
+                        self.literals.append((where(), numbers))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
         result = func(*args, **kwargs)
