@@ -15,7 +15,7 @@ import copy
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from sbf_pruner import ChannelGraph, Plan, Pruner, extract, measure, trace
+from sbf_pruner import Plan, Pruner, extract, measure, trace
+from sbf_pruner.graph.channels import ChannelGraph
 from sbf_pruner.layers import Adapted
 
 TOLERANCE = 1e-10
@@ -42,7 +43,7 @@ def work(name: str) -> zoos.Row:
     row: zoos.Row = {"size": images.shape[-1], "family": zoos.family(name), "trace_seconds": traced}
     dense = measure(model, images[:1])
     row |= {"params": dense.params, "macs": dense.macs, "layers": len(graph.layers), "skipped": len(graph.skipped)}
-    row |= _share(model, images, graph, dict(dense.by_module))
+    row |= _share(model, images, graph, dense.by_module, dense.macs)
     row["plans"] = {}
     if not graph.layers:
         reason, count = Counter(graph.skipped.values()).most_common(1)[0]
@@ -122,19 +123,18 @@ def connected(graph: ChannelGraph, masks: Masks, rng: np.random.Generator) -> Ma
 # -- what can go ---------------------------------------------------------------------------------------------
 
 
-def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: dict[str, int]) -> zoos.Row:
+def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: Mapping[str, int], total: int) -> zoos.Row:
     """The share of filters and of multiply-accumulates that some plan removes, and why others stay."""
     gone = _removable(model, images, graph)
     filters: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    work: Counter[str] = Counter()
+    prunable = 0.0
     for name, module in model.named_modules():
         if not isinstance(module, (_ConvNd, nn.Linear)):
             continue
         width = module.out_channels if isinstance(module, _ConvNd) else module.out_features
         left = width if name in graph.layers else gone.get(name, 0)
-        work["all"] += macs.get(name, 0)
-        work["prunable"] += round(macs.get(name, 0) * left / width)
+        prunable += macs.get(name, 0) * left / width
         if isinstance(module, _ConvNd):
             filters["all"] += width
             filters["prunable"] += left
@@ -143,7 +143,7 @@ def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: dict[str
     return {
         "filters": filters["all"],
         "filters_prunable": filters["prunable"] / max(1, filters["all"]),
-        "macs_prunable": work["prunable"] / max(1, work["all"]),
+        "macs_prunable": prunable / total,  # products outside such modules, as in attention, are in the total
         "reasons": dict(reasons.most_common(12)),
     }
 

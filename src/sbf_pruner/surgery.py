@@ -297,9 +297,8 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
     names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
     if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
         return False
-    for now, then in zip(actual.inputs, promised.inputs, strict=False):
-        if now.kind == then.kind == "constant" and not _same_numbers(now.data, then.data):
-            return False
+    if not all(map(_same_literal, actual.inputs, promised.inputs)):
+        return False
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
         if now is not None and then is not None and now.shape != layout.sizes(then):
             return False
@@ -309,9 +308,10 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
     return not isinstance(node, Map) or _moves_alike(actual, node, layout)
 
 
-def _same_numbers(now: Tensor | None, then: Tensor | None) -> bool:
+def _same_literal(now: Value, then: Value) -> bool:
     """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
-    return now is None or then is None or torch.equal(now, then)
+    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
+    return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
 
 
 def _numbers(op: Op) -> list[Any]:
