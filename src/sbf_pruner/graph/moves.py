@@ -7,6 +7,7 @@ numbers of a map take as much room as it has channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,9 +96,11 @@ def padded(op: Op, grids: Grids) -> Node:
     """Padding with zeros; channels that are padded on are dead."""
     x, pads = op.args[0], list(op.args[1])
     value = op.number(2, "value", 0)
-    if value not in (0, None):
-        return Opaque(op, grids)
     grid, rank = grids[x], len(x.shape)
+    pixels_only = all(grid[rank - 1 - i // 2] == 1 for i, n in enumerate(pads) if n)
+    # Nothing but a maximum makes sense of minus infinity, and there it changes nothing.
+    if value not in (0, None) and not (value == -math.inf and pixels_only):
+        return Opaque(op, grids)
     widths = [(0, 0)] * rank
     for i in range(len(pads) // 2):
         dim = rank - 1 - i

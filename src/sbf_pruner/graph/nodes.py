@@ -182,6 +182,30 @@ class Map(Node):
 
 
 @dataclass
+class Across(Node):
+    """All channels along one dimension by all of them, and nothing across the others: a softmax of branches."""
+
+    over: int = 0
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self.blocks = self.why
+
+    def pull(self, flow: Flow) -> None:
+        x, out = self.inputs[0], self.outputs[0]
+        if out in flow.needed:
+            rows = some(flow.needed[out], self.over, keepdims=True)
+            flow.need(x, np.broadcast_to(rows, self.grids[x]), self.grids[x])
+
+    def tie(self, layout: Layout) -> None:
+        x, out = self.inputs[0], self.outputs[0]
+        for dim in range(len(x.shape)):
+            if dim == self.over:
+                layout.add(x, dim, None)
+            layout.tie([(x, dim), (out, dim)])
+
+
+@dataclass
 class Sum(Node):
     """A sum over dimensions along which channels differ: a missing channel is missed as little as a zero."""
 

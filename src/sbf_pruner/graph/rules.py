@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import PruningError, nearest
 from .masks import Grid, Grids
 from .moves import joined, moved, padded, pooled, reduced
-from .nodes import Contract, Elementwise, Node, Norm, Opaque, Source
+from .nodes import Across, Contract, Elementwise, Node, Norm, Opaque, Source
 from .trace import STALE, Op, Value
 
 Rule = Callable[[Op, Grids], Node]
@@ -144,9 +144,13 @@ def power(op: Op, grids: Grids) -> Node:
 def softmax(op: Op, grids: Grids) -> Node:
     """A softmax over a dimension along which channels do not differ is one per channel."""
     x, dim = op.args[0], int(op.args[1])
-    if grids[x][dim] > 1:
-        return Opaque(op, grids, f"{op.name} at {op.where} normalises over the channels")
-    return _elementwise(op, grids, "never")
+    if grids[x][dim] == 1:
+        return _elementwise(op, grids, "never")
+    op = dataclasses.replace(op, outputs=op.outputs[:1])
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = grids[x]
+    return Across(op, grids, dim % len(x.shape), f"{op.name} at {op.where} normalises over the channels")
 
 
 # -- layers ----------------------------------------------------------------------------------------------
