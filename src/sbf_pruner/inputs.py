@@ -8,7 +8,9 @@ is passed as the one argument it is; neither the model nor the inputs are change
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -52,13 +54,32 @@ def meta_copy(model: Model) -> Model:
     return copy.deepcopy(model, {id(t): _meta_twin(t) for t in _held_tensors(model)})
 
 
-def real_copy(model: Model) -> Model:
+def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
     """A deep copy, also of a model with tensors computed in an earlier call, as the old weight_norm leaves them.
+
+    `instead` holds tensors to put in the place of others, by the identity of those.
 
     >>> real_copy(nn.Linear(2, 3)).out_features
     3
     """
-    return copy.deepcopy(model, {id(t): t.detach().clone() for t in _held_tensors(model) if not t.is_leaf})
+    computed = {id(t): t.detach().clone() for t in _held_tensors(model) if not t.is_leaf}
+    return copy.deepcopy(model, computed | dict(instead or {}))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While entered, or in a function so decorated, Python does not look for garbage.
+
+    A full search goes through everything torch has imported, which takes longer than tracing most networks,
+    and the many small objects of a trace would set one off.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _held_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -23,15 +23,16 @@ from .graph.channels import ChannelGraph
 from .graph.costs import groups_left
 from .graph.edges import owner
 from .graph.layout import solve, vanished
-from .graph.masks import Flow, Grids, Layout, shrink
+from .graph.masks import Flow, Grids, Layout, shrink, some
 from .graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
 from .graph.rules import build_node
 from .graph.trace import REMAP, ZEROS, Call, Op, Value, record_in
-from .inputs import map_tensors, real_copy
+from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
 
 
+@uncollected()
 def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
     """A new module without the filters the plan drops, that computes what the model with those gated off does.
 
@@ -95,7 +96,8 @@ def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan)
 class _Surgeon:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
-        self.small = without_attached(real_copy(model))
+        # The copy is made with the sliced tensors in the place of the whole ones, which are never copied.
+        self.small = without_attached(real_copy(model, self._sliced(model)))
         self.modules = dict(self.small.named_modules())
         self._unwanted = vanished(graph, flow)
         self.vanished: set[str] = set()
@@ -108,7 +110,6 @@ class _Surgeon:
                 self.main[holder].append(node)
 
     def operate(self) -> nn.Module:
-        self._slice_states()
         swaps: dict[int, nn.Module] = {}
         for module, nodes in self.main.items():
             if module in self.modules:
@@ -127,21 +128,18 @@ class _Surgeon:
 
     # -- stored tensors ------------------------------------------------------------------------------------
 
-    def _slice_states(self) -> None:
-        held = dict(self.small.named_parameters()) | dict(self.small.named_buffers())
-        sliced: dict[int, Tensor] = {}
+    def _sliced(self, model: nn.Module) -> dict[int, Tensor]:
+        """What is left of every stored tensor that loses something, by the identity of the whole one."""
+        held = dict(model.named_parameters()) | dict(model.named_buffers())
         grouped = {n.weight: n for n in self.graph.nodes if isinstance(n, Contract) and n.groups > 1}
+        sliced: dict[int, Tensor] = {}
         for name, value in self.graph.trace.states.items():
             if value in self.layout.masks and name in held:
                 old = held[name]
                 new = self._grouped(old, grouped[value]) if value in grouped else self._boxed(old, value)
                 if new is not old:
                     sliced[id(old)] = new
-        for module in self.small.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None and id(tensor) in sliced:
-                        table[name] = sliced[id(tensor)]  # type: ignore[assignment]
+        return sliced
 
     def _boxed(self, tensor: Tensor, value: Value) -> Tensor:
         new = tensor.detach()
@@ -152,18 +150,17 @@ class _Surgeon:
 
     def _grouped(self, tensor: Tensor, node: Contract) -> Tensor:
         """Slice the weight of a grouped convolution, whose groups may keep different channels each."""
-        ins, outs = ({*self.layout.indices(v, 1)} for v in (node.x, node.out))
-        per_in, per_out = node.x.shape[1] // node.groups, node.filters // node.groups
-        first, second = (per_out, per_in) if node.out_axis == 0 else (per_in, per_out)
-        sides = (outs, ins) if node.out_axis == 0 else (ins, outs)
-        pieces = []
-        for group in range(node.groups):
-            rows = [r for r in range(group * first, (group + 1) * first) if r in sides[0]]
-            columns = [c for c in range(second) if group * second + c in sides[1]]
-            if rows and columns:
-                pieces.append(tensor.detach()[rows][:, columns])
-        new = torch.cat(pieces) if pieces else tensor.detach()
-        return tensor if new.shape == tensor.shape else _like(tensor, new)
+        ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
+        rows, columns = (node.grouped(self.layout.line(value, 1)) for value in ends)
+        there = some(rows, 1) & some(columns, 1)
+        kept = np.flatnonzero(rows & there[:, None])
+        if not kept.size or (kept.size == rows.size and columns.all()):
+            return tensor
+        # Every group that is there has as many columns as the others, but perhaps not the same.
+        of_group = np.nonzero(columns[there])[1].reshape(int(there.sum()), -1)
+        group = (np.cumsum(there) - 1)[kept // rows.shape[1]]
+        places = [torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group])]
+        return _like(tensor, tensor.detach()[places[0], places[1]])
 
     def _rename_sizes(self, module: nn.Module, node: Contract | Norm) -> None:
         """Keep `out_channels` and friends equal to what is really there."""
@@ -225,7 +222,7 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.clone(memory_format=_memory_format(old))
+    new = new.contiguous(memory_format=_memory_format(old))
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new

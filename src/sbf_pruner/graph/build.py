@@ -16,12 +16,14 @@ import numpy as np
 from torch import nn
 
 from ..errors import PruningError, nearest
+from ..inputs import uncollected
 from .channels import ChannelGraph, Layer, Site
 from .edges import LAYERS, Wiring, owner
 from .nodes import Boundary, Contract, Elementwise, Map, Node, Norm
 from .trace import Value, record
 
 
+@uncollected()
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and the reasons for the others.
 

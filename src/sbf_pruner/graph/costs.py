@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from .channels import ChannelGraph
 from .edges import owner
 from .layout import solve, vanished
@@ -65,4 +63,4 @@ def _size(value: Value, layout: Layout) -> int:
 
 def groups_left(node: Contract, layout: Layout) -> int:
     """How many of its groups a convolution still has."""
-    return int(node.grouped(np.isin(np.arange(node.x.shape[1]), layout.indices(node.x, 1))).any(1).sum())
+    return int(node.grouped(layout.line(node.x, 1)).any(1).sum())

@@ -25,9 +25,12 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
     operators that the module runs itself.
     """
     layout = Layout(graph.grids)
-    for value, grid in graph.grids.items():
-        needed = flow.needed.get(value, np.zeros(grid, bool))
-        layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
+    for value in graph.grids:
+        needed = flow.needed.get(value)
+        if needed is None:
+            layout.start_empty(value)
+        else:
+            layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
     for value in graph.outputs:
         layout.fill(value)
     calls = {node.op.call for node in graph.nodes if node.op.position in pinned} - {None}

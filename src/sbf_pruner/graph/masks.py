@@ -46,6 +46,10 @@ class Layout:
         """Begin with the hull of the given channels: the smallest box of whole rows that holds them."""
         self.masks[value] = _hull(present, self.grids[value])
 
+    def start_empty(self, value: Value) -> None:
+        """Begin with no channel; large weights are never laid out for this."""
+        self.masks[value] = [np.zeros(n, bool) if n > 1 else None for n in self.grids[value]]
+
     def joint(self, value: Value) -> Mask:
         """The channels that are there, over the value's grid."""
         grid = self.grids[value]
@@ -97,6 +101,11 @@ class Layout:
         masks = self.masks[value]
         return tuple(n if m is None else int(m.sum()) for n, m in zip(value.shape, masks, strict=True))
 
+    def line(self, value: Value, dim: int) -> Mask:
+        """The channels that are there along one dimension, as a mask."""
+        mask = self.masks[value][dim]
+        return np.ones(value.shape[dim], bool) if mask is None else mask
+
     def indices(self, value: Value, dim: int) -> list[int]:
         """The channels that are there along one dimension."""
         mask = self.masks[value][dim]
@@ -133,9 +142,7 @@ def whole_groups(mask: Mask, size: int) -> Mask:
 
 def level(rows: Mask, there: Mask) -> Mask:
     """Fill the rows of the groups that are there up to the fullest one, lowest channels first."""
-    rows = rows.copy()
-    most = max(int(rows.sum(1).max()), 1)
-    for group in np.flatnonzero(there):
-        missing = most - int(rows[group].sum())
-        rows[group, np.flatnonzero(~rows[group])[:missing]] = True
-    return rows
+    counts = rows.sum(1)
+    missing = np.where(there, max(int(counts.max()), 1) - counts, 0)
+    absent = ~rows
+    return np.asarray(rows | (absent & (absent.cumsum(1) <= missing[:, None])))

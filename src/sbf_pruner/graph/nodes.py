@@ -330,7 +330,7 @@ class Contract(Node):
 
     def _tie_groups(self, layout: Layout) -> None:
         """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
-        sides = [self.grouped(np.isin(np.arange(v.shape[1]), layout.indices(v, 1))) for v in (self.x, self.out)]
+        sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
         there = some(sides[0], 1) | some(sides[1], 1)
         if not self.stored:
             sides[0] = sides[0] | there[:, None]
@@ -368,8 +368,7 @@ class Norm(Node):
     def tie(self, layout: Layout) -> None:
         layout.fill_other(self.x, 1)
         if self.per_group > 1:
-            there = np.isin(np.arange(self.x.shape[1]), layout.indices(self.x, 1))
-            layout.add(self.x, 1, whole_groups(there, self.per_group))
+            layout.add(self.x, 1, whole_groups(layout.line(self.x, 1), self.per_group))
         layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])
 
 

@@ -22,6 +22,7 @@ from ..attached import without_attached
 from ..errors import TraceError
 from ..inputs import call, map_tensors, meta_copy, real_copy
 from ..layers import Remap, Zeros
+from .shapes import quick_result
 from .where import explain, where
 
 REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"
@@ -37,11 +38,14 @@ class Value:
     data: Tensor | None = field(default=None, repr=False)  # of a parameter, buffer or literal: the real numbers
     trained: bool = False  # it is a parameter
     transpose_of: Value | None = None  # the tensor this is the transpose of
-    roots: tuple[Value, ...] | None = None  # the parameters and buffers it is made of; None if of inputs too
+    made_of: tuple[Value, ...] | None = None  # of a result: the parameters and buffers, if of nothing else
 
-    def __post_init__(self) -> None:
-        if self.kind in ("state", "constant"):
-            self.roots = (self,) if self.kind == "state" else ()
+    @property
+    def roots(self) -> tuple[Value, ...] | None:
+        """The parameters and buffers it is made of; None if of inputs too."""
+        if self.kind == "state":
+            return (self,)
+        return () if self.kind == "constant" else self.made_of
 
 
 @dataclass(eq=False)
@@ -277,7 +281,7 @@ class _Recorder(TorchDispatchMode):
         storage = _storage(tensor)
         if self._seen[id(tensor)] != self._writes.get(storage, 0):
             inputs = (known, self._writer[storage])
-            fresh = Value(known.shape, "result", roots=_roots(inputs))
+            fresh = Value(known.shape, "result", made_of=_roots(inputs))
             self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), where()))
             return self._note(tensor, fresh)
         return known
@@ -299,7 +303,9 @@ class _Recorder(TorchDispatchMode):
                         self.literals.append((where(), numbers))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = quick_result(name, args, kwargs) if self._trusts_constants else None
+        if result is None:
+            result = func(*args, **kwargs)
         self._outputs(func, name, noted_args, noted_kwargs, inputs, result, _written(func, args, kwargs))
         return result
 
@@ -317,7 +323,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             storage = _storage(tensor)
             self._writes[storage] = self._writes.get(storage, 0) + 1
-            self._writer[storage] = self._note(tensor, Value(tuple(tensor.shape), "result", roots=roots))
+            self._writer[storage] = self._note(tensor, Value(tuple(tensor.shape), "result", made_of=roots))
         outputs: list[Value | None] = []
         touched = {id(t) for t in written}
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
@@ -326,7 +332,7 @@ class _Recorder(TorchDispatchMode):
             elif id(tensor) in touched:
                 outputs.append(self._value[id(tensor)])
             else:
-                outputs.append(self._note(tensor, Value(tuple(tensor.shape), "result", roots=roots)))
+                outputs.append(self._note(tensor, Value(tuple(tensor.shape), "result", made_of=roots)))
         if written and not any(outputs):
             outputs = [self._value[id(t)] for t in written]
         op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
@@ -378,9 +384,10 @@ def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
     """What a result of the given values is made of."""
     found: dict[Value, None] = {}
     for value in inputs:
-        if value.roots is None:
+        roots = value.roots
+        if roots is None:
             return None
-        found |= dict.fromkeys(value.roots)
+        found |= dict.fromkeys(roots)
     return tuple(found)
 
 
