@@ -123,6 +123,9 @@ def connected(graph: ChannelGraph, masks: Masks, rng: np.random.Generator) -> Ma
 # -- what can go ---------------------------------------------------------------------------------------------
 
 
+OUTPUTS = "its filters are the network's outputs"
+
+
 def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: Mapping[str, int], total: int) -> zoos.Row:
     """The share of filters and of multiply-accumulates that some plan removes, and why others stay."""
     gone = _removable(model, images, graph)
@@ -130,8 +133,8 @@ def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: Mapping[
     reasons: Counter[str] = Counter()
     prunable = 0.0
     for name, module in model.named_modules():
-        if not isinstance(module, (_ConvNd, nn.Linear)):
-            continue
+        if not isinstance(module, (_ConvNd, nn.Linear)) or graph.skipped.get(name) == OUTPUTS:
+            continue  # how many outputs there are is the user's choice, not the pruner's
         width = module.out_channels if isinstance(module, _ConvNd) else module.out_features
         left = width if name in graph.layers else gone.get(name, 0)
         prunable += macs.get(name, 0) * left / width

@@ -200,9 +200,10 @@ class Wiring:
 
 
 def _weight_grids(trace: Trace) -> Grids:
-    """Of the stored tensors behind a computed weight only the filters are told apart.
+    """Of a stored weight, however large, filters and inputs are told apart.
 
-    Whatever normalises a filter does so over its inputs, so these must all stay.
+    Of those behind a computed weight only the filters are: whatever normalises a filter does so over its
+    inputs, which must therefore all stay.
     """
     grids: Grids = {}
     for op in trace.ops:
@@ -213,9 +214,11 @@ def _weight_grids(trace: Trace) -> Grids:
                 weight = weight.transpose_of
             elif op.name in _PRODUCTS or op.args[6]:
                 axis = 1
-            if weight.kind == "result":
+            if weight.kind == "state":
+                grids[weight] = weight.shape
+            elif weight.kind == "result":
                 for root in weight.roots or ():
-                    if root.shape == weight.shape:
+                    if root.shape == weight.shape and grids.get(root) != root.shape:
                         grids[root] = tuple(n if d == axis else 1 for d, n in enumerate(root.shape))
     return grids
 

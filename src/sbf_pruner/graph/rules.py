@@ -20,7 +20,7 @@ from .trace import STALE, Op, Value
 
 Rule = Callable[[Op, Grids], Node]
 
-# A stored tensor larger than this is followed along its first dimension only.
+# A stored tensor larger than this, if it is no layer's weight, is followed along its first dimension only.
 _LARGE_STATE = 1 << 22
 
 
