@@ -23,15 +23,21 @@ tests: $(READY)
 slow: $(READY)  ## the long tests: thousands of random networks
 	$(BIN)/python -m pytest -m slow
 
-bench: $(READY)  ## measure again what the documents claim
+bench: $(READY)  ## measure again what the documents claim (coverage of all networks takes half an hour)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/digits.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torch-pruning==1.6.1
+	$(BIN)/python benchmarks/coverage.py --stale
+	$(BIN)/python benchmarks/vs_torch_pruning.py --stale
+	$(BIN)/python benchmarks/tables.py
 
 # Installed once, and again when what is to be installed changes.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+# Networks to test on; without their dependencies, which would bring another build of torch. Without them tests skip.
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 timm==1.0.30
 	touch $(READY)
 
 clean:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar10_tables import budgets, cifar10, pictures
-from coverage_tables import coverage, vs_torch_pruning
+from coverage_tables import coverage, headline, vs_torch_pruning
 from saving import origin
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +58,7 @@ def overhead(result: dict[str, Any]) -> str:
 BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "digits": ("digits", demo),
     "overhead": ("overhead", overhead),
+    "zoos": ("coverage", headline),
     "coverage": ("coverage", coverage),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
