@@ -19,8 +19,8 @@ def headline(result: dict[str, Any] | None) -> str:
     )
     return (
         f"{zoos} are traced, cut by random plans and equal to their gated selves to {told['worst_error']:.0e} in "
-        f"float64; analysis and extraction take {told['median_seconds']:.2f} s (median, one thread). The table, with "
-        "the reasons for what is left alone, is in [docs/compatibility.md](docs/compatibility.md)."
+        f"float64; analysis and extraction take {told['median_seconds']:.2f} s (median, one thread). The "
+        "table, with the reasons for what is left alone, is in [docs/compatibility.md](docs/compatibility.md)."
     )
 
 
