@@ -1353,6 +1353,30 @@ class SplitAttention(nn.Module):
 
 
 @entry(IMAGE)
+class WeightOfABlock(nn.Module):
+    """A block that multiplies with a weight of its own among its layers."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 6)
+            self.mix = nn.Parameter(torch.randn(5, 1))
+
+        def forward(self, x):
+            x = self.one(x)
+            return self.two(x * torch.sigmoid(x @ self.mix))
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.out = conv_bn(3, 6), self.Inner(), conv_bn(6, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x)).permute(0, 2, 3, 1)
+        return self.head(self.out(self.inner(x).permute(0, 3, 1, 2)))
+
+
+@entry(IMAGE)
 class SumOverChannels(nn.Module):
     """All channels added up into one."""
 

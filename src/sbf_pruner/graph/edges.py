@@ -86,8 +86,8 @@ class Wiring:
     def _edged_calls(self) -> list[tuple[Call, Op]]:
         """Calls of modules that hold one layer or norm: one tensor in, one out, one operator of interest."""
         inside: dict[Call, list[Op]] = defaultdict(list)
-        for op in self.trace.ops:
-            module = owner(op)
+        owners = [owner(op) for op in self.trace.ops]
+        for op, module in zip(self.trace.ops, owners, strict=True):
             call = op.call.within(module) if op.call is not None and module is not None else None
             if call is not None:
                 inside[call].append(op)
@@ -98,6 +98,8 @@ class Wiring:
             and len(call.inputs) == len(call.outputs) == 1
             and call.inputs != call.outputs
             and call.module not in self.outside
+            # A block with a weight of its own among its layers is not that layer.
+            and {*owners[call.first : call.last]} <= {call.module, None}
             # A convolution of an image without a batch dimension has its channels elsewhere.
             and (ops[0].name in _PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
         ]
