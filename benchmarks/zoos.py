@@ -153,7 +153,10 @@ def _from_torchvision(inner: str) -> nn.Module:
 
 
 class _Skip(TorchFunctionMode):
-    """Leave new tensors as the allocator gives them."""
+    """Leave new tensors as the allocator gives them, or at zero.
+
+    (torch cuts a normal distribution off by drawing again until all is inside, which garbage might never be.)
+    """
 
     NAMES = frozenset(
         (
@@ -163,8 +166,10 @@ class _Skip(TorchFunctionMode):
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self.NAMES:
-            return args[0] if args else kwargs["tensor"]
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            tensor = args[0] if args else kwargs["tensor"]
+            return tensor.zero_() if name == "normal_" else tensor
         return func(*args, **(kwargs or {}))
 
 

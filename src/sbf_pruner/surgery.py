@@ -8,6 +8,7 @@ size, that operator gets all its channels and surgery starts again.  The user's 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -31,10 +32,15 @@ from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
 
+_log = logging.getLogger("sbf_pruner")
+
 
 @uncollected()
 def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
     """A new module without the filters the plan drops, that computes what the model with those gated off does.
+
+    Where the model's own code writes sizes down (a view, a split), the channels it counts on stay there as zeros;
+    the result's `sbf_fixed_sizes` names those lines.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
@@ -52,6 +58,9 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
         small = surgeon.operate()
         odd = _first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
+            if pins.lines:
+                _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
+            small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
             return _signed(small, model, example_inputs, Plan.from_masks(keep))
         pins.add(odd)
 
@@ -61,11 +70,13 @@ class _Pins:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
+        self.lines: dict[str, None] = {}  # in the user's code
         self.positions: set[int] = set()
         self.whole: set[Call] = set()
 
     def add(self, odd: Op) -> None:
         """Give an operator all its channels; if it has them, the call it runs in; else the one around that."""
+        self.lines[f"{odd.where} ({odd.name})"] = None
         like = [op for op in self.graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)]
         if odd.position not in self.positions:
             # What one line of the model insists on, it insists on wherever that line runs.

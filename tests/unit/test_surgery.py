@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,3 +213,14 @@ def test_pruning_again_unwraps_what_the_first_time_put_in():
     once = extract(model, inputs, Plan({"3.conv2": [], "4.conv2": [3], "0": [0, 4]}))
     torch.testing.assert_close(again.eval()(inputs), once.eval()(inputs), rtol=0, atol=1e-12)
     assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in once.parameters())
+
+
+def test_lines_that_fix_sizes_are_named(caplog):
+    model, inputs = ZOO["HardcodedHalf"]()
+    graph = trace(model, inputs)
+    half = Plan({name: range(1, layer.filters) for name, layer in graph.layers.items()})
+    with caplog.at_level("INFO", logger="sbf_pruner"):
+        small = extract(model, inputs, half, graph)
+    assert all(re.fullmatch(r"zoo\.py:\d+ \(aten\.\w+\)", line) for line in small.sbf_fixed_sizes)
+    assert small.sbf_fixed_sizes and small.sbf_fixed_sizes[0] in caplog.text
+    assert extract(*ZOO["Plain"](), Plan({"0": [1, 2]})).sbf_fixed_sizes == ()
