@@ -169,7 +169,9 @@ class _Skip(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in self.NAMES:
             tensor = args[0] if args else kwargs["tensor"]
-            return tensor.zero_() if name == "normal_" else tensor
+            if name == "normal_":
+                tensor.detach().zero_()
+            return tensor
         return func(*args, **(kwargs or {}))
 
 
