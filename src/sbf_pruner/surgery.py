@@ -27,7 +27,7 @@ from .graph.layout import solve, vanished
 from .graph.masks import Flow, Grids, Layout, shrink, some
 from .graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
 from .graph.rules import build_node
-from .graph.trace import REMAP, ZEROS, Call, Op, Value, record_in
+from .graph.trace import REMAP, ZEROS, Call, Op, Value, ops_again
 from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
@@ -273,12 +273,8 @@ _SAME["aten.addmm"] = "aten.mm"
 def _first_surprise(
     small: nn.Module, example_inputs: Any, graph: ChannelGraph, layout: Layout, vanished: set[str]
 ) -> Op | None:
-    """Run the small network without numbers; the first operator that differs from what the layout promises."""
-    try:
-        found = record_in(small, example_inputs, graph.trace.training).ops
-    except PruningError as error:
-        cause = error.__cause__ if error.__cause__ is not None else error
-        found = getattr(cause, "recorded_ops", [])
+    """Run the small network as the large one was; the first operator that differs from what the layout promises."""
+    found = ops_again(small, example_inputs, graph.trace)
     actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
     at = 0
     for node in graph.nodes:

@@ -99,6 +99,7 @@ class Trace:
     states: dict[str, Value]  # parameters and buffers that were used, by qualified name
     literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
     training: tuple[str, ...] = ()  # the modules that ran in training mode
+    on_meta: bool = True  # it ran without numbers
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
@@ -161,6 +162,21 @@ def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) 
         raise TraceError(explain(error)) from error
 
 
+def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:
+    """The operators of a model that runs as in an earlier recording; if it fails, those until then.
+
+    With numbers or without, as then: the operators have other names on a GPU than on no device.
+    """
+    on_meta = earlier.on_meta
+    inputs = map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else t.clone())
+    twin = meta_copy(model) if on_meta else real_copy(model)
+    try:
+        return _record_copy(model, twin, inputs, on_meta, earlier.training).ops
+    except Exception as error:
+        found: list[Op] = getattr(error, "recorded_ops", [])
+        return found
+
+
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Are the tensors that the forward made of numbers the same for other inputs?"""
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
@@ -194,7 +210,7 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, 
     for position, op in enumerate(recorder.ops):
         op.position = position
     calls, states, literals = recorder.calls, recorder.states, recorder.literals
-    return Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training)
+    return Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training, on_meta)
 
 
 def _as_tree(result: Any) -> Any:
