@@ -224,3 +224,16 @@ def test_lines_that_fix_sizes_are_named(caplog):
     assert all(re.fullmatch(r"zoo\.py:\d+ \(aten\.\w+\)", line) for line in small.sbf_fixed_sizes)
     assert small.sbf_fixed_sizes and small.sbf_fixed_sizes[0] in caplog.text
     assert extract(*ZOO["Plain"](), Plan({"0": [1, 2]})).sbf_fixed_sizes == ()
+
+
+def test_the_dry_run_goes_as_the_recording_went(monkeypatch):
+    """With numbers, on a GPU, the operators would have other names, and no layout would ever agree."""
+    model, inputs = ZOO["HardcodedView"]()
+    graph = trace(model, inputs)
+    assert graph.trace.on_meta
+
+    def never(*_):
+        pytest.fail("ran with numbers")
+
+    monkeypatch.setattr("sbf_pruner.graph.trace.real_copy", never)
+    assert extract(model, inputs, Plan({"middle.0": [1, 4]}), graph).sbf_fixed_sizes
