@@ -30,7 +30,7 @@ class Cost:
 def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
     """What is left when each layer keeps only the given filters.
 
-    >>> import torch
+    >>> import numpy as np, torch
     >>> from torch import nn
     >>> from .build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
