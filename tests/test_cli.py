@@ -57,9 +57,10 @@ class Fixed(Net):
         super().__init__(num_classes=7)
 
 class Slow(Net):
+    # As slow as the environment asks, so that a test on a busy machine can stop a run before it ends.
     def forward(self, x):
-        import time
-        time.sleep(0.01)
+        import os, time
+        time.sleep(float(os.environ.get("SLOW", "0")))
         return super().forward(x)
 
 def linear():
@@ -293,7 +294,7 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
     "half a name": (["tinynet:"], "is half a name"),
     "no such callable": (["tinynet:Nett"], "did you mean 'Net'?"),
     "no convolution": (["tinynet:linear", "--input", "1,8,8"], "there is no convolution in the model"),
-    "untraceable": (["tinynet:Untraceable", "--input", "1,8,8"], "at tinynet.py:32 (`raise RuntimeError"),
+    "untraceable": (["tinynet:Untraceable", "--input", "1,8,8"], "at tinynet.py:33 (`raise RuntimeError"),
     "too small": (["tinynet:Net", "--input", "1,2,2"], "Kernel size can't be greater than actual input size"),
     "wrong rank": (["tinynet:Net", "--input", "1,8"], "cannot run on the example inputs"),
     "no sizes": (["resnet20", "--input", "large"], "--input 'large': write one input's sizes"),
@@ -303,7 +304,7 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
     "folder": (["resnet20", "--graph", "folder.svg"], "--graph 'folder.svg' is a folder"),
     "under a file": (["resnet20", "--json", "tinynet.py/a.json"], "cannot be written, because"),
     "no facts": (["resnet20", "--json", "facts.txt"], "--json 'facts.txt': give a file that ends in .json"),
-    "untraceable, drawn": (["tinynet:Untraceable", "--input", "1,8,8", "--graph", "a.svg"], "at tinynet.py:32"),
+    "untraceable, drawn": (["tinynet:Untraceable", "--input", "1,8,8", "--graph", "a.svg"], "at tinynet.py:33"),
     "no value": (["resnet20", "--option", "num_classes"], "--option 'num_classes': write KEY=VALUE"),
     "unknown option": (["resnet20", "--option", "classes=3"], "resnet20 has no option 'classes'"),
 }
@@ -418,7 +419,7 @@ def test_a_run_killed_by_the_system_goes_on_to_the_same_bits(
 ) -> None:
     words = ["run", "tiny.toml", "--quiet", "--set", "model.name=tinynet:Slow"]
     assert main([*words, "--run", "straight"]) == 0
-    process = command(*words, "--run", "killed")
+    process = command(*words, "--run", "killed", env={"SLOW": "0.1"})
     wait_for_epochs(process, here / "killed/metrics.jsonl", 4)
     process.kill()
     process.communicate()
@@ -430,7 +431,7 @@ def test_a_run_killed_by_the_system_goes_on_to_the_same_bits(
 
 
 def test_an_interrupted_run_says_how_to_go_on(here: Path) -> None:
-    process = command("run", "tiny.toml", "--force", "--set", "model.name=tinynet:Slow")
+    process = command("run", "tiny.toml", "--force", "--set", "model.name=tinynet:Slow", env={"SLOW": "0.1"})
     wait_for_epochs(process, here / "runs/tiny-seed0/metrics.jsonl", 2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
