@@ -107,6 +107,9 @@ def vs_torch_pruning(result: dict[str, Any] | None) -> str:
     )
     if told.get("densenet201_ratio"):
         lines += ["", f"DenseNet-201 takes Torch-Pruning {told['densenet201_ratio']:.1f} times as long."]
+    if told["not_run"]:
+        names = ", ".join(f"`{name}`" for name in told["not_run"])
+        lines += ["", f"Stopped before both tools were done, and not counted: {names}."]
     broken = {n: r["theirs"]["why"] for n, r in result["models"].items() if r["ok"] and not r["theirs"]["works"]}
     if broken:
         lines += ["", "Where Torch-Pruning gives no working network:", ""]

@@ -216,7 +216,7 @@ def summary(models: dict[str, zoos.Row]) -> zoos.Row:
     both = {n: r for n, r in rows.items() if r["ours"]["works"] and r["theirs"]["works"]}
     defined = [r["theirs"]["error"] for r in rows.values() if r["theirs"].get("error") is not None]
     told: zoos.Row = {
-        "models": len(models),
+        "models": len(rows),
         "ours": sum(r["ours"]["works"] for r in rows.values()),
         "theirs": sum(r["theirs"]["works"] for r in rows.values()),
         "not_run": sorted(set(models) - set(rows)),
