@@ -241,17 +241,9 @@ def line(name: str, row: zoos.Row) -> str:
 
 
 def main() -> int:
-    options = zoos.arguments(__doc__ or "", timeout=300)
-    torch.set_num_threads(1)
-    zoos.timm()
-    names = zoos.names()
-    if options.list:
-        print("\n".join(names))
+    told = zoos.begin("coverage", __doc__ or "", 300, work, summary, line)
+    if told is None:
         return 0
-    todo = zoos.chosen(names, zoos.read("coverage"), options)
-    print(f"{len(todo)} models; filters prunable, MACs prunable, worst error, seconds for analysis and extraction")
-    held = zoos.run("coverage", todo, work, options, summary, line, alone=zoos.LARGE)
-    told = summary(held)
     print(f"{told['pass']} of {told['models']} pass")
     for name, reason in told["failures"].items():
         print(f"  {name}: {reason}")

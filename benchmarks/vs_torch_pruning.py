@@ -248,16 +248,8 @@ def _cell(side: zoos.Row) -> str:
 
 
 def main() -> int:
-    options = zoos.arguments(__doc__ or "", timeout=400)
-    torch.set_num_threads(1)
-    zoos.timm()
-    names = zoos.names()
-    if options.list:
-        print("\n".join(names))
-        return 0
-    todo = zoos.chosen(names, zoos.read("vs_torch_pruning"), options)
-    held = zoos.run("vs_torch_pruning", todo, work, options, summary, line, alone=zoos.LARGE)
-    for key, value in summary(held).items():
+    told = zoos.begin("vs_torch_pruning", __doc__ or "", 400, work, summary, line)
+    for key, value in (told or {}).items():
         print(f"{key}: {value}")
     return 0
 

@@ -291,6 +291,26 @@ def chosen(names: list[str], held: Mapping[str, Row], options: argparse.Namespac
     return names
 
 
+def begin(
+    benchmark: str,
+    about: str,
+    timeout: int,
+    work: Callable[[str], Row],
+    summary: Callable[[dict[str, Row]], Row],
+    line: Callable[[str, Row], str],
+) -> Row | None:
+    """A benchmark's whole command: run what the words ask for, and give the summary of all rows held."""
+    options = arguments(about, timeout=timeout)
+    torch.set_num_threads(1)
+    timm()
+    if options.list:
+        print("\n".join(names()))
+        return None
+    todo = chosen(names(), read(benchmark), options)
+    print(f"{len(todo)} models")
+    return summary(run(benchmark, todo, work, options, summary, line, alone=LARGE))
+
+
 def run(
     benchmark: str,
     names: list[str],

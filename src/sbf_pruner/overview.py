@@ -107,7 +107,7 @@ class _Describer:
         self.nodes: dict[str, Contract] = {}
         for node in relations.graph.nodes:
             if isinstance(node, Contract):
-                self.nodes.setdefault(relations.name(node), node)
+                self.nodes.setdefault(node.layer, node)
 
     def __call__(self, name: str) -> Facts:
         node = self.nodes.get(name)

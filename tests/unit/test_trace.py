@@ -241,3 +241,11 @@ def test_ignored_layers_are_left_alone():
     graph = trace(model, inputs, ignore=["4.*", "0"])
     assert not {"0", "4.conv1", "4.conv2"} & set(graph.layers)
     assert graph.skipped["4.conv1"] == "ignored as asked (4.*)"
+
+
+def test_a_layer_that_does_not_run_is_named():
+    """A head for training alone that does not fit the example inputs, say."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    net.spare = nn.Conv2d(9, 9, 1)
+    net.forward = lambda x: net[2](net[1](net[0](x)))
+    assert trace(net, torch.rand(1, 3, 4, 4)).skipped["spare"] == "it does not run on the example inputs"

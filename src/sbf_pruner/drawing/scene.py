@@ -103,7 +103,7 @@ class _Composer:
             self.made[value] = made
 
     def _layer(self, node: Contract) -> Box:
-        name = self.relations.name(node)
+        name = node.layer
         fact = self.facts.get(name, {"name": name, "kind": "", "macs_share": 0.0, "params": 0, "macs": 0})
         kind = LAYER if "gated_at" in fact else FOLLOWER if "follows" in fact else SKIPPED
         self.calls[name] = self.calls.get(name, 0) + 1

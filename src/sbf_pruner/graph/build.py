@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError, nearest
 from ..inputs import uncollected
@@ -88,9 +89,10 @@ class _Finder:
                 continue
             holder = owner(node.op)
             module = at if holder is None else holder
-            name = self.net.plain.get(module, module) or "(model)"
+            name = node.layer = self.net.plain.get(module, module) or "(model)"
             if node.stored and at != module and at in self.leaves:
-                skipped.setdefault(self.net.plain[at], f"it shares its weight with {name}, and follows it")
+                node.layer = self.net.plain[at]
+                skipped.setdefault(node.layer, f"it shares its weight with {name}, and follows it")
             if name in layers or name in skipped:
                 continue
             reason = self._reason_to_skip(node, module)
@@ -115,7 +117,14 @@ class _Finder:
             main = self.net.main[site.module][0]
             unit = main.per_group if isinstance(main, Norm) else 1
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
+        for path, held in self.net.modules.items():
+            if isinstance(held, (_ConvNd, nn.Linear)) and not self._ran(path, held):
+                skipped.setdefault(self.net.plain[path], "it does not run on the example inputs")
         return layers, skipped
+
+    def _ran(self, path: str, module: nn.Module) -> bool:
+        """Was any of a module's parameters used?"""
+        return any(f"{path}.{name}".lstrip(".") in self.net.trace.states for name, _ in module.named_parameters())
 
     def _reason_to_skip(self, node: Contract, module: str) -> str:
         if node.weight.roots is None:

@@ -253,6 +253,7 @@ class Contract(Node):
     groups: int = field(default=1, kw_only=True)
     revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
     idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
+    layer: str = field(default="", kw_only=True)  # what the graph calls the layer that runs here
 
     @property
     def out(self) -> Value:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layers import Adapted
 from .channels import ChannelGraph
 from .masks import Mask
 from .nodes import Boundary, Contract, Elementwise, Map, Node, Norm
@@ -77,21 +76,6 @@ class Relations:
         self.groups = self._find_groups()
         self.later_gates = self._find_later_gates()
 
-    def name(self, node: Contract) -> str:
-        """The layer an operator belongs to, as `layers` and `skipped` of the graph call it."""
-        owner, _, _ = node.weight.name.rpartition(".")
-        at = node.op.call.module if node.op.call is not None else ""
-        paths = [self._by_weight.get(node.weight.name, owner), owner, at] if node.stored else [at]
-        if self._is_twin(node):
-            paths = [at]
-        plain = [".".join(p for p in path.split(".") if p != Adapted.INNER) for path in paths]
-        return next((p for p in (*paths, *plain) if p in self._order), paths[0] or "(model)")
-
-    def _is_twin(self, node: Contract) -> bool:
-        """Does another module run here with the weight of a layer?"""
-        at = node.op.call.module if node.op.call is not None else ""
-        return node.stored and at != node.weight.name.rpartition(".")[0] and at in self.graph.skipped
-
     def origins(self, value: Value) -> tuple[str, ...]:
         """The prunable layers whose filters a tensor's channels are."""
         found: set[str] = set()
@@ -116,7 +100,7 @@ class Relations:
         writers: dict[Value, set[str]] = {}
         for node in self.graph.nodes:
             if isinstance(node, Contract) and not _passes_on(node):
-                writers.setdefault(self.streams.of(node.out), set()).add(self.name(node))
+                writers.setdefault(self.streams.of(node.out), set()).add(node.layer)
         return writers
 
     def _find_parts(self) -> dict[Value, list[Value]]:
@@ -135,9 +119,9 @@ class Relations:
         part = self.graph.flow({name: _last_half(layer.filters) for name, layer in self.graph.layers.items()})
         found: dict[str, tuple[str, ...]] = {}
         for node in self.graph.nodes:
-            if not isinstance(node, Contract) or (name := self.name(node)) in self.graph.layers:
+            if not isinstance(node, Contract) or (name := node.layer) in self.graph.layers:
                 continue
-            if self._is_twin(node) and node.weight.name in self._by_weight:
+            if node.weight.name in self._by_weight:  # another module that runs with a layer's weight
                 found[name] = (self._by_weight[node.weight.name],)
             elif node.depthwise or node.fed(part).all():
                 before, after = node.wanted(whole), node.wanted(part)
