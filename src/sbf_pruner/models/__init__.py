@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import PruningError, nearest
@@ -138,7 +139,10 @@ def _library(package: str) -> ModuleType:
             raise PruningError(f"{package} needs {error.name}; run: pip install {error.name}") from error
         raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
     except Exception as error:  # a build for another torch fails in many ways
-        raise PruningError(f"{package} is installed but cannot be imported: {_said(error)}") from error
+        raise PruningError(
+            f"{package} is installed but cannot be imported: {_said(error)}; install the build of it that belongs "
+            f"to torch {torch.__version__}"
+        ) from error
 
 
 def _known(name: str, inner: str, names: list[str]) -> None:
