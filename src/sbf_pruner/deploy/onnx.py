@@ -8,12 +8,8 @@ is needed to compute.  What holds: the network comes out as it went in.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..files import replacing
-from ..inputs import map_tensors, real_copy
+from ..inputs import real_copy
+from .captured import arguments, batch_of_two, dynamic_batch, first_line, quietly
 
 EXTRA = 'pip install "sbf-pruner[export]"'
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -38,18 +35,16 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     require()
     path = Path(path)
     network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
-    inputs = batch_of_two(example_inputs)
-    args = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-    kwargs = inputs if isinstance(inputs, dict) else {}
+    args, kwargs = arguments(batch_of_two(example_inputs))
     shapes = dynamic_batch(kwargs or args)
     try:
-        with _quietly(), torch.no_grad():
+        with quietly(), torch.no_grad():
             program = torch.onnx.export(
                 network, args, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
             )
     except Exception as error:
         raise PruningError(
-            f"{type(model).__name__} cannot be written as ONNX ({_first_line(error)}); its batch must be free to "
+            f"{type(model).__name__} cannot be written as ONNX ({first_line(error)}); its batch must be free to "
             "have any size, and every operator must be one that torch.onnx knows"
         ) from error
     assert program is not None
@@ -71,7 +66,7 @@ def session(path: str | Path, threads: int = 0) -> Any:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise PruningError(
-            f"{path} cannot be run by ONNX Runtime ({_first_line(error)}); export it again"
+            f"{path} cannot be run by ONNX Runtime ({first_line(error)}); export it again"
         ) from error
 
 
@@ -97,17 +92,6 @@ def require() -> ModuleType:
     return importlib.import_module("onnxruntime")
 
 
-def batch_of_two(example_inputs: Any) -> Any:
-    """The inputs with at least two samples each: torch takes a size of one for a constant."""
-    return map_tensors(example_inputs, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t)
-
-
-def dynamic_batch(inputs: Any) -> Any:
-    """For torch.export: the first dimension of every tensor may have any size, the same for all of them."""
-    batch = torch.export.Dim("batch")
-    return pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, inputs)
-
-
 def _stripped(proto: Any) -> Any:
     """Without the exporter's notes, which name folders of this machine and are as long as a small network."""
     for held in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.functions):
@@ -120,24 +104,3 @@ def _stripped(proto: Any) -> Any:
     for held in (proto.graph, *proto.graph.node):
         held.doc_string = ""
     return proto
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """The exporter prints its progress and warns of its own internals; neither is for the user."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
