@@ -21,6 +21,7 @@ from sbf_pruner.bench.settings import Settings, read_settings
 from sbf_pruner.bench.subject import Subject
 from sbf_pruner.deploy.forms import Deployable, Form
 from sbf_pruner.errors import PruningError
+from sbf_pruner.inputs import call
 from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
@@ -247,7 +248,7 @@ def test_a_network_by_name_with_a_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(Plan({"layer1.0.conv1": [0, 3]}).to_json())
     subject = Subject.of_plan("resnet20", [(1, 8, 8)], {"num_classes": 3}, tmp_path / "plan.json")
     assert subject.compact.layer1[0].conv1.out_channels == 2
-    assert outputs(lambda: subject.compact(subject.inputs(4)))[0].shape == (4, 3)
+    assert outputs(lambda: call(subject.compact, subject.inputs(4)))[0].shape == (4, 3)
     assert not subject.dense.training and not subject.compact.training
     assert runtimes.RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
     assert resolve("resnet20").training

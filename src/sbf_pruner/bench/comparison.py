@@ -9,6 +9,7 @@ with the reason, and the others go on; the networks come out as they went in.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -39,7 +40,8 @@ Passes = Mapping[str, Mapping[str, Pass]]  # by side and form
 
 def bench(subject: Subject, settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
     """Time both networks on everything that is asked for and there; what was found, as plain data."""
-    with using_threads(settings.threads), torch.no_grad():
+    with using_threads(settings.threads), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # exporters and compilers speak of their own internals
         return _Bench(subject, settings, report).run()
 
 

@@ -52,7 +52,7 @@ class Wiring:
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.plain = _plain_names(self.modules)
-        self.outside = held_outside(self.modules)
+        self.outside = _held_outside(self.modules)
         self.grids: Grids = _weight_grids(trace)
         self.nodes: list[Node] = []
         self.outputs: list[Value] = []
@@ -244,7 +244,7 @@ def _plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     return names
 
 
-def held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Modules that a plain attribute (a list, say) refers to as well: a swap would not be seen there."""
     paths = {id(module): path for path, module in modules.items()}
     found: dict[str, str] = {}
