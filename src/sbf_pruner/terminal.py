@@ -194,7 +194,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
         )
     lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
     lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
-    return lines + [f"- {said}" for said in result["advice"]]
+    return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
 
 
 def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:

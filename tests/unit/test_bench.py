@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import nn
 
 from sbf_pruner.bench import comparison, runtimes
 from sbf_pruner.bench.anatomy import LAYERS, REST, dissect
-from sbf_pruner.bench.candidates import CANDIDATES, candidates
 from sbf_pruner.bench.comparison import bench
 from sbf_pruner.bench.machine import faults
 from sbf_pruner.bench.runtimes import RUNTIMES, Place, Unavailable, outputs
 from sbf_pruner.bench.settings import Settings, read_settings
 from sbf_pruner.bench.subject import Subject
+from sbf_pruner.deploy.choose import FORMS
 from sbf_pruner.deploy.forms import Deployable, Form
 from sbf_pruner.errors import PruningError
 from sbf_pruner.inputs import call
@@ -30,6 +31,13 @@ from sbf_pruner.terminal import bench_lines
 from zoo import ZOO
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_trials() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comparison, "TRIAL", 0.05)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +66,8 @@ def test_every_combination_is_timed_and_computes_what_the_saved_network_does(res
         assert record["difference"] < 1e-5
         assert record["speedup"]["n"] == record["dense_ms"]["n"] == 6
         assert record["speedup"]["low"] <= record["speedup"]["median"] <= record["speedup"]["high"]
-        assert record["form"]["compact"] in CANDIDATES[record["runtime"]]
-        tried = record["trial_ms"]
-        assert set(tried["compact"]) == set(CANDIDATES[record["runtime"]])
+        tried, known = record["tried_ms"], {str(form) for form in FORMS[record["runtime"]]}
+        assert len(tried["dense"]) < len(tried["compact"]) and {*tried["dense"], *tried["compact"]} <= known
         assert all(tried[side][record["form"][side]] == min(tried[side].values()) for side in tried)
     assert result["missing"] == []
 
@@ -72,13 +79,13 @@ def test_the_figures_are_plain_data_with_all_that_made_them(result: dict[str, An
         "devices": ["cpu"],
         "pairs": 6,
         "threads": 1,
-        "trial_rounds": comparison.TRIAL,
+        "trial_seconds": comparison.TRIAL,
     }
     assert result["environment"]["onnxruntime"] and result["environment"]["load"] >= 0
     dense, compact = (measure(network, subject.example).macs for network in (subject.dense, subject.compact))
     assert result["subject"]["dense"]["macs"] == dense and result["subject"]["compact"]["macs"] == compact
     assert result["subject"]["fewer_macs"] == dense / compact > 1
-    assert all(compact <= record["form_macs"] <= dense for record in result["measured"])
+    assert all(record["form_macs"] >= compact for record in result["measured"])  # zeros cost something too
 
 
 def test_the_anatomy_finds_every_layer_with_its_macs(result: dict[str, Any], subject: Subject) -> None:
@@ -139,7 +146,7 @@ def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_the_compiled_network_computes_the_same(subject: Subject) -> None:
-    form = Deployable(subject.compact, subject.example).form(candidates("compile", dense=False).popitem()[1])
+    form = Deployable(subject.compact, subject.example).form(FORMS["compile"][0])
     bind = RUNTIMES["compile"].prepare(form, Place(CPU, 1, subject.example))
     for batch in (1, 3):
         inputs = subject.inputs(batch)
@@ -151,16 +158,6 @@ def test_on_a_gpu_only_torch_is_timed(subject: Subject) -> None:
     tool = comparison._Bench(subject, Settings((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
     with pytest.raises(Unavailable, match="timed on the CPU alone"):
         tool._measured("onnxruntime", torch.device("cuda"))
-
-
-def test_the_dense_network_gets_every_form_that_concerns_it() -> None:
-    for runtime in RUNTIMES:
-        compact, dense = candidates(runtime, dense=False), candidates(runtime, dense=True)
-        assert {form.channels_last for form in dense.values()} == {form.channels_last for form in compact.values()}
-        assert all(form.unit == 1 and form.branches == "zeros" for form in dense.values())
-        assert {(f.shortcuts, f.in_place) for f in dense.values()} == {
-            (f.shortcuts, f.in_place) for f in compact.values()
-        }
 
 
 def test_pairs_follow_from_the_time_a_pass_takes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
