@@ -14,19 +14,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
-    *(
-        "measuring",
-        "methods",
-        "models",
-        "export",
-        "training",
-        "deploy",
-        "overview",
-        "drawing",
-        "report",
-        "integrations",
-    ),
-    *("terminal", "cli"),
+    *("timing", "measuring", "methods", "models", "export", "training", "deploy", "bench", "overview", "drawing"),
+    *("report", "integrations", "terminal", "cli"),
 ]
 
 

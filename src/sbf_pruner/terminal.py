@@ -7,6 +7,7 @@ one plain line per epoch.  Progress goes to stderr, so that stdout holds results
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,6 +165,55 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
         f"{seen['params']:,} parameters, {seen['macs']:,} MACs"
     )
     return lines
+
+
+def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
+    """The table of `sbf bench`: dense against compact on each runtime, what is missing, and the advice."""
+    subject, machine = result["subject"], result["environment"]
+    rows = [["runtime", "batch", "dense", "compact", "speed-up", "95 % interval", "pairs", "compact form"]]
+    for record in result["measured"]:
+        speed, where = record["speedup"], "" if record["device"] == "cpu" else f" ({record['device']})"
+        rows.append(
+            [
+                record["runtime"] + where,
+                str(record["batch"]),
+                *(f"{record[side]['median']:.3g} ms" for side in ("dense_ms", "compact_ms")),
+                f"{speed['median']:.2f}x",
+                f"{speed['low']:.2f} to {speed['high']:.2f}",
+                str(speed["n"]),
+                record["form"]["compact"],
+            ]
+        )
+    align = "<>>>>>><"
+    lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
+    macs = [subject[side]["macs"] for side in ("dense", "compact")]
+    lines.append(f"MACs of one sample: {macs[0]:,} to {macs[1]:,}, {subject['fewer_macs']:.2f} times fewer")
+    if result["measured"]:
+        lines.append(
+            "form: the fastest of those tried just before, on each runtime and batch; so was the dense one"
+        )
+    lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
+    lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
+    return lines + [f"- {said}" for said in result["advice"]]
+
+
+def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """The same as `table`, drawn by rich if it is there."""
+    try:
+        drawn, console = (importlib.import_module(f"rich.{name}") for name in ("table", "console"))
+    except ImportError:
+        return table(rows, align)
+    box = drawn.Table(header_style="bold")
+    for head, side in zip(rows[0], align, strict=True):
+        box.add_column(head, justify="left" if side == "<" else "right", no_wrap=True)
+    for row in rows[1:]:
+        box.add_row(*row)
+    width = max(len(line) for line in table(rows, align)) + 4 * len(align)
+    out = console.Console(width=width, force_terminal=True, file=io.StringIO())
+    with out.capture() as said:
+        out.print(box)
+    text: str = said.get()
+    return text.rstrip("\n").splitlines()
 
 
 def _costs(layer: Mapping[str, Any]) -> list[str]:

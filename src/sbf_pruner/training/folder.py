@@ -68,7 +68,7 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
-        stale = ["metrics.jsonl", "plan.json", "model.safetensors", "summary.json", "report.html"]
+        stale = ["metrics.jsonl", "plan.json", "model.safetensors", "summary.json", "report.html", "bench.json"]
         stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
         for name in stale:
             (self.path / name).unlink(missing_ok=True)
