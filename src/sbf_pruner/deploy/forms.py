@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .captured import Node, capture, quietly, tidy
+from .captured import Node, capture, quietly, shape, tidy
 from .inplace import write_in_place
 from .remaps import merge_remaps, never, shortcuts_as_convolutions, write_remaps
 from .simplify import simplify
 from .widths import Group, widen
 
 aten = torch.ops.aten
-BRANCHES = ("zeros", "gather", "add", "convolution")
+BRANCHES = ("zeros", "gather", "add", "convolution", "mixed")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Form:
     branches: str = "zeros"
     """how a branch with fewer filters comes into the common layout: "zeros" (filters of zeros in its last layer),
     "gather" (its channels are picked out beside a zero), "add" (added at their places), "convolution" (a 1x1
-    convolution of zeros and ones)"""
+    convolution of zeros and ones), "mixed" ("convolution" where that saves a whole unit, else "zeros")"""
     unit: int = 1
     """widths are rounded up to a multiple of this"""
     small: int = 0
@@ -62,6 +62,11 @@ class Form:
             unit = 1 if group.width <= self.small else self.unit
         return -(-group.width // unit) * unit
 
+    def saves_nothing(self, node: Node) -> bool:
+        """Has the layer before a remap as many whole units of filters as with zeros added?"""
+        before, behind = shape(node.args[0])[1], shape(node)[1]
+        return -(-before // self.unit) >= -(-behind // self.unit)
+
 
 class Deployable:
     """A network captured and simplified once, of which any number of forms can be made."""
@@ -78,9 +83,11 @@ class Deployable:
         if form.shortcuts:
             shortcuts_as_convolutions(graph)
         # A remap that selects from what a layer reads costs a copy of the map; columns of zeros cost less.
-        merge_remaps(graph, _always if form.branches == "zeros" else never, _always)
+        rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, never)
+        merge_remaps(graph, rows, _always)
         widen(graph, form.rounded)
-        write_remaps(graph, lambda node: form.branches)
+        way = "convolution" if form.branches == "mixed" else form.branches
+        write_remaps(graph, lambda node: way)
         if form.channels_last:
             _keep_channels_last(graph)
         tidy(graph)
