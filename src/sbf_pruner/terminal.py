@@ -193,6 +193,10 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
             "form: the fastest of those tried just before, on each runtime and batch; so was the dense one"
         )
     lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
+    if result["not_rewritten"]:
+        lines.append(
+            f"both networks were timed as they are, without a form for a runtime: {result['not_rewritten']}"
+        )
     lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
     return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
 

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..deploy.choose import FORMS, alike, fastest
 from ..deploy.forms import Deployable
+from ..errors import PruningError
 from ..inputs import call
 from ..measuring import Latency, measure
 from ..timing import SAMPLE, compared, take_turns, using_threads
@@ -29,7 +30,7 @@ from .runtimes import RUNTIMES, Bound, Pass, Place, Unavailable, outputs
 from .settings import Settings
 from .subject import Subject
 
-TRIAL = 5.0  # seconds in which the forms of a network are tried, about
+TRIAL = 2.0  # seconds in which the forms of a network are tried, about
 SECONDS = 20.0  # that the pairs of one combination take, about, unless their number is given
 FEWEST, MOST = 10, 100  # pairs
 
@@ -51,7 +52,12 @@ class _Bench:
         self.machine = machine(settings.devices, settings.runtimes)  # first: later the load is our own
         networks = {"dense": subject.dense, "compact": subject.compact}
         self.sizes = {side: measure(network, subject.example) for side, network in networks.items()}
-        self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
+        self.as_it_is = ""
+        self.sources: dict[str, Deployable] = {}
+        try:
+            self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
+        except PruningError as error:  # then neither network is rewritten, so that both have the same care
+            self.as_it_is = str(error)
         self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
 
     def run(self) -> dict[str, Any]:
@@ -64,7 +70,7 @@ class _Bench:
                 except Unavailable as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
-        parts = {batch: self._anatomy(batch) for batch in self.settings.batches}
+        parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
         sides = {side: {"params": size.params, "macs": size.macs} for side, size in self.sizes.items()}
         fewer = sides["dense"]["macs"] / max(1, sides["compact"]["macs"])
         return {
@@ -72,6 +78,7 @@ class _Bench:
             "settings": {**asdict(self.settings), "threads": torch.get_num_threads(), "trial_seconds": TRIAL},
             "measured": measured,
             "missing": missing,
+            "not_rewritten": self.as_it_is or None,
             "anatomy": [
                 {"batch": batch, **{side: [asdict(part) for part in held] for side, held in both.items()}}
                 for batch, both in parts.items()
@@ -134,8 +141,10 @@ class _Bench:
         form = FORMS["eager"][0]
         return {side: dissect(source.form(form), inputs, names) for side, source in self.sources.items()}
 
-    def _candidates(self, side: str, runtime: str) -> dict[str, fx.GraphModule]:
+    def _candidates(self, side: str, runtime: str) -> Mapping[str, nn.Module]:
         """The forms of a network that are worth trying on a runtime, each once, by name."""
+        if self.as_it_is:
+            return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
         if (side, runtime) not in self.forms:
             found: dict[str, fx.GraphModule] = {}
             for form in FORMS[LIKE.get(runtime, runtime)]:

@@ -90,7 +90,7 @@ def choose(
     networks: dict[str, nn.Module] = {}
     for name, form in candidates.items():
         network = deployable.form(form)
-        if not any(_alike(network, other) for other in networks.values()):
+        if not any(alike(network, other) for other in networks.values()):
             networks[name] = network
     if len(networks) == 1:
         ((name, network),) = networks.items()
@@ -157,7 +157,7 @@ def _batch_of(example_inputs: Any, batch: int) -> Any:
     return map_tensors(example_inputs, filled)
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
+def alike(one: nn.Module, other: nn.Module) -> bool:
     """Are two forms the same network?  Where nothing was pruned, most are."""
     assert isinstance(one, torch.fx.GraphModule) and isinstance(other, torch.fx.GraphModule)
     shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
