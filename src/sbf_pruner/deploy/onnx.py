@@ -62,6 +62,8 @@ def session(path: str | Path, threads: int = 0) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # Its threads would go on spinning for a while after a pass, and hold up whatever is timed next.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
