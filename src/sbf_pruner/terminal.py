@@ -130,6 +130,23 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
     return lines
 
 
+def export_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """What was exported: the files with their sizes, the form and why, what int8 costs, and where it lies."""
+    rows = [["file", "bytes"], *([name, f"{held['bytes']:,}"] for name, held in manifest["files"].items())]
+    lines = table(rows, "<>")
+    chosen = manifest["chosen"]
+    times = chosen["milliseconds"]
+    for name in sorted(times, key=times.__getitem__):
+        lines.append(f"{times[name]:>10.2f} ms  {name}")
+    lines.append(f"form: {chosen['why']}")
+    for name, apart in manifest.get("differences", {}).items():
+        lines.append(f"{name} differs from the saved network by {apart:.1e} at most")
+    if "int8" in manifest:
+        int8 = manifest["int8"]
+        lines.append(f"int8: {int8['accuracy']:.2f} % of the test images, float {int8['float_accuracy']:.2f} %")
+    return [*lines, f"exported to: {manifest['folder']}"]
+
+
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
     """The prunable layers, what meets, those that follow, the others with the reason, and the totals."""
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
