@@ -120,6 +120,31 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
     bench.add_argument("--quiet", action="store_true", help="print the result only")
 
+    export = commands.add_parser("export", help="write a run's network as ONNX, .pt2, safetensors, in integers")
+    export.description = (
+        "Write the network of a finished run for other runtimes, in the form that is fastest on this machine, with "
+        "a model card and checksums."
+    )
+    export.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    export.add_argument("--to", metavar="DIR", help="the folder that is written (RUN/export)")
+    export.add_argument(
+        "--formats",
+        default="onnx,pt2,safetensors",
+        metavar="NAME,NAME",
+        help="of onnx, pt2, safetensors, int8 (onnx,pt2,safetensors)",
+    )
+    export.add_argument(
+        "--target",
+        default="",
+        metavar="RUNTIME",
+        help="the runtime the form is chosen for: onnxruntime, eager or compile (onnxruntime)",
+    )
+    export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
+    export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    export.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    export.add_argument("--quiet", action="store_true", help="print the result only")
+
     data = commands.add_parser("data", help="put a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
     data.add_argument("name", metavar="NAME", help="cifar10")
@@ -295,6 +320,26 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
+def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    if arguments.batch < 1 or (arguments.threads or 1) < 1:
+        raise PruningError("--batch and --threads count samples and threads: give at least 1")
+
+    from .deploy.bundle import Request, export_run
+    from .terminal import export_lines
+
+    request = Request(
+        formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),
+        target=arguments.target,
+        batch=arguments.batch,
+        threads=arguments.threads,
+        force=arguments.force,
+    )
+    said = (lambda line: None) if arguments.quiet else _said
+    manifest = export_run(arguments.run, arguments.to, request, said)
+    print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
+    return 0
+
+
 def _said(line: str) -> None:
     print(f"sbf: {line}", file=sys.stderr, flush=True)
 
@@ -362,4 +407,4 @@ def _named(error: OSError) -> str:
     return f": {error.filename}" if error.filename else ""
 
 
-_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "data": _data}
+_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "data": _data}

@@ -130,6 +130,23 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
     return lines
 
 
+def export_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """What was exported: the files with their sizes, the form and why, what int8 costs, and where it lies."""
+    rows = [["file", "bytes"], *([name, f"{held['bytes']:,}"] for name, held in manifest["files"].items())]
+    lines = table(rows, "<>")
+    chosen = manifest["chosen"]
+    times = chosen["milliseconds"]
+    for name in sorted(times, key=times.__getitem__):
+        lines.append(f"{times[name]:>10.2f} ms  {name}")
+    lines.append(f"form: {chosen['why']}")
+    for name, apart in manifest.get("differences", {}).items():
+        lines.append(f"{name} differs from the saved network by {apart:.1e} at most")
+    if "int8" in manifest:
+        int8 = manifest["int8"]
+        lines.append(f"int8: {int8['accuracy']:.2f} % of the test images, float {int8['float_accuracy']:.2f} %")
+    return [*lines, f"exported to: {manifest['folder']}"]
+
+
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
     """The prunable layers, what meets, those that follow, the others with the reason, and the totals."""
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
@@ -188,10 +205,12 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
     lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
     macs = [subject[side]["macs"] for side in ("dense", "compact")]
     lines.append(f"MACs of one sample: {macs[0]:,} to {macs[1]:,}, {subject['fewer_macs']:.2f} times fewer")
-    if result["measured"]:
-        lines.append(
-            "form: the fastest of those tried just before, on each runtime and batch; so was the dense one"
-        )
+    for record in result["measured"]:
+        tried = sorted(record["tried_ms"]["compact"].items(), key=lambda held: held[1])
+        if len(tried) > 1:
+            where, dense = f"{record['runtime']}, batch {record['batch']}", record["form"]["dense"]
+            listed = "; ".join(f"{name} {ms:.3g}" for name, ms in tried)
+            lines.append(f"forms tried on {where} (ms): {listed} (dense as: {dense})")
     lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
     if result["not_rewritten"]:
         lines.append(

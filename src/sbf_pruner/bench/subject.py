@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import PruningError, RunError
-from ..export import load
+from ..errors import PruningError
 from ..inputs import map_tensors
 from ..models import resolve
 from ..plan import Plan
 from ..surgery import extract
-from ..training.folder import RunFolder
-from ..training.recipe import load_recipe
+from ..training.finished import read_run
 
 
 @dataclass(frozen=True)
@@ -42,20 +40,8 @@ class Subject:
     @classmethod
     def of_run(cls, path: str | Path) -> Subject:
         """The networks of a finished run."""
-        folder = RunFolder(Path(path))
-        if not folder.begun:
-            raise RunError(f"there is no run in {path}; name the folder of a finished run, or a model with --plan")
-        if not folder.finished:
-            raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
-        recipe = load_recipe(folder.recipe)
-        config = recipe.model
-
-        def build() -> nn.Module:
-            torch.manual_seed(recipe.seed)
-            offers = {"num_classes": config.num_classes, "in_channels": config.in_channels}
-            return resolve(config.name, **offers, **config.options)
-
-        return cls.of(str(path), build(), load(folder.path, build))
+        run = read_run(path, otherwise=", or a model with --plan")
+        return cls.of(str(path), run.build(), run.small)
 
     @classmethod
     def of_plan(

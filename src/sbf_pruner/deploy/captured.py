@@ -56,7 +56,8 @@ class _Marked(nn.Module):
 
 def capture(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
     """The network's operators in evaluation mode, with a batch of any size."""
-    network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
+    with quietly():
+        network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
     network = _Marked(network) if isinstance(network, Remap) else network
     for module in list(network.modules()):
         for name, child in module._modules.items():

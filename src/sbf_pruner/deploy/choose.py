@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..errors import PruningError, nearest
 from ..inputs import call, map_tensors, real_copy
@@ -62,7 +62,8 @@ class Chosen:
     def to_dict(self) -> dict[str, Any]:
         """What an export records."""
         form = None if self.form is None else self.form.to_dict()
-        return {"form": form, "why": self.why, "milliseconds": dict(self.milliseconds)}
+        params = sum(p.numel() for p in self.network.parameters())
+        return {"form": form, "why": self.why, "params": params, "milliseconds": dict(self.milliseconds)}
 
 
 def choose(
@@ -87,14 +88,14 @@ def choose(
     except PruningError as error:
         return Chosen(real_copy(model).eval(), None, f"not rewritten: {error}")
     candidates = {str(form): form for form in (FORMS[target] if forms is None else forms)}
-    networks: dict[str, nn.Module] = {}
+    networks: dict[str, fx.GraphModule] = {}
     for name, form in candidates.items():
-        network = deployable.form(form)
-        if not any(alike(network, other) for other in networks.values()):
-            networks[name] = network
+        made = deployable.form(form)
+        if not any(alike(made, other) for other in networks.values()):
+            networks[name] = made
     if len(networks) == 1:
-        ((name, network),) = networks.items()
-        return Chosen(network, candidates[name], "the only form it has")
+        ((name, only),) = networks.items()
+        return Chosen(only, candidates[name], "the only form it has")
     inputs = _batch_of(example_inputs, batch)
     threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,14 +115,14 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     running = list(passes)
     for name in running:
         passes[name]()  # the first run is not like the others
-    end, turn = time.perf_counter() + seconds, 0
-    while turn < 3 or (time.perf_counter() < end and len(running) > 1):
+    start, turn = time.perf_counter(), 0
+    while turn < 3 or (time.perf_counter() < start + seconds and len(running) > 1):
         for name in running[:: 1 if turn % 2 == 0 else -1]:
             began = time.perf_counter()
             passes[name]()
             least[name] = min(least[name], time.perf_counter() - began)
         turn += 1
-        if turn >= 3:
+        if turn >= 3 and time.perf_counter() > start + 0.3 * seconds:
             limit = _BEHIND * min(least.values())
             running = [name for name in running if least[name] <= limit]
     return least
@@ -133,11 +134,11 @@ def _ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Pat
         ready = session(to_onnx(network, inputs, path), threads)
         fed = feed(ready, inputs)
         return lambda: ready.run(None, fed)
-    network = torch.compile(network) if target == "compile" else network
+    called: Any = torch.compile(network) if target == "compile" else network
 
     def run() -> Any:
         with torch.inference_mode():
-            return call(network, inputs)
+            return call(called, inputs)
 
     return run
 
@@ -157,8 +158,7 @@ def _batch_of(example_inputs: Any, batch: int) -> Any:
     return map_tensors(example_inputs, filled)
 
 
-def alike(one: nn.Module, other: nn.Module) -> bool:
+def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     """Are two forms the same network?  Where nothing was pruned, most are."""
-    assert isinstance(one, torch.fx.GraphModule) and isinstance(other, torch.fx.GraphModule)
     shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
     return one.code == other.code and shapes[0] == shapes[1]

@@ -34,7 +34,8 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     """
     require()
     path = Path(path)
-    network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
+    with quietly():
+        network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
     args, kwargs = arguments(batch_of_two(example_inputs))
     shapes = dynamic_batch(kwargs or args)
     try:
@@ -62,7 +63,7 @@ def session(path: str | Path, threads: int = 0) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Its threads would go on spinning for a while after a pass, and hold up whatever is timed next.
+    # Idle threads that spin would take the cores from whatever runs next, another session say.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
