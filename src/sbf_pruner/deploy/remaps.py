@@ -111,13 +111,18 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
             held.node.args = (x, *held.node.args[1:])
         if merged:
             return True
-    feeding = layer(graph, x)
-    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(x.users) == 1:
+    between, first = [], x
+    while _keeps_zero(first) and len(first.users) == 1:
+        between.append(first)
+        first = first.args[0]
+    feeding = layer(graph, first)
+    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
         selects = min(source) >= 0 and len(source) <= width
         if selects or rows(node):
             bias = None if feeding.bias is None else _taken(feeding.bias, source)
             replace(graph, feeding, _taken(feeding.weight, source), bias)
-            x.meta["val"] = node.meta["val"]
+            for passed in (first, *between):
+                passed.meta["val"] = widened(passed.meta["val"], len(source), dim)
             node.replace_all_uses_with(x)
             return True
     return _sink(graph, node)
