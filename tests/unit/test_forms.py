@@ -29,7 +29,7 @@ FORMS = [
 ]
 QUICK = [
     *("Residual", "OptionA", "PreActivation", "EmptyBranch", "Concat", "DepthwiseMultiplier", "SharedModule"),
-    *("FlattenLinear", "SqueezeExcite", "DictInput"),
+    "FlattenLinear",
 ]
 
 
