@@ -44,6 +44,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "compile": (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True)),
 }
 TARGETS = tuple(FORMS)
+SECONDS = 10.0  # that the forms of one network are timed, about
+_TURNS = 100  # are enough however quick a pass is
 _BEHIND = 1.15  # a form that takes longer than this times the fastest has no chance
 
 
@@ -73,7 +75,7 @@ def choose(
     *,
     batch: int = 64,
     threads: int | None = None,
-    seconds: float = 20.0,
+    seconds: float = SECONDS,
     forms: Sequence[Form] | None = None,
 ) -> Chosen:
     """The form of a network that is fastest in a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
@@ -116,7 +118,7 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     for name in running:
         passes[name]()  # the first run is not like the others
     start, turn = time.perf_counter(), 0
-    while turn < 3 or (time.perf_counter() < start + seconds and len(running) > 1):
+    while turn < 3 or (turn < _TURNS and time.perf_counter() < start + seconds and len(running) > 1):
         for name in running[:: 1 if turn % 2 == 0 else -1]:
             began = time.perf_counter()
             passes[name]()
