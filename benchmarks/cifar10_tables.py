@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from pictures import kept_filters
 
+from sbf_pruner import Recipe
+
 Entry = dict[str, Any]
 NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
 RATIOS = ("medium", "high")
@@ -101,7 +103,7 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
 def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
     """The runs of one recipe; a table must not mix two of the same name."""
     found = [run for run in runs if run["recipe"]["name"] == name]
-    recipes = [{**run["recipe"], "seed": 0} for run in found]
+    recipes = [Recipe.from_dict({**run["recipe"], "seed": 0}) for run in found]  # settings of later are at rest
     if any(recipe != recipes[0] for recipe in recipes):
         raise SystemExit(f"the runs of {name} differ in more than the seed; remove the old ones from the results")
     return found

@@ -177,6 +177,8 @@ class _Run:
             while self.done < phase.end:
                 record = self._run_epoch(phase, engine, optimizer, average)
                 self.done += 1
+                if phase.kind == "score":
+                    self.networks.closes_in(phase, self.done - phase.first_epoch)
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
                     frozen.close()

@@ -147,7 +147,10 @@ class ScoresConfig(Section):
     penalty: float = field(default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", least=0))
     balance: str = field(
         default="area",
-        metadata=about("weigh layers by the area or side of their maps", choices=("area", "side", "none")),
+        metadata=about(
+            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits",
+            choices=("area", "side", "none", "cost"),
+        ),
     )
     threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
     speed: float = field(
@@ -162,13 +165,36 @@ class ScoresConfig(Section):
 
 @dataclass(frozen=True)
 class BudgetConfig(Section):
-    """What may be left of the network, as parts of the dense one; with all at 1 the scores alone decide."""
+    """What may be left of the network: up to 1 a part of it, above 1 a number; with all at 1 the scores decide."""
 
-    params: float = field(default=1.0, metadata=about("part of the parameters to keep at most", above=0, most=1))
-    macs: float = field(default=1.0, metadata=about("part of the MACs to keep at most", above=0, most=1))
+    params: float = field(default=1.0, metadata=about("parameters to keep at most, 0.4 or 350e3", above=0))
+    macs: float = field(default=1.0, metadata=about("MACs to keep at most, 0.5 or 60e6", above=0))
+    size: float = field(
+        default=1.0, metadata=about("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
+    )
     settled: int = field(
         default=2,
         metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
+    )
+    steer: bool = field(
+        default=False,
+        metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
+    )
+
+
+@dataclass(frozen=True)
+class GuardsConfig(Section):
+    """What no score may take away."""
+
+    min_filters: int = field(default=0, metadata=about("filters that every layer keeps at least", least=0))
+    max_removed: float = field(
+        default=1.0, metadata=about("part of a layer's filters that may go at most", least=0, most=1)
+    )
+    round_to: int = field(default=1, metadata=about("layers keep a multiple of this, or all they have", least=1))
+    ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
+    couple: tuple[str, ...] = field(
+        default=(),
+        metadata=about('name patterns of layers that keep the same filters; "streams": all that are added up'),
     )
 
 
@@ -228,6 +254,7 @@ class Recipe(Section):
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
+    guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
 
     def __post_init__(self) -> None:
