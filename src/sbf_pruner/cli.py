@@ -14,6 +14,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
     run.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
+    )
+    run.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB; several may be given",
     )
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
@@ -139,7 +147,8 @@ class _Version(argparse.Action):
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.recipe import load_recipe
 
-    overrides = [*arguments.set, *([] if arguments.seed is None else [f"seed={arguments.seed}"])]
+    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
 
     import torch
@@ -176,6 +185,17 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         print(f"{result.folder} was finished already; nothing was trained\n")
     print("\n".join(summary_lines(result.summary, os.fspath(result.folder))))
     return 0
+
+
+def _aimed(targets: Sequence[str]) -> list[str]:
+    """The settings that targets stand for; what --set says comes after them, and counts more."""
+    if not targets:
+        return []
+    from .budget.targets import Budget
+
+    asked = Budget.parse(list(targets))
+    sizes = [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
+    return [*sizes, "budget.steer=true", "scores.balance=cost"]
 
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:

@@ -32,6 +32,7 @@ from .start import check_fit, load_weights
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
+TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
 
@@ -55,7 +56,7 @@ class Networks:
             leak=scores.leak,
             balance=scores.balance,  # type: ignore[arg-type]
             lr=scores.lr,
-            speed=scores.speed,
+            speed=self._speed(len(data.train)),
             eps=scores.eps,
             threshold=scores.threshold,
             ignore=guards.ignore,
@@ -72,6 +73,14 @@ class Networks:
         self.plan = self.pruner.plan()
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
+
+    def _speed(self, images: int) -> float:
+        """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
+        scores, budget, lengths = self._recipe.scores, self._recipe.budget, self._recipe.phases
+        if scores.speed or not budget.steer:
+            return scores.speed
+        each = max(images // (scores.batch_size or self._recipe.data.batch_size), 1)
+        return TRAVEL / max((lengths.cycles - budget.settled) * lengths.score * each, 1)
 
     def _tensor_bytes(self, size: float, inputs: Tensor) -> float:
         """What a limit on the file of weights leaves for the tensors that pruning can make smaller."""

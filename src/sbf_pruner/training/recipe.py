@@ -156,7 +156,8 @@ class ScoresConfig(Section):
     speed: float = field(
         default=0.0,
         metadata=about(
-            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights",
+            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
+            "or, with budget.steer, as far as it takes",
             least=0,
         ),
     )
