@@ -17,7 +17,7 @@ HUES = [
     "#8d5524",
     "#7a7a8c",
 ]
-_DARK_HUES = [
+DARK_HUES = [
     "#ff9a3d",
     "#3fcf9b",
     "#f07ad6",
@@ -42,6 +42,15 @@ SHAPES = (
 )
 
 
+def scoped(scope: str) -> str:
+    """The shapes' rules under a selector, for a page that holds other things too.
+
+    >>> scoped(".graph").startswith(".graph text{font:")
+    True
+    """
+    return "".join(f"{scope} {rule}}}" for rule in SHAPES.split("}") if rule)
+
+
 def style() -> str:
     """The style sheet of a picture that stands alone."""
     return f"{SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
@@ -49,7 +58,7 @@ def style() -> str:
 
 def colours(scope: str, dark: bool = False) -> str:
     """The rules that differ between light and dark, under a selector."""
-    tone, hues = (_DARK, _DARK_HUES) if dark else (_LIGHT, HUES)
+    tone, hues = (_DARK, DARK_HUES) if dark else (_LIGHT, HUES)
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",
@@ -63,6 +72,7 @@ def colours(scope: str, dark: bool = False) -> str:
         ".input .shape,.output .shape": f"fill:{tone['ink']};stroke:{tone['ink']}",
         ".input text,.output text": f"fill:{tone['paper']}",
         ".joint .shape": f"fill:{tone['paper']};stroke:{tone['line']}",
+        ".kept": f"fill:{tone['fill']}",
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }
