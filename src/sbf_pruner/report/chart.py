@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 WIDE = 1000.0  # units across a frame of curves
 
 
@@ -43,7 +44,7 @@ class Figure:
     key: str
     title: str
     caption: str = ""  # HTML
-    picture: str = ""  # HTML or SVG, with an element of class "mark" and data-row for each row of the table
+    picture: str = ""  # HTML or SVG, with an element of class "hit" and data-row for each row of the table
     table: Table | None = None
     legend: Sequence[tuple[str, str]] = field(default=())  # class of the sign, words
     missing: str = ""  # why there is no picture
@@ -81,7 +82,7 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """How far down a value stands."""
-        low, high, at = self.low, self.high, value
+        low, high, at = float(self.low), float(self.high), float(value)
         if self.logarithmic:
             low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
         return self.height * (1 - (at - low) / (high - low if high > low else 1))
@@ -97,7 +98,7 @@ class Scale:
             step = max(1, -(-(last - first + 1) // most))
             return [10.0**power for power in range(first, last + 1, step)]
         rough = (self.high - self.low) / most
-        size = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+        size = math.pow(10.0, math.floor(math.log10(rough))) if rough > 0 else 1.0
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -116,9 +117,11 @@ def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> str:
 def tick(value: float) -> str:
     """A value beside a scale.
 
-    >>> tick(20.0), tick(0.001), tick(2000.0)
-    ('20', '0.001', '2,000')
+    >>> tick(20.0), tick(0.001), tick(2000.0), tick(1e-6)
+    ('20', '0.001', '2,000', '10⁻⁶')
     """
+    if 0 < abs(value) < 1e-3:
+        return f"10{str(round(math.log10(value))).translate(_RAISED)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
@@ -145,6 +148,25 @@ def picture(kind: str, height: float, inside: str, label: str) -> str:
 def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> str:
     """The mark of a table's row: a column of the figure, in percent across and pixels down."""
     return (
-        f'<rect class="mark {kind}" data-row={row} x="{left:.3f}%" width="{width:.3f}%" '
+        f'<rect class="hit {kind}" data-row={row} x="{left:.3f}%" width="{width:.3f}%" '
         f'y="{top:.0f}" height="{height:.0f}"/>'
     )
+
+
+def parts_of_the_network(names: Sequence[str], height: float) -> str:
+    """Below a figure with a column per name: which of them belong together, as modules are nested."""
+    spans: list[tuple[str, int, int]] = []
+    for place, name in enumerate(names):
+        part = name.partition(".")[0]
+        if spans and spans[-1][0] == part:
+            spans[-1] = part, spans[-1][1], place + 1
+        else:
+            spans.append((part, place, place + 1))
+    found, each = [], 100 / len(names)
+    for part, first, end in spans:
+        left, right, y = each * (first + 0.12), each * (end - 0.12), height + 5
+        found.append(f'<line class=axis x1="{left:.3f}%" x2="{right:.3f}%" y1="{y:.0f}" y2="{y:.0f}"/>')
+        if right - left > 9:
+            at = f'x="{(left + right) / 2:.3f}%" y="{height + 18:.0f}"'
+            found.append(f'<text class="tick middle" {at}>{escape(part)}</text>')
+    return "".join(found)

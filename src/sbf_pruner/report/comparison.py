@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .chart import Figure, Scale, Table, grid, picture, tick
+from .chart import Figure, Scale, Table, grid, picture
 from .data import Run
 from .kept import bars, numbers
 from .numbers import DASH, change, count, milliseconds, percent, short, tiny
@@ -83,11 +83,22 @@ def _sentence(entries: Sequence[Entry]) -> str:
     if least is best:
         return said + " and has the fewest multiply-accumulates left."
     part = 100 * least.pruned["macs"] / least.dense["macs"]
-    return said + f"; {least.sign} has the fewest multiply-accumulates left ({part:.0f} %, {percent(least.accuracy)})."
+    return f"{said}; {least.sign} has the fewest multiply-accumulates ({part:.0f} %, {percent(least.accuracy)})."
 
 
 def _table(entries: Sequence[Entry]) -> Figure:
-    head = ["run", "state", "accuracy", "dense control", "parameters", "change", "MACs", "change", "file", "latency"]
+    head = [
+        "run",
+        "state",
+        "accuracy",
+        "dense control",
+        "parameters",
+        "change",
+        "MACs",
+        "change",
+        "file",
+        "latency",
+    ]
     head += ["change", "filters kept", "masked = extracted"]
     rows = []
     for one in entries:
@@ -139,11 +150,11 @@ def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
     for value in Scale(0, widest, 1).ticks(5):
         at = 100 * value / widest
         parts.append(f'<line class=grid x1="{at:.2f}%" x2="{at:.2f}%" y1=0 y2="{_HEIGHT:.0f}"/>')
-        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{short(value) if value else tick(0)}</text>')
+        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{short(value)}</text>')
     for row, (place, sign, what, accuracy, size) in enumerate(points):
         x, y = f"{100 * size / widest:.2f}%", down(accuracy)
         kind = f"point h{place % 10}{' dense' if what != 'pruned' else ''}"
-        parts.append(f'<circle class="mark {kind}" data-row={row} cx="{x}" cy="{y:.1f}" r=6 />')
+        parts.append(f'<circle class="hit {kind}" data-row={row} cx="{x}" cy="{y:.1f}" r=6 />')
         parts.append(f'<text class="sign" x="{x}" y="{y - 10:.1f}">{escape(sign)}</text>')
     said = "Up and to the left is better. A hollow point is the dense control of the run with the same letter."
     drawn = picture("against", _HEIGHT, "".join(parts), title)

@@ -42,7 +42,12 @@ def course(run: Run) -> Figure:
         column("epoch", row, across.left(record["done"]), 100 / run.epochs, 0, height)
         for row, record in enumerate(run.records)
     )
-    legend = [("line accent", "test"), ("line soft", "training"), ("shade score", "scores"), ("shade tune", "fine-tuning")]
+    legend = [
+        ("line accent", "test"),
+        ("line soft", "training"),
+        ("shade score", "scores"),
+        ("shade tune", "fine-tuning"),
+    ]
     if run.control:
         legend.insert(2, ("line dashed", "dense control"))
     return Figure(
@@ -119,7 +124,7 @@ def _stages(run: Run, across: _Across) -> str:
         f'<span style="flex:{(end - first) / across.epochs:.4f}"><b>{stage}</b> {first + 1}{DASH}{end}</span>'
         for stage, (first, end) in spans.items()
     ]
-    return f'<div class=stages aria-hidden=true>{"".join(parts)}</div>'
+    return f"<div class=stages aria-hidden=true>{''.join(parts)}</div>"
 
 
 def _caption(run: Run) -> str:

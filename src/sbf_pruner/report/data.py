@@ -73,7 +73,8 @@ class Run:
     @property
     def last(self) -> Record | None:
         """The latest epoch, the control's included."""
-        return (self.control or self.records or [None])[-1]
+        records = self.control or self.records
+        return records[-1] if records else None
 
     @property
     def title(self) -> str:

@@ -5,13 +5,11 @@ A run enters; HTML leaves.  Of a run that is not finished it tells how far it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from .course import STAGES
 from .data import Run
-from .numbers import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
+from .numbers import change, count, duration, milliseconds, percent, short, signed, tiny
 
 
 def sentence(run: Run) -> str:
@@ -30,6 +28,7 @@ def sentence(run: Run) -> str:
     return f"{said}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
 
 
+_EXACT = 1e-10  # of the largest output, in float64: rounding and nothing else
 _SIZES = (("params", "parameters"), ("macs", "multiply-accumulates"))
 
 
@@ -49,32 +48,32 @@ def _so_far(run: Run) -> str:
 
 def headline(run: Run) -> str:
     """The sentence and the cards."""
-    cards = _finished(run) if run.summary is not None else _unfinished(run)
-    state = "finished" if run.finished else "not finished"
-    last = run.last
-    share = 100 * last["done"] / last["total"] if last is not None and not run.finished else 0
-    progress = (
-        ""
-        if run.finished
-        else f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{share:.0f} %</progress>'
-    )
-    seed = f"seed {run.recipe.get('seed', 0)}"
-    facts = [run.title, seed, *([f"{run.summary['epochs']} epochs"] if run.summary else [])]
+    facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
+    state, progress, last = "finished", "", run.last
     if run.summary is not None:
-        facts.append(duration(run.summary["seconds"]))
-        facts.append(run.environment.get("gpu") or run.environment.get("cpu") or "")
+        machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
+        facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
+    else:
+        state = "not finished"
+        share = 100 * last["done"] / last["total"] if last is not None else 0
+        progress = f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{share:.0f} %</progress>'
+    cards = _finished(run) if run.finished else _unfinished(run)
+    told = escape(" · ".join(filter(None, facts)))
     return (
-        f'<p class=facts><span class="state {state.split()[0]}">{state}</span> {escape(" · ".join(filter(None, facts)))}</p>'
-        f"<h1>{escape(run.name)}</h1>"
-        f"<p class=lead>{escape(sentence(run))}</p>{progress}"
-        f'<dl class=cards>{"".join(cards)}</dl>'
+        f'<p class=facts><span class="state {state.split()[0]}">{state}</span> {told}</p>'
+        f"<h1>{escape(run.name)}</h1><p class=lead>{escape(sentence(run))}</p>{progress}"
+        f"<dl class=cards>{''.join(cards)}</dl>"
     )
 
 
-def _card(label: str, value: str, was: str, note: str, parts: Sequence[tuple[str, float]] = (), good: bool | None = None) -> str:
+def _card(
+    label: str, value: str, was: str, note: str = "", share: float | None = None, good: bool | None = None
+) -> str:
     mood = "" if good is None else " good" if good else " bad"
-    bars = "".join(f'<i class="{kind}" style="width:{min(100 * part, 100):.1f}%"></i>' for kind, part in parts)
-    meter = f"<span class=meter aria-hidden=true>{bars}</span>" if bars else ""
+    meter = ""
+    if share is not None:
+        bar = f'<i style="width:{min(100 * share, 100):.1f}%"></i>'
+        meter = f"<span class=meter aria-hidden=true>{bar}</span>"
     return (
         f"<div class=card><dt>{escape(label)}</dt><dd><b>{escape(value)}</b>"
         f'<span class="note{mood}">{escape(note)}</span>{meter}<small>{escape(was)}</small></dd></div>'
@@ -84,43 +83,41 @@ def _card(label: str, value: str, was: str, note: str, parts: Sequence[tuple[str
 def _finished(run: Run) -> list[str]:
     assert run.summary is not None
     dense, pruned = run.summary["dense"], run.summary["pruned"]
-    judged = dense["accuracy"]
+    judged, note = dense["accuracy"], ""
     if judged is None:
-        known = dense.get("warmup_accuracy")
-        was, note = f"no dense control; {percent(known)} after warm-up", ""
+        was = f"no dense control; {percent(dense.get('warmup_accuracy'))} after warm-up"
     else:
-        was = f"dense control {percent(judged)}"
-        note = signed(pruned["accuracy"] - judged, 2)
+        was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
     cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
-    batch = run.summary.get("latency_batch")
+    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries do not tell
+    spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
+    timed = f" · {run.environment.get('device', '')}"
+    timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
     sizes = [
-        ("Parameters", "params", short),
-        ("Multiply-accumulates", "macs", short),
-        ("File", "file_bytes", _bytes),
-        (f"Latency, batch {batch}", "latency_ms", milliseconds),
+        ("Parameters", "params", short, ""),
+        ("Multiply-accumulates", "macs", short, ""),
+        ("File", "file_bytes", _bytes, ""),
+        (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
     ]
-    for label, key, spell in sizes:
+    for label, key, spell, more in sizes:
         before, after = dense.get(key), pruned.get(key)
-        if key == "file_bytes" and after is None:
-            stored = run.folder / "model.safetensors"
-            after = stored.stat().st_size if stored.is_file() else None
-        bars = [("kept", after / before)] if before and after else []
-        good = after <= before if before and after else None
-        where = f" · {run.environment.get('device')}" if key == "latency_ms" and run.environment.get("device") else ""
-        was = f"dense {spell(before)}{where}" if before is not None else "dense: not stored"
-        cards.append(_card(label, spell(after), was, change(before, after) if before else "", bars, good))
+        if before and after:
+            share = after / before
+            cards.append(
+                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, share <= 1)
+            )
+        else:
+            cards.append(_card(label, spell(after), "dense: not stored"))
     error = run.summary.get("cut_error")
-    exact = error is not None and error < 1e-10
-    cards.append(
-        _card(
-            "Masked = extracted",
-            tiny(error),
-            "largest difference of their outputs, float64",
-            "exact" if exact else "",
-            good=exact or None,
-        )
-    )
+    exact = error is not None and error < _EXACT
+    was = "largest difference of their outputs, float64"
+    cards.append(_card("Masked = extracted", tiny(error), was, "exact" if exact else "", good=exact or None))
     return cards
+
+
+def _stored_bytes(run: Run) -> int | None:
+    stored = run.folder / "model.safetensors"
+    return stored.stat().st_size if stored.is_file() else None
 
 
 def _unfinished(run: Run) -> list[str]:
@@ -129,17 +126,20 @@ def _unfinished(run: Run) -> list[str]:
     start, now = run.records[0], run.records[-1]
     judged = next((r["test_accuracy"] for r in reversed(run.records) if r["test_accuracy"] is not None), None)
     cards = [
-        _card("Test accuracy", percent(judged), "latest that was taken", ""),
-        _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}", ""),
+        _card("Test accuracy", percent(judged), "latest that was taken"),
+        _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
     ]
-    for label, key, spell in (("Filters alive", "filters", count), ("Parameters", "params", short), ("Multiply-accumulates", "macs", short)):
+    for label, key, spell in (
+        ("Filters alive", "filters", count),
+        ("Parameters", "params", short),
+        ("Multiply-accumulates", "macs", short),
+    ):
         before = now["filters_total"] if key == "filters" else start[key]
-        whole: Any = before or 1
-        note = change(before, now[key]) if now[key] != before else DASH
-        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, [("kept", now[key] / whole)]))
+        note = change(before, now[key]) if now[key] != before else ""
+        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
     if run.control:
         known = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
-        cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs", ""))
+        cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs"))
     return cards
 
 

@@ -7,9 +7,8 @@ kept, and a layer that is gone is a sign at the bottom.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
-from .chart import Figure, Scale, Table, column, grid, picture
+from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
 from .data import LayerKept, Run
 from .numbers import DASH, percent
 
@@ -52,29 +51,8 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT, start
             parts.append(f'<text class=cross x="{left + width / 2:.3f}%" y="{height - 4:.1f}">\u00d7</text>')
     for place in range(len(layers)):
         parts.append(column("", start + place, each * place, each, 0, height))
-    parts += _parts_of_the_network([one.name for one in layers], height)
+    parts.append(parts_of_the_network([one.name for one in layers], height))
     return picture("bars", height, "".join(parts), label)
-
-
-def _parts_of_the_network(names: Sequence[str], height: float) -> list[str]:
-    """Below the bars: which of them belong to one part of the network, as its modules are nested."""
-    spans: list[list[object]] = []
-    for place, name in enumerate(names):
-        part = name.partition(".")[0]
-        if spans and spans[-1][0] == part:
-            spans[-1][2] = place + 1
-        else:
-            spans.append([part, place, place + 1])
-    found, each = [], 100 / len(names)
-    for part, first, end in spans:
-        assert isinstance(first, int) and isinstance(end, int)
-        left, right = each * first, each * end
-        y = height + 5
-        found.append(f'<line class=axis x1="{left + each * 0.12:.3f}%" x2="{right - each * 0.12:.3f}%" y1="{y}" y2="{y}"/>')
-        if right - left > 9:
-            middle = f'x="{(left + right) / 2:.3f}%" y="{height + 18:.0f}"'
-            found.append(f'<text class="tick middle" {middle}>{escape(str(part))}</text>')
-    return found
 
 
 def numbers(layers: Sequence[LayerKept]) -> Table:

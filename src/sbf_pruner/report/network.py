@@ -33,7 +33,12 @@ def network(run: Run) -> Figure:
         f'<div class=scroll tabindex=0 role=region aria-label="{title}"><svg class=graph {box} '
         f'style="min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px">{body}</svg></div>'
     )
-    legend = [("block kept", "filters kept"), ("block before", "removed"), ("block skipped", "left alone"), ("diamond", "gate")]
+    legend = [
+        ("block kept", "filters kept"),
+        ("block before", "removed"),
+        ("block skipped", "left alone"),
+        ("diamond", "gate"),
+    ]
     return Figure(key, title, said, picture, legend=legend, wide=True)
 
 

@@ -4,8 +4,8 @@ const tip = document.getElementById("tip"), pulse = document.getElementById("pul
 
 function lines(mark) {
   if (mark.tipLines) return mark.tipLines;
-  const section = mark.closest("section"), row = section.querySelectorAll("tbody tr")[+mark.dataset.row];
-  const head = [...section.querySelectorAll("thead th")].map((cell) => cell.textContent);
+  const table = mark.closest("section").querySelector("table"), row = table?.tBodies[0].rows[+mark.dataset.row];
+  const head = [...(table?.tHead.rows[0].cells ?? [])].map((cell) => cell.textContent);
   const cells = row ? [...row.children].map((cell) => cell.textContent) : [];
   return (mark.tipLines = [`${mark.matches(".epoch") ? "epoch " : ""}${cells[0]}`, ...cells.slice(1).map((cell, i) => [head[i + 1], cell])]);
 }
@@ -37,30 +37,30 @@ function prepare(root) {
     const title = box.querySelector("title");
     if (!title) return;
     box.tipLines = title.textContent.split("\n");
-    box.classList.add("mark");
+    box.classList.add("hit");
     title.remove();
   });
   root.querySelectorAll("[data-marks]").forEach((figure) => {
-    figure.querySelectorAll(".mark").forEach((mark, place) => {
+    figure.querySelectorAll(".hit").forEach((mark, place) => {
       mark.setAttribute("tabindex", place ? "-1" : "0"); // one stop for the whole figure; arrows go on from there
       mark.setAttribute("role", "img");
       mark.setAttribute("aria-label", lines(mark).map((line) => (Array.isArray(line) ? line.join(" ") : line)).join("; "));
     });
   });
 }
-const markOf = (event) => event.target.closest?.(".mark");
+const markOf = (event) => event.target.closest?.(".hit");
 addEventListener("pointermove", (event) => {
   const mark = markOf(event);
-  if (mark) show(mark, event.clientX, event.clientY); else if (!tip.hidden && !document.activeElement.matches(".mark:focus-visible")) hide();
+  if (mark) show(mark, event.clientX, event.clientY); else if (!tip.hidden && !document.activeElement.matches(".hit:focus-visible")) hide();
 });
 addEventListener("pointerdown", (event) => { const mark = markOf(event); if (mark) show(mark, event.clientX, event.clientY); else hide(); });
 addEventListener("focusin", (event) => { const mark = markOf(event); if (mark && mark.matches(":focus-visible")) show(mark); else if (!mark) hide(); });
-addEventListener("scroll", () => { const mark = document.activeElement; if (mark.matches?.(".mark:focus-visible")) show(mark); else hide(); }, { passive: true });
+addEventListener("scroll", () => { const mark = document.activeElement; if (mark.matches?.(".hit:focus-visible")) show(mark); else hide(); }, { passive: true });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") return hide();
   const mark = markOf(event), figure = mark?.closest("[data-marks]");
   if (!figure || event.ctrlKey || event.metaKey || event.altKey) return;
-  const marks = [...figure.querySelectorAll(".mark")], here = marks.indexOf(mark);
+  const marks = [...figure.querySelectorAll(".hit")], here = marks.indexOf(mark);
   const to = { ArrowRight: here + 1, ArrowDown: here + 1, ArrowLeft: here - 1, ArrowUp: here - 1, Home: 0, End: marks.length - 1,
     PageDown: here + 10, PageUp: here - 10 }[event.key];
   if (to === undefined) return;
@@ -80,18 +80,18 @@ function replacePart(key, html) {
   if (!part) return;
   const open = new Set([...part.querySelectorAll("details[open]")].map((d) => d.dataset.key));
   const scrolled = [...part.querySelectorAll(".scroll")].map((e) => [e.scrollLeft, e.scrollTop]);
-  const active = document.activeElement, focused = part.contains(active) ? [...part.querySelectorAll(".mark")].indexOf(active) : -1;
+  const active = document.activeElement, focused = part.contains(active) ? [...part.querySelectorAll(".hit")].indexOf(active) : -1;
   const other = part.contains(active) && focused < 0 ? active.tagName : "";
   part.innerHTML = html;
   part.querySelectorAll("details").forEach((d) => { d.open = open.has(d.dataset.key); });
   part.querySelectorAll(".scroll").forEach((e, i) => { if (scrolled[i]) [e.scrollLeft, e.scrollTop] = scrolled[i]; });
   prepare(part);
-  const marks = [...part.querySelectorAll(".mark")];
+  const marks = [...part.querySelectorAll(".hit")];
   if (focused >= 0 && marks.length) step(marks, marks[0], Math.min(focused, marks.length - 1));
   else if (other) part.querySelector(other.toLowerCase())?.focus({ preventScroll: true });
 }
 async function follow(address) {
-  let seen = "", lost = 0;
+  let seen = document.body.dataset.version, lost = 0;
   for (;;) {
     await new Promise((done) => setTimeout(done, document.hidden ? 4000 : 1000));
     let news;

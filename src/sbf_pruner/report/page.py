@@ -6,7 +6,7 @@ own, so that a live page can put a new one in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -23,22 +23,45 @@ from .scores import scores
 from .settings import environment, recipe, skipped
 
 HEADLINE = "headline"
-_FIGURES = (course, kept, scores, refinement, network, skipped, environment, recipe)
-_WIDE = {"scores", "network", "recipe"}
+_FIGURES = {
+    "course": course,
+    "kept": kept,
+    "refinement": refinement,
+    "scores": scores,
+    "network": network,
+    "skipped": skipped,
+    "environment": environment,
+    "recipe": recipe,
+}
+SECTIONS = tuple(_FIGURES)
+_WIDE = ("scores", "network", "recipe")
 
 
 def run_parts(run: Run) -> dict[str, str]:
     """The inside of every section of a run's page, in order."""
-    return {HEADLINE: headline(run)} | {figure.key: figure.html() for figure in (draw(run) for draw in _FIGURES)}
+    return {HEADLINE: headline(run)} | {key: draw(run).html() for key, draw in _FIGURES.items()}
 
 
-def run_page(run: Run, *, live: str = "") -> str:
-    """A run's page; `live` is the address, on the page's own server, where new parts are to be had."""
-    return page(f"{run.name} \u2013 {run.title}", sentence(run), run_parts(run), _WIDE, live)
+def run_page(run: Run) -> str:
+    """A run's page."""
+    return page(page_title(run), sentence(run), run_parts(run))
 
 
-def page(title: str, description: str, parts: Mapping[str, str], wide: Sequence[str] | set[str], live: str = "") -> str:
-    """The page as text."""
+def page_title(run: Run) -> str:
+    """What the browser calls the page."""
+    return f"{run.name}: {run.title}"
+
+
+def page(
+    title: str,
+    description: str,
+    parts: Mapping[str, str],
+    wide: Collection[str] = _WIDE,
+    *,
+    live: str = "",
+    version: str = "",
+) -> str:
+    """The page as text; `live` is where, on the page's own server, newer parts than `version` are to be had."""
     head, *rest = parts
     sections = "".join(
         f'<section id="{key}"{" class=wide" if key in wide else ""}>{parts[key]}</section>' for key in rest
@@ -51,6 +74,7 @@ def page(title: str, description: str, parts: Mapping[str, str], wide: Sequence[
         style=f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}",
         connect="'self'" if live else "'none'",
         live=escape(live),
+        version=escape(version),
         headline=parts[head],
         sections=sections,
         script=_read("page.js"),

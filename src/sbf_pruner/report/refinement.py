@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .chart import Figure, Scale, Table, column, grid, picture
+from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
 from .data import Run
 from .numbers import DASH
 
 _HEIGHT = 190.0
-_LEAST = 1e-6  # below that a block does nothing that can be seen
+_CAPTION = (
+    "The energy a block adds, as a part of what arrives: |S·f(x)|² / |x|² on test images. Under continuous scores "
+    "it must lie between δ² and (1+ε)² times the value without scores, where δ and 1+ε are the least and the "
+    "greatest score of the branch's last layer: the paper's Lemma 1, put right."
+)
 
 
 def refinement(run: Run) -> Figure:
@@ -24,8 +28,10 @@ def refinement(run: Run) -> Figure:
     blocks = run.refinement
     if not blocks:
         return Figure(key, title, missing=run.missing["refinement"])
-    seen = [value for block in blocks for value in _values(block) if value is not None and value > 0] or [1.0]
-    scale = Scale(max(min(seen) * 0.7, _LEAST), max(seen) * 1.4, _HEIGHT, logarithmic=True)
+    seen = [value for block in blocks for value in _measured(block) if value] or [1.0]
+    # Lower bounds may be next to nothing: what was measured sets the scale, and they go on below it.
+    high = max(block["top"] ** 2 * block["unscored"] if "top" in block else 0.0 for block in blocks)
+    scale = Scale(min(seen) / 3, max(*seen, high) * 1.4, _HEIGHT, logarithmic=True)
     each = 100 / len(blocks)
     parts = [grid(scale, 0)]
     for place, block in enumerate(blocks):
@@ -45,12 +51,17 @@ def refinement(run: Run) -> Figure:
         elif pruned == 0:
             parts.append(f'<text class=cross x="{middle:.3f}%" y="{_HEIGHT - 3:.0f}">\u00d7</text>')
     parts += [column("", row, each * row, each, 0, _HEIGHT) for row in range(len(blocks))]
-    legend = [("block bounds", "the lemma's bounds"), ("bar bare", "without scores"), ("dot scored", "under the scores")]
+    parts.append(parts_of_the_network([block["block"] for block in blocks], _HEIGHT))
+    legend = [
+        ("block bounds", "the lemma's bounds"),
+        ("bar bare", "without scores"),
+        ("dot scored", "under the scores"),
+    ]
     if any(block.get("pruned") is not None for block in blocks):
         legend += [("dot final", "at the end, pruned and fine-tuned")]
     if any(block.get("pruned") == 0 for block in blocks):
         legend += [("cross", "block gone")]
-    return Figure(key, title, _caption(run), picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
+    return Figure(key, title, _CAPTION, picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
 
 
 def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
@@ -60,18 +71,8 @@ def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float
     return block["delta"] ** 2 * bare, block["top"] ** 2 * bare, bare
 
 
-def _values(block: Mapping[str, Any]) -> tuple[float | None, ...]:
-    low, high, bare = _bounds(block)
-    return low, high, bare, block.get("scored"), block.get("pruned")
-
-
-def _caption(run: Run) -> str:
-    return (
-        "The energy a block adds, as a part of what arrives: |S\u00b7f(x)|\u00b2 / |x|\u00b2 on test images, block by block. "
-        "Under continuous scores it must lie between \u03b4\u00b2 and (1+\u03b5)\u00b2 times the value without scores "
-        "(\u03b4 and 1+\u03b5: the least and the greatest score of the branch\u2019s last layer), which is the paper\u2019s "
-        "Lemma 1 with its norms squared on both sides."
-    )
+def _measured(block: Mapping[str, Any]) -> tuple[float | None, ...]:
+    return block.get("unscored"), block.get("scored"), block.get("pruned")
 
 
 def _table(run: Run) -> Table:

@@ -40,20 +40,20 @@ def scores(run: Run) -> Figure:
         width = len(last["scores"][name])
         after = f"{kept[name].after}/{width}" if name in kept else f"{over}/{width}"
         tiles.append(
-            f'<div class="tile mark" data-row={row}>{_tile(held[name], times, missed, high, threshold)}'
+            f'<div class="tile hit" data-row={row}>{_tile(held[name], times, missed, high, threshold)}'
             f"<b>{escape(name)}</b><span>{after}</span></div>"
         )
         rows.append([name, str(width), str(over), *(f"{level:.2f}" for level in now)])
     said = (
-        f"Each picture is a layer and runs over {len(run.scores)} epochs of scores, from the start at 1 on the left; "
-        f"below {tick(threshold)} (the dotted line) a filter is closed."
+        f"Each picture is a layer and runs over {len(run.scores)} epochs of scores, from the start at 1 on the "
+        f"left; below {tick(threshold)} (the dotted line) a filter is closed."
     )
     if missed:
         said += f" The first {missed} epochs were run by an older version, which did not store them."
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
     table = Table([*head, "upper quarter", "highest"], rows)
     legend = [("block span", "all scores"), ("block half", "the middle half"), ("line accent", "median")]
-    return Figure(key, title, said, f'<div class=tiles>{"".join(tiles)}</div>', table, legend, wide=True)
+    return Figure(key, title, said, f"<div class=tiles>{''.join(tiles)}</div>", table, legend, wide=True)
 
 
 def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> str:

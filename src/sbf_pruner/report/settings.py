@@ -30,7 +30,9 @@ def skipped(run: Run) -> Figure:
 def environment(run: Run) -> Figure:
     """The machine and the versions."""
     if not run.environment:
-        return Figure("environment", "Environment", missing="It is stored when a run ends, and this one has not ended.")
+        return Figure(
+            "environment", "Environment", missing="It is stored when a run ends, and this one has not ended."
+        )
     rows = "".join(
         f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
         for key, value in run.environment.items()

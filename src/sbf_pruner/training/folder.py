@@ -2,8 +2,8 @@
 
 A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.json`, `metrics.jsonl`,
 `scores.jsonl`, `checkpoints/`, and at the end `plan.json`, `model.safetensors`, `report.html` and
-`summary.json`, which comes last: a run with a summary is finished.  What holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's
-folder only the files named here are.
+`summary.json`, which comes last: a run with a summary is finished.  What holds: `check` writes nothing; a
+folder that is not a run's is never touched, and of a run's folder only the files named here are.
 """
 
 from __future__ import annotations

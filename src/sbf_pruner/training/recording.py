@@ -58,7 +58,9 @@ class Recording:
     def finish(self, small: nn.Module) -> dict[str, Any]:
         """What the summary tells of layers left alone, and of the blocks' refinement at the end."""
         graph = self.networks.pruner.graph
-        found = next((line for line in reversed(self.folder.read_scores()) if "refinement" in line), {})
+        found: dict[str, Any] = next(
+            (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
+        )
         try:
             pruned = when_pruned(self.networks.pruner, small, self.images)
         except Exception:  # an analysis beside the run
