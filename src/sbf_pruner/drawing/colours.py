@@ -39,6 +39,9 @@ SHAPES = (
     "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
     ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
     ".name{font-weight:600}.wire{fill:none;stroke-width:1.4}.follower .shape{stroke-dasharray:4 2.5}"
+    ".gone .shape{stroke-dasharray:3 4;fill-opacity:0}.gone text{opacity:.65}"
+    ".gone .name{text-decoration:line-through}"
+    ".gone .mark,.gone .stripe{display:none}.wire.gone{stroke-dasharray:2 5;opacity:.7}"
 )
 
 
@@ -48,7 +51,11 @@ def scoped(scope: str) -> str:
     >>> scoped(".graph").startswith(".graph text{font:")
     True
     """
-    return "".join(f"{scope} {rule}}}" for rule in SHAPES.split("}") if rule)
+    text = ""
+    for rule in SHAPES.split("}")[:-1]:
+        selectors, _, body = rule.partition("{")
+        text += ",".join(f"{scope} {one}" for one in selectors.split(",")) + f"{{{body}}}"
+    return text
 
 
 def style() -> str:

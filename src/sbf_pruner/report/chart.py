@@ -95,8 +95,8 @@ class Scale:
         """
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            step = max(1, -(-(last - first + 1) // most))
-            return [10.0**power for power in range(first, last + 1, step)]
+            each = max(1, -(-(last - first + 1) // most))
+            return [10.0**power for power in range(first, last + 1, each)]
         rough = (self.high - self.low) / most
         size = math.pow(10.0, math.floor(math.log10(rough))) if rough > 0 else 1.0
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)

@@ -204,18 +204,16 @@ def _refinement(run: Run) -> list[Record]:
 
 def _explain_missing(run: Run) -> None:
     scored = any(record["phase"] == "score" for record in run.records)
+    older = "The run was made by an older version, which did not store "
     if not run.layers:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
     if not run.scores:
-        run.missing["scores"] = (
-            "The run was made by an older version, which did not store the scores of each epoch."
-            if scored
-            else "No epoch of scores has been run."
-        )
+        run.missing["scores"] = f"{older}the scores." if scored else "No epoch of scores has been run yet."
     if not run.refinement:
-        run.missing["refinement"] = (
-            "No residual block was measured: the network has none whose branch ends in a prunable layer, or the "
-            "run was made by an older version."
-            if scored and (run.finished or any("kept" in line for line in run.scores))
-            else "It is measured at the end of each phase of scores, the first of which has not ended."
-        )
+        if any("kept" in line for line in run.scores):
+            said = "No residual block was measured: none has a branch that ends in a prunable layer."
+        elif scored and not run.scores:
+            said = f"{older}how blocks refine."
+        else:
+            said = "How blocks refine is measured whenever a phase of scores ends, and none has ended yet."
+        run.missing["refinement"] = said
