@@ -94,6 +94,8 @@ class _View:
 
     def wait_until_seen(self, seconds: float) -> None:
         """Give a page that is open the time to see how the run ended."""
+        if not (self.folder / "summary.json").is_file():
+            return
         end = time.monotonic() + seconds
         while time.monotonic() < end and time.monotonic() - self.asked < 5 and not self.shown:
             time.sleep(0.05)
