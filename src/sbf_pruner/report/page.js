@@ -49,13 +49,16 @@ function prepare(root) {
   });
 }
 const markOf = (event) => event.target.closest?.(".hit");
-addEventListener("pointermove", (event) => {
-  const mark = markOf(event);
-  if (mark) show(mark, event.clientX, event.clientY); else if (!tip.hidden && !document.activeElement.matches(".hit:focus-visible")) hide();
-});
-addEventListener("pointerdown", (event) => { const mark = markOf(event); if (mark) show(mark, event.clientX, event.clientY); else hide(); });
-addEventListener("focusin", (event) => { const mark = markOf(event); if (mark && mark.matches(":focus-visible")) show(mark); else if (!mark) hide(); });
-addEventListener("scroll", () => { const mark = document.activeElement; if (mark.matches?.(".hit:focus-visible")) show(mark); else hide(); }, { passive: true });
+let pointer = null; // where it was last, unless a key was pressed since
+function ask() {
+  const mark = document.activeElement.matches(".hit:focus-visible") ? document.activeElement : null;
+  const under = pointer && document.elementFromPoint(...pointer)?.closest(".hit");
+  if (under) show(under, ...pointer); else if (mark) show(mark); else hide();
+}
+for (const kind of ["pointermove", "pointerdown"]) addEventListener(kind, (event) => { pointer = [event.clientX, event.clientY]; ask(); });
+document.documentElement.addEventListener("pointerleave", () => { pointer = null; ask(); });
+addEventListener("focusin", () => { if (document.activeElement.matches(":focus-visible")) { pointer = null; ask(); } });
+addEventListener("scroll", ask, { passive: true, capture: true });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") return hide();
   const mark = markOf(event), figure = mark?.closest("[data-marks]");
