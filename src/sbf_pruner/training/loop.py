@@ -213,7 +213,7 @@ class _Run:
         else:
             config, each = optimizer_config(self.recipe, phase), len(batches)
             steps = range(epoch * each, (epoch + 1) * each)
-            rates = [learning_rate(config, step, each * phase.epochs) for step in steps]
+            rates = [learning_rate(config, step, each * phase.epochs, each) for step in steps]
             rate = rates[0]
             tally = engine.train_epoch(
                 batches, self.done, optimizer, rates, config.label_smoothing, teacher, average

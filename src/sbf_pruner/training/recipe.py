@@ -96,6 +96,9 @@ class OptimizerConfig(Section):
         default="cosine",
         metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
     )
+    ramp: int = field(
+        default=0, metadata=about("epochs at the start in which the learning rate rises from near 0", least=0)
+    )
     milestones: tuple[float, ...] = field(
         default=(0.5, 0.75), metadata=about("where step multiplies by gamma, as fractions of the phase")
     )
