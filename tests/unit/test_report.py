@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -259,8 +260,11 @@ def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
     assert figure.table.rows[0][:3] == ["stem", "8", str(sum(score >= 0.5 for score in now))]
     for path in parsed.of_class("span"):
         if "d" in path:
-            numbers = [float(n) for n in re.findall(r"-?[\d.]+", path["d"] or "")]
-            assert min(numbers) >= 0 and max(numbers[::2]) <= 120 and max(numbers[1::2]) <= 56.1
+            numbers = [int(n) for n in re.findall(r"-?\d+", path["d"] or "")]
+            across, down = (list(accumulate(numbers[start::2])) for start in (0, 1))
+            assert min(across) == 0 and max(across) == 300, "from the start to the last epoch there will be"
+            assert min(down) >= 0 and max(down) <= 140
+            assert down[0] == down[-1] == pytest.approx(140 * (1 - 1 / 1.1), abs=1), "all scores start at 1"
 
 
 def test_scores_an_older_version_did_not_store_are_left_out_and_told(run: Run) -> None:

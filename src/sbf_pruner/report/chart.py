@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 WIDE = 1000.0  # units across a frame of curves
@@ -129,9 +130,23 @@ def curve(kind: str, points: Sequence[tuple[float, float]]) -> str:
     """A line through points: units across a frame, pixels down.  A single point is a dot."""
     if not points:
         return ""
-    words = [f"{x:.1f} {y:.1f}" for x, y in points]
-    way = f"M{words[0]}h.01" if len(words) == 1 else f"M{' '.join(words)}"
-    return f'<path class="curve {kind}" d="{way}"/>'
+    return f'<path class="curve {kind}" d="{way(points, 1)}{"h.01" if len(points) == 1 else ""}"/>'
+
+
+def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
+    """The words of a path through points, each told from the one before, which takes few letters.
+
+    >>> way([(0, 10), (5.2, 10), (10.4, 7)], 1)
+    'M0 10l5.2 0 5.2 -3'
+    """
+    unit = 10**digits
+    places = [(round(x * unit), round(y * unit)) for x, y in points]
+
+    def spelled(place: tuple[int, int]) -> str:
+        return " ".join(f"{number / unit:g}" for number in place)
+
+    steps = [(x - x0, y - y0) for (x0, y0), (x, y) in pairwise(places)]
+    return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
 
 
 def frame(top: float, height: float, inside: str) -> str:
@@ -147,10 +162,8 @@ def picture(kind: str, height: float, inside: str, label: str) -> str:
 
 def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> str:
     """The mark of a table's row: a column of the figure, in percent across and pixels down."""
-    return (
-        f'<rect class="hit {kind}" data-row={row} x="{left:.3f}%" width="{width:.3f}%" '
-        f'y="{top:.0f}" height="{height:.0f}"/>'
-    )
+    place = f'x="{left:.2f}%" y="{top:.0f}" width="{width:.2f}%" height="{height:.0f}"'
+    return f'<rect class="hit{kind and " "}{kind}" data-row={row} {place}/>'
 
 
 def parts_of_the_network(names: Sequence[str], height: float) -> str:

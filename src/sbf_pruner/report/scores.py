@@ -11,10 +11,10 @@ from html import escape
 
 import numpy as np
 
-from .chart import Figure, Table, tick
+from .chart import Figure, Table, tick, way
 from .data import Run
 
-_WIDE, _HIGH = 120.0, 56.0
+_WIDE, _HIGH = 300.0, 140.0  # fine enough for whole numbers
 _LEVELS = (0, 25, 50, 75, 100)
 
 
@@ -57,23 +57,17 @@ def scores(run: Run) -> Figure:
 
 
 def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> str:
-    def x(time: int) -> str:
-        return f"{_WIDE * (time + missed) / times:.1f}".removesuffix(".0")
-
-    def y(score: float) -> str:
-        return f"{_HIGH * (1 - score / high):.1f}".removesuffix(".0")
-
     # Every score starts at 1, if the start is known.
-    held, shift = (levels, 1) if missed else ([[1.0] * len(_LEVELS), *levels], 0)
+    held, first = (levels, missed + 1) if missed else ([[1.0] * len(_LEVELS), *levels], 0)
+    across = [_WIDE * (first + time) / times for time in range(len(held))]
 
-    def band(low: int, top: int, kind: str) -> str:
-        there = " ".join(f"{x(t + shift)} {y(line[top])}" for t, line in enumerate(held))
-        back = " ".join(f"{x(t + shift)} {y(line[low])}" for t, line in reversed(list(enumerate(held))))
-        return f'<path class={kind} d="M{there} {back}z"/>'
+    def edge(level: int) -> list[tuple[float, float]]:
+        return [(x, _HIGH * (1 - line[level] / high)) for x, line in zip(across, held, strict=True)]
 
-    middle = " ".join(f"{x(t + shift)} {y(line[2])}" for t, line in enumerate(held))
     return (
         f'<svg viewBox="0 0 {_WIDE:.0f} {_HIGH:.0f}" preserveAspectRatio="none" aria-hidden=true>'
-        f'{band(0, 4, "span")}{band(1, 3, "half")}<path class="curve accent" d="M{middle}"/>'
-        f'<path class=threshold d="M0 {y(threshold)}h{_WIDE:.0f}"/></svg>'
+        f'<path class=span d="{way([*edge(4), *reversed(edge(0))])}z"/>'
+        f'<path class=half d="{way([*edge(3), *reversed(edge(1))])}z"/>'
+        f'<path class="curve accent" d="{way(edge(2))}"/>'
+        f'<path class=threshold d="M0 {_HIGH * (1 - threshold / high):.0f}h{_WIDE:.0f}"/></svg>'
     )
