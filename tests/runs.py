@@ -57,9 +57,9 @@ def small_recipe(**changes: Any) -> Recipe:
     return Recipe.from_dict({**table, **changes})
 
 
-def small_run(folder: Path, report: Any = None, **changes: Any) -> Result:
+def small_run(folder: Path, report: Any = None, force: bool = False, **changes: Any) -> Result:
     """Train a small network in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
         torch.manual_seed(0)
-        return fit(Small(), small_recipe(**changes), run=folder, report=report)
+        return fit(Small(), small_recipe(**changes), run=folder, report=report, force=force)

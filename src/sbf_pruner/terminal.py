@@ -59,7 +59,7 @@ def watched(
         if tensorboard:
             from .report.tensorboard import tensorboard_log
 
-            reports.append(stack.enter_context(tensorboard_log(folder, fresh=fresh)))
+            reports.append(stack.enter_context(tensorboard_log(folder)))
         if live is not None:
             from .report.live import PORT, live_view
 

@@ -184,7 +184,7 @@ def logged(folder: Path) -> Any:
 
 def test_records_go_to_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    with tensorboard_log(tmp_path / "run", fresh=True) as write:
+    with tensorboard_log(tmp_path / "run") as write:
         result = small_run(tmp_path / "run", report=write)
     found = logged(tmp_path / "run")
     assert {"loss", "accuracy/test", "learning rate", "size/MACs", "control/loss"} <= set(found.Tags()["scalars"])
@@ -194,9 +194,12 @@ def test_records_go_to_tensorboard(tmp_path: Path) -> None:
     histograms = found.Histograms("scores/stem")
     assert [event.step for event in histograms] == [3, 4, 6, 7]
     assert histograms[0].histogram_value.num == result.summary["layers"]["stem"]["before"]
-    with tensorboard_log(tmp_path / "run", fresh=True) as write:
-        write(records[0])
-    assert len(logged(tmp_path / "run").Scalars("loss")) == 1, "a run that starts over leaves the old files behind"
+    with tensorboard_log(tmp_path / "run") as write:
+        write(records[5])
+    assert [event.step for event in logged(tmp_path / "run").Scalars("loss")] == [1, 2, 3, 4, 5, 6], "resumed"
+    with tensorboard_log(tmp_path / "run") as write:
+        small_run(tmp_path / "run", report=write, force=True, phases={"warmup": 1, "cycles": 0, "finetune": 0})
+    assert len(logged(tmp_path / "run").Scalars("loss")) == 1, "a run that starts over leaves nothing behind"
 
 
 def test_without_tensorboard_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,5 +208,5 @@ def test_without_tensorboard_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("sbf_pruner.report.tensorboard.importlib.import_module", absent)
     said = r'^--tensorboard needs tensorboard; pip install "sbf-pruner\[tensorboard\]"$'
-    with pytest.raises(PruningError, match=said), tensorboard_log(tmp_path, fresh=True):
+    with pytest.raises(PruningError, match=said), tensorboard_log(tmp_path):
         pass

@@ -17,6 +17,7 @@ import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.measuring import measure
 from sbf_pruner.training import loop, networks, summary
+from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
@@ -180,6 +181,21 @@ def test_scores_are_written_after_every_epoch_of_them(straight: Result) -> None:
     for name, kept in straight.plan.keep.items():
         assert all(lines[-1]["scores"][name][place] >= 0.5 for place in kept)
     assert lines[0]["scores"] != lines[1]["scores"]
+
+
+def test_scores_are_written_by_the_captured_engine_too(
+    straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "make_engine", CapturedEngine)
+    result = fit(model(), recipe(dense_control=False), run=tmp_path / "run")
+    lines, others = (
+        [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+        for folder in (result.folder, straight.folder)
+    )
+    assert [line["done"] for line in lines] == [line["done"] for line in others]
+    for name, scores in lines[0]["scores"].items():
+        assert scores == pytest.approx(others[0]["scores"][name], abs=2e-3)
+    assert lines[-1]["kept"] == result.plan.widths() and result.summary["refinement"]
 
 
 def test_refinement_lies_within_the_bounds_of_the_lemma(straight: Result) -> None:

@@ -6,7 +6,7 @@ epochs, is drawn over the same epochs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .chart import WIDE, Figure, Scale, Table, column, curve, frame, grid, picture
 from .data import Record, Run
@@ -14,6 +14,11 @@ from .numbers import DASH, count, percent
 
 STAGES = {"warmup": "warm-up", "score": "scores", "weights": "gated weights", "finetune": "fine-tuning"}
 _GAP = 30.0
+
+Points = list[tuple[int, float]]  # epochs and values
+Panel = tuple[
+    list[tuple[str, Points]], Callable[[float], Scale]
+]  # curves with their kinds; the scale, given a height
 
 
 def course(run: Run) -> Figure:
@@ -74,11 +79,11 @@ class _Across:
         return 100 * (epoch - 1) / self.epochs
 
 
-def _points(records: Iterable[Record], key: str, at: str = "done") -> list[tuple[int, float]]:
+def _points(records: Iterable[Record], key: str, at: str = "done") -> Points:
     return [(record[at], record[key]) for record in records if record[key] is not None]
 
 
-def _accuracy(run: Run):  # type: ignore[no-untyped-def]
+def _accuracy(run: Run) -> Panel:
     test, control = _points(run.records, "test_accuracy"), _points(run.control, "test_accuracy", "epoch")
     train = _points(run.records, "train_accuracy")
     seen = sorted(value for _, value in test + control) or sorted(value for _, value in train)
@@ -89,7 +94,7 @@ def _accuracy(run: Run):  # type: ignore[no-untyped-def]
     return curves, lambda height: Scale(low, 100.0, height)
 
 
-def _loss(run: Run):  # type: ignore[no-untyped-def]
+def _loss(run: Run) -> Panel:
     points, control = _points(run.records, "loss"), _points(run.control, "loss", "epoch")
     values = [value for _, value in points + control if value > 0] or [1.0]
     low, high = min(values), max(values)
@@ -98,7 +103,7 @@ def _loss(run: Run):  # type: ignore[no-untyped-def]
     return [("dashed", control), ("soft", points)], lambda height: Scale(*scale, height, spread)
 
 
-def _filters(run: Run):  # type: ignore[no-untyped-def]
+def _filters(run: Run) -> Panel:
     total = run.records[-1]["filters_total"]
     return [("accent", _points(run.records, "filters"))], lambda height: Scale(0, total * 1.04, height)
 

@@ -102,9 +102,11 @@ def _finished(run: Run) -> list[str]:
     for label, key, spell, more in sizes:
         before, after = dense.get(key), pruned.get(key)
         if before and after:
-            share = after / before
+            share, good = after / before, after <= before
+            noise = max((part for part in spread if part is not None), default=0.0) if key == "latency_ms" else 0.0
+            mood = None if abs(after - before) < noise else good  # a difference within the spread is none
             cards.append(
-                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, share <= 1)
+                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, mood)
             )
         else:
             cards.append(_card(label, spell(after), "dense: not stored"))

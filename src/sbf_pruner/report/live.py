@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -114,8 +115,9 @@ class _View:
             self.drawn, self.finished = run_parts(run), run.finished
             self.title = page_title(run)
             self.stamp = stamp
-        except PruningError as error:
-            self.drawn = {HEADLINE: _WAITING.format(self.folder.name, error)}
+        except Exception as error:  # a file that is being written, or was changed by hand: the next look may tell
+            said = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
+            self.drawn = {HEADLINE: _WAITING.format(escape(self.folder.name), escape(said))}
             self.title, self.finished = self.folder.name, False
 
 

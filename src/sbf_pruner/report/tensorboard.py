@@ -41,16 +41,14 @@ def require_tensorboard() -> Any:
 
 
 @contextmanager
-def tensorboard_log(folder: Path, *, fresh: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes the record of an epoch; if the run is to start `fresh`, older files go."""
+def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes the record of an epoch."""
     make = require_tensorboard()
     log: Any = None
 
     def write(record: dict[str, Any]) -> None:
         nonlocal log
         if log is None:  # only now: a folder with files in it would be refused when the run begins
-            for old in (folder / FOLDER).glob("events.out.tfevents.*") if fresh else ():
-                old.unlink()
             log = make(folder / FOLDER, purge_step=record["done"])
         control = "control/" if record["phase"] == "control" else ""
         for key, name in _SCALARS.items():

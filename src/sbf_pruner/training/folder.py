@@ -73,8 +73,9 @@ class RunFolder:
         stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["summary.json", "report.html"]
         stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
-        for name in stale:
-            (self.path / name).unlink(missing_ok=True)
+        logs = self.path.glob("tensorboard/events.out.tfevents.*")
+        for path in (*(self.path / name for name in stale), *logs):
+            path.unlink(missing_ok=True)
         write_text(self.recipe, recipe.to_toml())
 
     def append(self, record: Mapping[str, Any]) -> None:
