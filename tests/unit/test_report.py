@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runs import EPOCHS, small_run
-from sbf_pruner.drawing.scene import LAYER, Box
+from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
 from sbf_pruner.errors import RunError
 from sbf_pruner.report import leave_report, write_report
 from sbf_pruner.report.chart import Scale, Table
@@ -298,6 +298,23 @@ def test_the_network_is_filled_as_far_as_it_is_kept() -> None:
     left = [float(e["width"] or 0) for e in parsed.of_class("kept") if "width" in e]
     assert left == [pytest.approx(whole / 4, abs=0.1)]
     assert len([e for e in parsed.of_class("gone") if "box" in (e["class"] or "")]) == 1
+
+
+def test_layers_that_follow_go_with_those_they_follow() -> None:
+    def box(name: str, kind: str, *sources: Box) -> Box:
+        return Box(kind, name, (name,), "8 · 4x4 · 1 %", 8, layer=name, sources=list(sources))
+
+    first = box("expand", LAYER)
+    second = box("depthwise", FOLLOWER, first)
+    other = box("other", LAYER)
+    last = box("gate", FOLLOWER, other, first)
+    run = Run(Path("x"), "x", {}, [], boxes=[first, second, other, last])
+    run.followers = {"depthwise": ["expand"], "gate": ["expand", "other"]}
+    run.layers = [LayerKept("expand", 8, 0), LayerKept("other", 8, 2)]
+    said = network(run).html()
+    assert said.count("8 → 0") == 2 and said.count("8 → 2") == 1, "what follows two is not simply one of them"
+    run.layers = [LayerKept("expand", 8, 3), LayerKept("other", 8, 0)]
+    assert network(run).html().count("8 → 3") == 2
 
 
 def test_the_headline_tells_before_and_after(run: Run) -> None:

@@ -118,10 +118,10 @@ def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> str:
 def tick(value: float) -> str:
     """A value beside a scale.
 
-    >>> tick(20.0), tick(0.001), tick(2000.0), tick(1e-6)
-    ('20', '0.001', '2,000', '10⁻⁶')
+    >>> tick(20.0), tick(0.001), tick(2000.0), tick(1e-6), tick(1e6), tick(2e6)
+    ('20', '0.001', '2,000', '10⁻⁶', '10⁶', '2,000,000')
     """
-    if 0 < abs(value) < 1e-3:
+    if value > 0 and not 1e-3 <= value < 1e6 and math.log10(value).is_integer():
         return f"10{str(round(math.log10(value))).translate(_RAISED)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..drawing.scene import LAYER, Box
+from ..drawing.scene import Box
 from ..drawing.svg import drawing
 from .chart import Figure
 from .data import Run
@@ -19,8 +19,7 @@ def network(run: Run) -> Figure:
     key, title = "network", "The network, before and after"
     if not run.boxes:
         return Figure(key, title, missing=run.missing["network"], wide=True)
-    kept = {one.name: one.after for one in run.layers}
-    boxes = marked(run.boxes, kept)
+    boxes = marked(run.boxes, _kept(run))
     body, width, height = drawing(boxes)
     gone = [box for box in boxes if box.kept == 0]
     said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
@@ -42,11 +41,25 @@ def network(run: Run) -> Figure:
     return Figure(key, title, said, picture, legend=legend, wide=True)
 
 
+def _kept(run: Run) -> dict[str, int]:
+    """The filters that are left of every layer, and of those that follow one."""
+    layers = {one.name: one for one in run.layers}
+    kept = {one.name: one.after for one in run.layers}
+    for name, leaders in run.followers.items():
+        leading = [layers[leader] for leader in leaders if leader in layers]
+        widths = {box.filters for box in run.boxes if box.layer == name}
+        if leading and not any(one.after for one in leading):
+            kept[name] = 0
+        elif len(leading) == len(leaders) == 1 and widths == {leading[0].before}:
+            kept[name] = leading[0].after
+    return kept
+
+
 def marked(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
     """The boxes with what is left of each, in the same order."""
     made: dict[Box, Box] = {}
     for box in boxes:
-        left = kept.get(box.layer) if box.kind == LAYER else None
+        left = kept.get(box.layer) if box.layer else None
         sources = [made[source] for source in box.sources]
         if left is None:
             made[box] = replace(box, sources=sources)
