@@ -275,7 +275,7 @@ def live(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["run", "tiny.toml", "--run", "run", "--quiet", "--live", str(port), "--set", "phases.finetune=10"]
-    started = command(*words, cwd=tmp_path, env={"SLOW": "0.03"})
+    started = command(*words, cwd=tmp_path, env={"SLOW": "0.05"})
     try:
         yield started, f"http://127.0.0.1:{port}/"
     finally:
