@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,10 +173,77 @@ def test_a_failure_outside_the_input_is_one_sentence_and_1(
     assert capsys.readouterr().err == "sbf: No space left on device: runs/tiny-seed0\n"
 
 
+# -- report ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_report_and_says_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    assert "\nreport: runs/tiny-seed0/report.html\n" in capsys.readouterr().out
+    page = (here / "runs/tiny-seed0/report.html").read_text("utf-8")
+    (here / "runs/tiny-seed0/report.html").unlink()
+    assert main(["report", "runs/tiny-seed0"]) == 0
+    assert capsys.readouterr().out == "runs/tiny-seed0/report.html\n"
+    assert (here / "runs/tiny-seed0/report.html").read_text("utf-8") == page
+
+
+def test_report_compares_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        assert main(["run", "tiny.toml", "--quiet", "--seed", seed]) == 0
+    capsys.readouterr()
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1"]) == 0
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1", "--to", "both.html"]) == 0
+    assert capsys.readouterr().out == "comparison.html\nboth.html\n"
+    assert "2 runs beside each other" in (here / "both.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    {
+        "no folder": (
+            ["nowhere"],
+            "sbf: nowhere does not exist; name the folder of a run, such as runs/digits-seed0",
+        ),
+        "no run": (["."], "sbf: . holds no run (no recipe.toml); name a folder that sbf run wrote"),
+        "a file": (["tiny.toml"], "sbf: tiny.toml is a file; name the folder of a run, such as runs/digits-seed0"),
+        "no page": ([".", "--to", "page.pdf"], "sbf: --to 'page.pdf': give a file that ends in .html"),
+    }.values(),
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    words: list[str], sentence: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(here)
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}\n" and listing(here) == before
+
+
+def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.listen()
+        assert main(["run", "tiny.toml", "--live", port]) == 2
+        said = capsys.readouterr().err
+        assert (
+            said == f"sbf: --live {port}: port {port} cannot be used (Address already in use); name another one\n"
+        )
+        assert not (here / "runs").exists(), "said before anything is trained"
+    assert main(["run", "--live", "tiny.toml", "--tensorboard", "--quiet", "--set", "phases.cycles=1"]) in (0, 2)
+    said = capsys.readouterr().err
+    if "cannot be used" not in said:  # somebody else may hold the port that is used where none is named
+        assert said == "sbf: live at http://127.0.0.1:8321/\n"
+    assert main(["run", "tiny.toml", "--live", port, "--tensorboard", "--force"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"sbf: live at http://127.0.0.1:{port}/" and len(said) == 1 + EPOCHS
+    assert len(list((here / "runs/tiny-seed0/tensorboard").iterdir())) == 1
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no recipe": ([], "name a recipe to run: "),
+    "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
+    "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
     "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),

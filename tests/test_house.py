@@ -14,7 +14,7 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
-    *("measuring", "methods", "models", "export", "training", "overview", "drawing", "report", "integrations"),
+    *("measuring", "methods", "models", "export", "overview", "drawing", "report", "training", "integrations"),
     *("terminal", "cli"),
 ]
 

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        code = {"run": _run, "inspect": _inspect, "data": _data}[arguments.command](arguments, given)
+        commands = {"run": _run, "inspect": _inspect, "data": _data, "report": _report}
+        code = commands[arguments.command](arguments, given)
         sys.stdout.flush()
         return code
     except PruningError as error:
@@ -74,6 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
     run.add_argument("--quiet", action="store_true", help="print the closing table only")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
+    run.add_argument(
+        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
+    )
+    run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report.description = "Draw a run, or compare several, as one HTML page that needs no network."
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
+    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
 
     inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
     inspect.description = (
@@ -147,6 +157,8 @@ class _Version(argparse.Action):
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.recipe import load_recipe
 
+    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
     overrides = [*_aimed(arguments.target), *arguments.set]
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
@@ -154,7 +166,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     import torch
 
     from .models import resolve
-    from .terminal import progress, summary_lines
+    from .terminal import progress, summary_lines, watched
     from .training.folder import RunFolder
     from .training.loop import fit
     from .training.schedule import total_epochs
@@ -165,14 +177,23 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     config = recipe.model
     model = resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
     try:
-        with progress(total_epochs(recipe), quiet=arguments.quiet) as report:
+        with (
+            progress(total_epochs(recipe), quiet=arguments.quiet) as report,
+            watched(
+                report,
+                folder.path,
+                live=arguments.live,
+                tensorboard=arguments.tensorboard,
+                fresh=not arguments.resume,
+            ) as reports,
+        ):
             result = fit(
                 model,
                 recipe,
                 run=folder.path,
                 resume=arguments.resume,
                 force=arguments.force,
-                report=report,
+                report=reports,
             )
     except KeyboardInterrupt:
         hint = f"; go on with: {_again(given)}" if folder.begun else ""
@@ -183,7 +204,19 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    print("\n".join(summary_lines(result.summary, os.fspath(result.folder))))
+    lines = summary_lines(result.summary, os.fspath(result.folder))
+    if (page := result.folder / "report.html").is_file():
+        lines.insert(-1, f"report: {page}")
+    print("\n".join(lines))
+    return 0
+
+
+def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    target = _target("--to", arguments.to, (".html",))
+
+    from .report import write_report
+
+    print(write_report(arguments.runs, target))
     return 0
 
 

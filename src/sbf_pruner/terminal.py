@@ -10,9 +10,11 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import PruningError
 from .overview import some
 
 Record = dict[str, Any]
@@ -45,6 +47,32 @@ def progress(
             bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
 
         yield show
+
+
+@contextmanager
+def watched(
+    report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
+) -> Iterator[Callable[[Record], None]]:
+    """`report`, and beside it what else was asked for: a page in the browser, TensorBoard's files."""
+    reports = [report]
+    with ExitStack() as stack:
+        if tensorboard:
+            from .report.tensorboard import tensorboard_log
+
+            reports.append(stack.enter_context(tensorboard_log(folder)))
+        if live is not None:
+            from .report.live import PORT, live_view
+
+            if live and not live.isdigit():
+                raise PruningError(f"--live {live!r}: a port is a number from 1 to 65535")
+            address = stack.enter_context(live_view(folder, int(live or PORT), fresh=fresh))
+            print(f"sbf: live at {address}", file=sys.stderr, flush=True)
+
+        def tell(record: Record) -> None:
+            for each in reports:
+                each(record)
+
+        yield tell
 
 
 @contextmanager
