@@ -1,8 +1,8 @@
 """What scores and gates cost: ratios to the dense network, all in one run on the CPU.
 
 ResNet-20, batch 128.  Each round times a dense training step, a score step, a gated weight step, a dense
-forward and a forward with all scores at 1, in random order, so that drift hits all alike; the ratio is the
-median over rounds of the ratio within a round.
+forward and a forward with all scores at 1, in turns, so that drift hits all alike; the ratio is the median
+over rounds of the ratio within a round.
 
 The memory allocator is told not to hand memory back to the system between steps: otherwise page faults that
 have nothing to do with gates come and go with the pattern of small allocations, and change a step by 5 to 10%.
@@ -11,11 +11,8 @@ have nothing to do with gates come and go with the pattern of small allocations,
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from saving import save_result
@@ -24,6 +21,7 @@ from torch import nn
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.measuring import saved_activations
 from sbf_pruner.models import resolve
+from sbf_pruner.timing import compared, take_turns
 
 STEADY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**28)}
 LIMITS = {"score_step": 0.90, "gated_step": 1.05, "forward_scores_at_1": 1.03, "saved_activations": 1.0}
@@ -67,18 +65,18 @@ def main(rounds: int = 40) -> int:
             "forward": lambda: forward(plain),
             "forward_scores_at_1": lambda: forward(idle),
         }
-        seconds = _round_robin(timed, rounds)
+        seconds = take_turns(timed, rounds, sample=0)
         saved = score_saved() / saved_activations(lambda: criterion(dense(images), labels))
     base = {"score_step": "dense_step", "gated_step": "dense_step", "forward_scores_at_1": "forward"}
-    ratios = {n: _ratio(seconds[n], seconds[b]) for n, b in base.items()}
-    figures = {n: statistics.median(r) for n, r in ratios.items()} | {"saved_activations": saved}
-    spread = {n: _quartiles(r) for n, r in ratios.items()}
+    ratios = {n: compared(seconds[n], seconds[b]) for n, b in base.items()}
+    figures = {n: ratio.median for n, ratio in ratios.items()} | {"saved_activations": saved}
+    spread = {n: [ratio.low, ratio.high] for n, ratio in ratios.items()}
     milliseconds = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
     save_result(
         "overhead",
         {
             "ratios": figures,
-            "quartiles": spread,
+            "intervals": spread,
             "limits": LIMITS,
             "median_ms": milliseconds,
             "rounds": rounds,
@@ -88,28 +86,6 @@ def main(rounds: int = 40) -> int:
     for name, figure in figures.items():
         print(f"{name:22} {figure:6.3f} of dense, at most {LIMITS[name]:.2f}")
     return 0 if all(figures[n] <= limit + 1e-9 for n, limit in LIMITS.items()) else 1
-
-
-def _round_robin(timed: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    shuffled = random.Random(0)
-    for number in range(rounds + 2):
-        # In another order each round: what ran just before leaves its mark on caches and allocator.
-        for name in shuffled.sample(list(timed), len(timed)):
-            start = time.perf_counter()
-            timed[name]()
-            if number >= 2:  # the first two rounds warm up
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def _ratio(seconds: list[float], base: list[float]) -> list[float]:
-    return [s / b for s, b in zip(seconds, base, strict=True)]
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]
 
 
 if __name__ == "__main__":

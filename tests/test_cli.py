@@ -446,6 +446,80 @@ def test_a_transfer_is_told_in_tenths_or_as_a_bar(monkeypatch: pytest.MonkeyPatc
     assert "downloading" in text and "50.0/50.0 MB" in text and "reading x" in text
 
 
+# -- bench -----------------------------------------------------------------------------------------------
+
+
+def test_bench_times_the_networks_of_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sbf_pruner.bench.comparison.TRIAL", 0.05)
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
+    capsys.readouterr()
+    words = ["bench", "done", "--runtimes", "eager", "--batch", "1,2", "--pairs", "2", "--threads", "1", "--save"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].split()[0] == "runtime" and [line.split()[:2] for line in lines[1:3]] == [
+        ["eager", "1"],
+        ["eager", "2"],
+    ]
+    saved = json.loads((here / "done/bench.json").read_text())
+    assert [record["batch"] for record in saved["measured"]] == [1, 2]
+    assert all(record["difference"] < 1e-5 for record in saved["measured"])
+    summary = json.loads((here / "done/summary.json").read_text())
+    assert saved["subject"]["dense"]["macs"] == summary["dense"]["macs"]
+    assert saved["subject"]["compact"]["macs"] == summary["pruned"]["macs"]
+    assert "sbf: eager, cpu: batch 1\n" in said.err and said.err.endswith("sbf: wrote done/bench.json\n")
+    # A plan for a network that comes from no run, as JSON.
+    words = [
+        "bench",
+        "tinynet:Net",
+        "--plan",
+        "done/plan.json",
+        "--input",
+        "1,8,8",
+        "--option",
+        "width=8",
+        "--json",
+    ]
+    assert main([*words, "--runtimes", "eager", "--batch", "1", "--pairs", "1", "--threads", "1", "--quiet"]) == 0
+    said = capsys.readouterr()
+    again = json.loads(said.out)
+    assert again["subject"]["compact"] == saved["subject"]["compact"] and said.err == ""
+    # Starting over takes the figures of the old networks away.
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done", "--force"]) == 0
+    assert not (here / "done/bench.json").exists()
+
+
+BAD_BENCH = {
+    "no run": (
+        ["nowhere"],
+        "there is no run in nowhere; name the folder of a finished run, or a model with --plan",
+    ),
+    "unfinished": (["begun"], "the run in begun is not finished; let it end (sbf run ... --resume)"),
+    "no plan": (["resnet20", "--plan", "x.json"], "the plan x.json cannot be read (No such file or directory)"),
+    "not a plan": (["resnet20", "--plan", "tiny.toml"], "the plan is not JSON"),
+    "saving a model": (["resnet20", "--plan", "x.json", "--save"], "--save writes into a run's folder"),
+    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option belong to a model with --plan"),
+    "runtime": (["begun", "--runtimes", "onnx"], "--runtimes: none is called 'onnx'; known: eager, compile"),
+    "batch": (["begun", "--batch", "one"], "--batch 'one': write numbers with commas between them"),
+    "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BENCH)
+def test_a_bad_bench_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "begun").mkdir()
+    (here / "begun/recipe.toml").write_text(RECIPE)
+    before = listing(here)
+    words, expected = BAD_BENCH[case]
+    assert main(["bench", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
 # -- the real command ------------------------------------------------------------------------------------
 
 
@@ -455,6 +529,7 @@ def test_help_answers_without_torch() -> None:
     for words in (
         ["--help"],
         ["run", "--help"],
+        ["bench", "--help"],
         ["data", "--help"],
         ["--version"],
         ["run"],

@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        commands = {"run": _run, "inspect": _inspect, "data": _data, "report": _report}
-        code = commands[arguments.command](arguments, given)
+        code = _COMMANDS[arguments.command](arguments, given)
         sys.stdout.flush()
         return code
     except PruningError as error:
@@ -109,6 +108,59 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
     )
+
+    bench = commands.add_parser(
+        "bench", help="time a pruned network against the dense one, on the runtimes there are"
+    )
+    bench.description = (
+        "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
+        "and say what to do where it gained little."
+    )
+    bench.add_argument("subject", metavar="RUN", help=f"the folder of a finished run; with --plan: {known}")
+    bench.add_argument("--plan", metavar="FILE", help="a plan for the network that is named instead of a run")
+    bench.add_argument(
+        "--input", action="append", metavar="C,H,W", help="with --plan: size of one input, as in inspect"
+    )
+    bench.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="with --plan: as in inspect"
+    )
+    bench.add_argument("--batch", default="1,64", metavar="N,N", help="samples at once (1,64)")
+    bench.add_argument("--runtimes", metavar="NAME,NAME", help="of eager, compile, onnxruntime, openvino (all)")
+    bench.add_argument(
+        "--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: all there are (auto)"
+    )
+    bench.add_argument("--pairs", type=int, metavar="N", help="timed pairs (as many as fit into 20 s, 10 to 100)")
+    bench.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (as torch chooses)")
+    bench.add_argument(
+        "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write a .json file"
+    )
+    bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
+    bench.add_argument("--quiet", action="store_true", help="print the result only")
+
+    export = commands.add_parser("export", help="write a run's network as ONNX, .pt2, safetensors, in integers")
+    export.description = (
+        "Write the network of a finished run for other runtimes, in the form that is fastest on this machine, with "
+        "a model card and checksums."
+    )
+    export.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    export.add_argument("--to", metavar="DIR", help="the folder that is written (RUN/export)")
+    export.add_argument(
+        "--formats",
+        default="onnx,pt2,safetensors",
+        metavar="NAME,NAME",
+        help="of onnx, pt2, safetensors, int8 (onnx,pt2,safetensors)",
+    )
+    export.add_argument(
+        "--target",
+        default="",
+        metavar="RUNTIME",
+        help="the runtime the form is chosen for: onnxruntime, eager or compile (onnxruntime)",
+    )
+    export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
+    export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    export.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    export.add_argument("--quiet", action="store_true", help="print the result only")
 
     data = commands.add_parser("data", help="put a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
@@ -254,8 +306,7 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None:
         raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
                            "or package.module:callable")  # fmt: skip
-    large = arguments.model.startswith(("torchvision:", "timm:"))
-    shapes = [_shape(text) for text in arguments.input or [LARGE_INPUT if large else SMALL_INPUT]]
+    shapes = [_shape(text) for text in arguments.input or [_usual(arguments.model)]]
     options = dict(_option(text) for text in arguments.option)
     graph = _target("--graph", arguments.graph, (".svg", ".html"))
     facts = _target("--json", None if arguments.json == _STDOUT else arguments.json, (".json",))
@@ -282,6 +333,71 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         print(f"sbf: wrote {path}", file=sys.stderr)
     print(text if arguments.json == _STDOUT else "\n".join(overview_lines(seen.facts)))
     return 0
+
+
+def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = _target("--json", None if arguments.json == _STDOUT else arguments.json, (".json",))
+    if arguments.save and arguments.plan:
+        raise PruningError(
+            "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
+        )
+    shapes = [_shape(text) for text in arguments.input] if arguments.input else None
+    options = dict(_option(text) for text in arguments.option)
+    if not arguments.plan and (shapes or options):
+        raise PruningError("--input and --option belong to a model with --plan; a run knows its own")
+
+    from .bench.comparison import bench
+    from .bench.settings import read_settings
+    from .bench.subject import Subject
+    from .files import write_text
+    from .terminal import bench_lines
+
+    settings = read_settings(
+        arguments.batch, arguments.runtimes, arguments.device, arguments.pairs, arguments.threads
+    )
+    if arguments.plan:
+        subject = Subject.of_plan(
+            arguments.subject, shapes or [_shape(_usual(arguments.subject))], options, arguments.plan
+        )
+    else:
+        subject = Subject.of_run(arguments.subject)
+    result = bench(subject, settings, _said if not arguments.quiet else lambda line: None)
+    text = json.dumps(result, indent=2)
+    for path in (facts, Path(arguments.subject) / "bench.json" if arguments.save else None):
+        if path is not None:
+            write_text(path, f"{text}\n")
+            _said(f"wrote {path}")
+    pretty = sys.stdout.isatty()
+    print(text if arguments.json == _STDOUT else "\n".join(bench_lines(result, pretty=pretty)))
+    return 0
+
+
+def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    if arguments.batch < 1 or (arguments.threads or 1) < 1:
+        raise PruningError("--batch and --threads count samples and threads: give at least 1")
+
+    from .deploy.bundle import Request, export_run
+    from .terminal import export_lines
+
+    request = Request(
+        formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),
+        target=arguments.target,
+        batch=arguments.batch,
+        threads=arguments.threads,
+        force=arguments.force,
+    )
+    said = (lambda line: None) if arguments.quiet else _said
+    manifest = export_run(arguments.run, arguments.to, request, said)
+    print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
+    return 0
+
+
+def _said(line: str) -> None:
+    print(f"sbf: {line}", file=sys.stderr, flush=True)
+
+
+def _usual(model: str) -> str:
+    return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
 
 
 def _target(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
@@ -341,3 +457,6 @@ def _again(given: Sequence[str]) -> str:
 
 def _named(error: OSError) -> str:
     return f": {error.filename}" if error.filename else ""
+
+
+_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "report": _report, "data": _data}

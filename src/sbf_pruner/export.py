@@ -2,8 +2,9 @@
 
 A network that `extract` made enters; `model.safetensors` (its tensors) and `plan.json` (the filters each
 layer of the original keeps) leave, without pickle.  Reading back is: build the original network, apply the
-plan, load the tensors.  The header of `model.safetensors` also holds, as JSON, what the example inputs looked
-like and every plan in turn, if the network was pruned more than once; a checksum there guards it all.
+plan, load the tensors; an exported folder also gives the network without the user's code.  The header of
+`model.safetensors` also holds, as JSON, what the example inputs looked like and every plan in turn, if the
+network was pruned more than once; a checksum there guards it all.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 
 from .errors import PruningError, RunError
 from .files import from_plain, read_tensors, stored_bytes, to_plain, write_tensors, write_text
+from .manifest import MANIFEST, check_files
 from .plan import Plan
+from .program import read_program
 from .surgery import extract
 
-MODEL, PLAN = "model.safetensors", "plan.json"
+MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
 _FORMAT = "sbf-pruner network 1"
 _REMEDY = "write it again with sbf_pruner.save"
 
@@ -49,9 +52,24 @@ def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
     return stored_bytes(model.state_dict(), _header((plan,), inputs))
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
-    """Load the network of a run's folder, or one that `save` wrote; `build` makes the dense original."""
+def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """Load the network of a run's folder, of an exported one, or one that `save` wrote.
+
+    `build` makes the dense original.  An exported folder needs none: without it, the network comes from
+    `network.pt2`, in evaluation mode and not to be trained.  Nothing that a file holds is run.
+    """
     path = Path(folder)
+    exported = (path / MANIFEST).is_file()
+    if build is None:
+        if not exported:
+            raise RunError(
+                f"{path} is no exported folder; give the function that builds the dense network as well: "
+                "load(folder, build)"
+            )
+        check_files(path, [PROGRAM])
+        return read_program(path / PROGRAM)
+    if exported:
+        check_files(path, [MODEL, PLAN])
     tensors, header = read_tensors(path / MODEL, _REMEDY)
     if header.get("format") != _FORMAT:
         raise RunError(f"{path / MODEL} is no saved network of this version ({_FORMAT}); {_REMEDY}")

@@ -6,22 +6,24 @@ of each of its modules, its gradients and its buffers unchanged; nothing is prin
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Measurement as Samples
-from torch.utils.benchmark import Timer
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbf_pruner.errors import DataError, PruningError
 from sbf_pruner.inputs import call, map_tensors, meta_copy, real_copy
+from sbf_pruner.timing import take_turns, using_threads
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class Latency:
     median: float
     iqr: float
     n: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Latency:
+        """What a list of seconds comes to."""
+        median, n = statistics.median(seconds), len(seconds)
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if n > 1 else (median,) * 3
+        return cls(1e3 * median, 1e3 * (high - low), n)
 
 
 def measure(model: nn.Module, example_inputs: Any) -> Measurement:
@@ -84,28 +93,18 @@ def latency(
 ) -> dict[str, Latency]:
     """Time several networks on the same inputs, taking turns so that a drift of the machine hits all alike.
 
-    Every sample is the mean of enough passes to fill 10 ms; each turn runs in the opposite order of the one
-    before.  `threads` defaults to what torch uses now.
+    Every sample is the mean of enough passes to fill 10 ms; see `timing`.  `threads` defaults to what torch uses
+    now.
 
     >>> sorted(latency({"dense": nn.Linear(8, 8), "compact": nn.Linear(8, 4)}, torch.zeros(1, 8), pairs=2))
     ['compact', 'dense']
     """
-    samples: dict[str, list[Samples]] = {name: [] for name in models}
-    with _evaluating(*models.values()), torch.no_grad():
-        timers = {
-            name: Timer(
-                "call(model, inputs)",
-                globals={"call": call, "model": model, "inputs": example_inputs},
-                num_threads=threads or torch.get_num_threads(),
-            )
-            for name, model in models.items()
-        }
-        passes = {name: _passes(timer) for name, timer in timers.items()}
-        for turn in range(pairs):
-            for name in list(timers)[:: 1 if turn % 2 == 0 else -1]:
-                samples[name].append(timers[name].timeit(passes[name]))
-    merged = {name: Samples.merge(taken)[0] for name, taken in samples.items()}
-    return {name: Latency(1e3 * m.median, 1e3 * m.iqr, len(m.times)) for name, m in merged.items()}
+    tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else "cpu"
+    with _evaluating(*models.values()), torch.no_grad(), using_threads(threads):
+        calls = {name: partial(call, model, example_inputs) for name, model in models.items()}
+        taken = take_turns(calls, pairs, device=device)
+    return {name: Latency.of(seconds) for name, seconds in taken.items()}
 
 
 @torch.no_grad()
@@ -192,9 +191,3 @@ def _evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _passes(timer: Timer, seconds: float = 0.01) -> int:
-    """How often to run the statement in one sample; the first runs also warm caches and allocators up."""
-    timer.timeit(2)
-    return max(1, round(seconds / timer.timeit(2).median))

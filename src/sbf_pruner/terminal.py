@@ -7,6 +7,7 @@ one plain line per epoch.  Progress goes to stderr, so that stdout holds results
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,6 +158,23 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
     return lines
 
 
+def export_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """What was exported: the files with their sizes, the form and why, what int8 costs, and where it lies."""
+    rows = [["file", "bytes"], *([name, f"{held['bytes']:,}"] for name, held in manifest["files"].items())]
+    lines = table(rows, "<>")
+    chosen = manifest["chosen"]
+    times = chosen["milliseconds"]
+    for name in sorted(times, key=times.__getitem__):
+        lines.append(f"{times[name]:>10.2f} ms  {name}")
+    lines.append(f"form: {chosen['why']}")
+    for name, apart in manifest.get("differences", {}).items():
+        lines.append(f"{name} differs from the saved network by {apart:.1e} at most")
+    if "int8" in manifest:
+        int8 = manifest["int8"]
+        lines.append(f"int8: {int8['accuracy']:.2f} % of the test images, float {int8['float_accuracy']:.2f} %")
+    return [*lines, f"exported to: {manifest['folder']}"]
+
+
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
     """The prunable layers, what meets, those that follow, the others with the reason, and the totals."""
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
@@ -192,6 +210,61 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
         f"{seen['params']:,} parameters, {seen['macs']:,} MACs"
     )
     return lines
+
+
+def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
+    """The table of `sbf bench`: dense against compact on each runtime, what is missing, and the advice."""
+    subject, machine = result["subject"], result["environment"]
+    rows = [["runtime", "batch", "dense", "compact", "speed-up", "95 % interval", "pairs", "compact form"]]
+    for record in result["measured"]:
+        speed, where = record["speedup"], "" if record["device"] == "cpu" else f" ({record['device']})"
+        rows.append(
+            [
+                record["runtime"] + where,
+                str(record["batch"]),
+                *(f"{record[side]['median']:.3g} ms" for side in ("dense_ms", "compact_ms")),
+                f"{speed['median']:.2f}x",
+                f"{speed['low']:.2f} to {speed['high']:.2f}",
+                str(speed["n"]),
+                record["form"]["compact"],
+            ]
+        )
+    align = "<>>>>>><"
+    lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
+    macs = [subject[side]["macs"] for side in ("dense", "compact")]
+    lines.append(f"MACs of one sample: {macs[0]:,} to {macs[1]:,}, {subject['fewer_macs']:.2f} times fewer")
+    for record in result["measured"]:
+        tried = sorted(record["tried_ms"]["compact"].items(), key=lambda held: held[1])
+        if len(tried) > 1:
+            where, dense = f"{record['runtime']}, batch {record['batch']}", record["form"]["dense"]
+            listed = "; ".join(f"{name} {ms:.3g}" for name, ms in tried)
+            lines.append(f"forms tried on {where} (ms): {listed} (dense as: {dense})")
+    lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
+    if result["not_rewritten"]:
+        lines.append(
+            f"both networks were timed as they are, without a form for a runtime: {result['not_rewritten']}"
+        )
+    lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
+    return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
+
+
+def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """The same as `table`, drawn by rich if it is there."""
+    try:
+        drawn, console = (importlib.import_module(f"rich.{name}") for name in ("table", "console"))
+    except ImportError:
+        return table(rows, align)
+    box = drawn.Table(header_style="bold")
+    for head, side in zip(rows[0], align, strict=True):
+        box.add_column(head, justify="left" if side == "<" else "right", no_wrap=True)
+    for row in rows[1:]:
+        box.add_row(*row)
+    width = max(len(line) for line in table(rows, align)) + 4 * len(align)
+    out = console.Console(width=width, force_terminal=True, file=io.StringIO())
+    with out.capture() as said:
+        out.print(box)
+    text: str = said.get()
+    return text.rstrip("\n").splitlines()
 
 
 def _costs(layer: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ class RunFolder:
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
         stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
-        stale += ["summary.json", "report.html"]
+        stale += ["summary.json", "report.html", "bench.json"]
         stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):

@@ -1,0 +1,48 @@
+"""The machine a bench ran on, and how quiet it was.
+
+Nothing enters but what is asked for; plain data leaves: processor, versions, threads, how busy the machine was
+before anything was timed, and how the memory allocator was set.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..training.summary import environment
+from .runtimes import RUNTIMES
+
+
+def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
+    """What belongs beside every figure."""
+    packages = dict.fromkeys(package for name in runtimes for package in RUNTIMES[name].packages)
+    return {
+        **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
+        **{name: found for name in packages if (found := _version(name)) is not None},
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "allocator": {key: value for key, value in os.environ.items() if key.startswith(("MALLOC_", "LD_PRELOAD"))},
+    }
+
+
+def faults(run: Callable[[], Any], passes: int = 3) -> float | None:
+    """Pages that the system had to hand over in one pass; each takes a time that no network is to blame for."""
+    try:
+        import resource
+    except ImportError:  # only Unix counts them
+        return None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(passes):
+        run()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / passes
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

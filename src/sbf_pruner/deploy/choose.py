@@ -1,0 +1,164 @@
+"""Which form runs fastest: all that come into question are timed on this machine, in the runtime they are for.
+
+A network, example inputs and a target enter; the fastest form leaves, with every time measured.  The forms take
+turns, and those far behind drop out; what counts is a form's least time, because whatever else the machine does
+can only add to it.  What holds: given the times, the choice is fixed; a network that cannot be rewritten stays
+as it is, and the reason is recorded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import PruningError, nearest
+from ..inputs import call, map_tensors, real_copy
+from .forms import Deployable, Form
+from .onnx import feed, session, to_onnx
+
+FORMS: dict[str, tuple[Form, ...]] = {
+    "onnxruntime": (
+        Form("zeros", shortcuts=True),
+        Form("zeros", 4, shortcuts=True),
+        Form("zeros", 8, shortcuts=True),
+        Form("zeros", 16, shortcuts=True),
+        Form("zeros", 16, 16, shortcuts=True),
+        Form("mixed", 16, 16, shortcuts=True),
+        Form("gather"),
+    ),
+    "eager": (
+        Form("zeros", in_place=True, channels_last=True),
+        Form("zeros", 8, in_place=True, channels_last=True),
+        Form("zeros", 16, in_place=True, channels_last=True),
+        Form("add", in_place=True, channels_last=True),
+        Form("add", 8, in_place=True, channels_last=True),
+        Form("add", in_place=True),
+    ),
+    "compile": (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True)),
+}
+TARGETS = tuple(FORMS)
+_BEHIND = 1.15  # a form that takes longer than this times the fastest has no chance
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The form a network is given, and why."""
+
+    network: nn.Module
+    """in that form, in evaluation mode"""
+    form: Form | None
+    """None: the network as it is"""
+    why: str
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    """the least time of every form that was tried"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What an export records."""
+        form = None if self.form is None else self.form.to_dict()
+        params = sum(p.numel() for p in self.network.parameters())
+        return {"form": form, "why": self.why, "params": params, "milliseconds": dict(self.milliseconds)}
+
+
+def choose(
+    model: nn.Module,
+    example_inputs: Any,
+    target: str = "onnxruntime",
+    *,
+    batch: int = 64,
+    threads: int | None = None,
+    seconds: float = 20.0,
+    forms: Sequence[Form] | None = None,
+) -> Chosen:
+    """The form of a network that is fastest in a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
+
+    `batch` is what a pass is timed with, `seconds` about how long all the timing takes; compiling, and writing ONNX
+    files, comes on top.
+    """
+    if target not in FORMS:
+        raise PruningError(f"no runtime is called {target!r}; {nearest(target, TARGETS)}")
+    try:
+        deployable = Deployable(model, example_inputs)
+    except PruningError as error:
+        return Chosen(real_copy(model).eval(), None, f"not rewritten: {error}")
+    candidates = {str(form): form for form in (FORMS[target] if forms is None else forms)}
+    networks: dict[str, fx.GraphModule] = {}
+    for name, form in candidates.items():
+        made = deployable.form(form)
+        if not any(alike(made, other) for other in networks.values()):
+            networks[name] = made
+    if len(networks) == 1:
+        ((name, only),) = networks.items()
+        return Chosen(only, candidates[name], "the only form it has")
+    inputs = _batch_of(example_inputs, batch)
+    threads = threads or torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        passes = {
+            name: _ready(network, inputs, target, threads, Path(folder) / f"{index}.onnx")
+            for index, (name, network) in enumerate(networks.items())
+        }
+        times = fastest(passes, seconds)
+    best = min(times, key=lambda name: (times[name], list(times).index(name)))
+    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {threads} threads"
+    return Chosen(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
+
+
+def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The least seconds each pass took, in turns, for about so long; those far behind drop out early."""
+    least = dict.fromkeys(passes, float("inf"))
+    running = list(passes)
+    for name in running:
+        passes[name]()  # the first run is not like the others
+    start, turn = time.perf_counter(), 0
+    while turn < 3 or (time.perf_counter() < start + seconds and len(running) > 1):
+        for name in running[:: 1 if turn % 2 == 0 else -1]:
+            began = time.perf_counter()
+            passes[name]()
+            least[name] = min(least[name], time.perf_counter() - began)
+        turn += 1
+        if turn >= 3 and time.perf_counter() > start + 0.3 * seconds:
+            limit = _BEHIND * min(least.values())
+            running = [name for name in running if least[name] <= limit]
+    return least
+
+
+def _ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Path) -> Callable[[], Any]:
+    """A function that runs the network once on the inputs, in the target's runtime."""
+    if target == "onnxruntime":
+        ready = session(to_onnx(network, inputs, path), threads)
+        fed = feed(ready, inputs)
+        return lambda: ready.run(None, fed)
+    called: Any = torch.compile(network) if target == "compile" else network
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return call(called, inputs)
+
+    return run
+
+
+def _batch_of(example_inputs: Any, batch: int) -> Any:
+    """Inputs like the example with so many samples, of real numbers: zeros may be quicker."""
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        sizes = (batch, *tensor.shape[1:])
+        if tensor.is_floating_point():
+            return torch.rand(sizes, dtype=tensor.dtype, generator=generator)
+        return torch.zeros(sizes, dtype=tensor.dtype)
+
+    return map_tensors(example_inputs, filled)
+
+
+def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Are two forms the same network?  Where nothing was pruned, most are."""
+    shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
+    return one.code == other.code and shapes[0] == shapes[1]

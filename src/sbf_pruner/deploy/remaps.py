@@ -1,0 +1,272 @@
+"""Channels that are moved: found in a captured graph, merged with the layers beside them, and written out again.
+
+What moves channels (a remap of an extracted network, a selection, a padding with zeros) becomes one operator.
+It is merged with another one, with the columns of the layers that read it and with the rows of the layer that
+feeds it.  What is left is written as ordinary operators in the way that is asked for.  What holds: the function
+stays the same up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from .captured import REMAP, Node, argument, insert, is_tensor, shape, store, stored, widened
+from .weighted import Layer, layer, replace
+
+aten = torch.ops.aten
+Choice = Callable[[Node], bool]
+# Operators that treat every number of one tensor by itself, and give a number for any number.
+_NAMES = (
+    "relu relu6 silu gelu mish hardswish leaky_relu elu celu selu tanh sigmoid hardsigmoid hardtanh clamp softplus"
+)
+POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
+
+
+def never(node: Node) -> bool:
+    """No remap."""
+    return False
+
+
+def find_remaps(graph: fx.GraphModule) -> None:
+    """Write selections of channels, and channels padded with zeros, as remaps, which can be merged."""
+    for node in list(graph.graph.nodes):
+        if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(shape(node)) >= 2):
+            continue
+        source = _selected(graph, node) or _padded(node)
+        if source is not None:
+            fresh = insert(node, REMAP, (node.args[0], source, 1), node.meta["val"])
+            node.replace_all_uses_with(fresh)
+            graph.graph.erase_node(node)
+
+
+def _selected(graph: fx.GraphModule, node: Node) -> list[int] | None:
+    if node.target is not aten.index_select.default or node.args[1] != 1:
+        return None
+    table = stored(graph, node.args[2])
+    return None if table is None else table.tolist()
+
+
+def _padded(node: Node) -> list[int] | None:
+    if node.target is aten.pad.default:
+        mode, value = argument(node, 2, "mode", "constant"), argument(node, 3, "value")
+    elif node.target is aten.constant_pad_nd.default:
+        mode, value = "constant", argument(node, 2, "value", 0)
+    else:
+        return None
+    x, pads = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(pads, list | tuple)
+    rank, width = len(shape(x)), shape(x)[1]
+    at = 2 * (rank - 2)  # torch lists the padding from the last dimension on
+    plain = mode == "constant" and value in (None, 0, 0.0) and len(pads) >= at + 2
+    if not plain or not all(isinstance(pad, int) and pad >= 0 for pad in pads) or not isinstance(width, int):
+        return None
+    sizes: list[int] = list(pads)
+    before, behind = sizes[at : at + 2]
+    if any(sizes[:at] + sizes[at + 2 :]):
+        return None
+    return [-1] * before + list(range(width)) + [-1] * behind
+
+
+# -- merging -----------------------------------------------------------------------------------------------
+
+
+def merge_remaps(graph: fx.GraphModule, rows: Choice = never, columns: Choice = never) -> None:
+    """Merge remaps with what is beside them wherever that makes no layer larger, or where it is asked for.
+
+    `rows`: a remap that adds zeros to what a layer gives becomes filters of zeros.  `columns`: a remap that
+    selects from what a layer reads becomes columns of zeros.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for node in [n for n in graph.graph.nodes if n.target is REMAP]:
+            changed |= _merge(graph, node, rows, columns)
+    graph.graph.eliminate_dead_code()
+
+
+def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> bool:
+    x, source, dim = _parts(node)
+    width = shape(x)[dim]
+    if not node.users:
+        graph.graph.erase_node(node)
+        return True
+    if source == list(range(width)):
+        node.replace_all_uses_with(x)
+        return True
+    if x.target is REMAP and _parts(x)[2] == dim:
+        inner, first, _ = _parts(x)
+        node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
+        return True
+    if len(source) >= width or columns(node):
+        readers = [layer(graph, user) for user in node.users]
+        merged = [held for held in readers if held is not None and _reads(held, node, dim)]
+        for held in merged:
+            weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(width, 1)
+            kept = [i for i, j in enumerate(source) if j >= 0]
+            places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
+            replace(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
+            held.node.args = (x, *held.node.args[1:])
+        if merged:
+            return True
+    feeding = layer(graph, x)
+    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(x.users) == 1:
+        selects = min(source) >= 0 and len(source) <= width
+        if selects or rows(node):
+            bias = None if feeding.bias is None else _taken(feeding.bias, source)
+            replace(graph, feeding, _taken(feeding.weight, source), bias)
+            x.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(x)
+            return True
+    return _sink(graph, node)
+
+
+def _sink(graph: fx.GraphModule, node: Node) -> bool:
+    """Move a remap that adds zeros behind an elementwise operator, which then has less to do."""
+    x, source, dim = _parts(node)
+    user = next(iter(node.users))
+    if len(node.users) > 1 or not _keeps_zero(user) or len(source) < shape(x)[dim]:
+        return False
+    user.args = (x, *user.args[1:])
+    like, user.meta["val"] = user.meta["val"], widened(user.meta["val"], shape(x)[dim], dim)
+    readers = list(user.users)
+    fresh = insert(user, REMAP, (user, source, dim), like)
+    for reader in readers:
+        reader.replace_input_with(user, fresh)
+    return True
+
+
+def _keeps_zero(node: Node) -> bool:
+    plain = not any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values()))
+    return (
+        node.target in POINTWISE and plain and not node.target(torch.zeros(1), *node.args[1:], **node.kwargs).any()
+    )
+
+
+def _parts(node: Node) -> tuple[Node, list[int], int]:
+    x, source, dim = node.args
+    assert isinstance(x, fx.Node) and isinstance(dim, int)
+    return x, list(source), dim
+
+
+def _reads(held: Layer, node: Node, dim: int) -> bool:
+    return held.x is node and held.groups == 1 and held.dim == dim
+
+
+def _taken(tensor: Tensor, source: list[int]) -> Tensor:
+    """Rows of a tensor by number; -1 is a row of zeros."""
+    return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
+
+
+# -- shortcuts -----------------------------------------------------------------------------------------------
+
+
+def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
+    """Write a map read at every n-th pixel, with the remap behind it, as one 1x1 convolution of zeros and ones."""
+    for node in list(graph.graph.nodes):
+        if (
+            not node.users
+            or not is_tensor(node)
+            or len(shape(node)) != 4
+            or not node.meta["val"].is_floating_point()
+        ):
+            continue
+        source: list[int] | None = None
+        last = node
+        if node.target is REMAP:
+            last, source, _ = _parts(node)
+        elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
+            continue  # seen from its reader
+        steps, x = _strided(last)
+        width = shape(x)[1]
+        if x is last or not isinstance(width, int):
+            continue
+        fresh = _constant_convolution(graph, node, x, source or list(range(width)), steps)
+        node.replace_all_uses_with(fresh)
+    graph.graph.eliminate_dead_code()
+
+
+def _strided(node: Node) -> tuple[list[int], Node]:
+    """The steps at which slices read a map's rows and columns, and the map."""
+    steps = [1, 1]
+    while node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) in (2, 3):
+        dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0)
+        end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
+        x = node.args[0]
+        if start not in (0, None) or not isinstance(x, fx.Node):
+            break
+        if end is not None and not (isinstance(end, int) and end >= shape(x)[dim]):
+            break
+        steps[dim - 2] *= step
+        node = x
+    return steps, node
+
+
+def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: list[int], steps: list[int]) -> Node:
+    eye = torch.eye(shape(x)[1], dtype=x.meta["val"].dtype)
+    weight = store(graph, node, "moved_channels", _taken(eye, source)[:, :, None, None])
+    return insert(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
+
+
+# -- writing out ---------------------------------------------------------------------------------------------
+
+
+def write_remaps(graph: fx.GraphModule, way: Callable[[Node], str]) -> None:
+    """Write every remap that is left as ordinary operators: "gather", "add" (where it is added), "convolution"."""
+    for node in [n for n in graph.graph.nodes if n.target is REMAP]:
+        chosen = way(node)
+        x, source, dim = _parts(node)
+        maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
+        if chosen == "add" and all(_adds(user, node) for user in node.users):
+            _write_as_additions(graph, node)
+            continue
+        if chosen == "convolution" and maps:
+            fresh = _constant_convolution(graph, node, x, source, [1, 1])
+        else:
+            fresh = _gathered(graph, node)
+        node.replace_all_uses_with(fresh)
+        graph.graph.erase_node(node)
+
+
+def _adds(user: Node, node: Node) -> bool:
+    if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
+        return False
+    other = user.args[1] if user.args[0] is node else user.args[0]
+    return is_tensor(other) and other is not node and [*map(str, shape(other))] == [*map(str, shape(node))]
+
+
+def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
+    x, source, dim = _parts(node)
+    kept = [i for i in source if i >= 0]
+    for user in list(node.users):
+        taken = x if kept == list(range(shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
+        put = store(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
+        other = user.args[1] if user.args[0] is node else user.args[0]
+        user.target = aten.index_add.default
+        user.args = (other, dim, put, taken)
+    graph.graph.erase_node(node)
+
+
+def _gathered(graph: fx.GraphModule, node: Node) -> Node:
+    x, source, dim = _parts(node)
+    width, rank = shape(x)[dim], len(shape(x))
+    ends = [0] * (2 * (rank - 1 - dim))
+    first = next((o for o, i in enumerate(source) if i >= 0), 0)
+    if source == [-1] * first + list(range(width)) + [-1] * (len(source) - width - first):
+        pads = [*ends, first, len(source) - width - first]
+        return insert(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
+    if -1 not in source:
+        return _indexed(graph, node, x, source, dim)
+    behind = insert(x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), widened(x.meta["val"], width + 1, dim))
+    node.prepend(behind)
+    return _indexed(graph, node, behind, [width if i < 0 else i for i in source], dim)
+
+
+def _indexed(graph: fx.GraphModule, before: Node, x: Node, source: list[int], dim: int) -> Node:
+    table = store(graph, before, "take", torch.tensor(source))
+    with graph.graph.inserting_before(before):
+        node = graph.graph.call_function(aten.index_select.default, (x, dim, table))
+    node.meta["val"] = widened(x.meta["val"], len(source), dim)
+    return node

@@ -1,0 +1,65 @@
+"""What an exported folder holds, and whether it still does.
+
+Facts and files enter; `export.json` leaves, with the size and the SHA-256 of every file.  Reading it back checks
+the files asked for before anybody opens them.  What holds: a file that is missing, cut short or changed is named
+in a RunError.  That guards against damage; it does not guard against somebody who writes both anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import RunError
+from .files import write_text
+
+MANIFEST = "export.json"
+FORMAT = "sbf-pruner export 1"
+_REMEDY = "export the run again with: sbf export RUN --force"
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest of all files in a folder, with some facts about them; what was written."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)} for name in names}
+    manifest = {"format": FORMAT, **facts, "files": files}
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an exported folder."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror or error}); {_REMEDY}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is damaged; {_REMEDY}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+        raise RunError(f"{path} is no manifest of this version ({FORMAT}); {_REMEDY}")
+    return manifest
+
+
+def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """The manifest of a folder, after the files named have been found to be what it says."""
+    manifest = read_manifest(folder)
+    for name in names:
+        path, stated = folder / name, manifest["files"].get(name)
+        if stated is None:
+            held = ", ".join(manifest["files"])
+            raise RunError(f"{folder} was exported without {name} (it holds {held}); {_REMEDY}")
+        if not path.is_file():
+            raise RunError(f"{path} is missing; {_REMEDY}")
+        if path.stat().st_size != stated["bytes"] or digest(path) != stated["sha256"]:
+            raise RunError(f"{path} is not the file that was exported (its checksum differs); {_REMEDY}")
+    return manifest
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

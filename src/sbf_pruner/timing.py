@@ -1,0 +1,132 @@
+"""How long calls take, side by side: the one clock of the package.
+
+Named calls enter; for each a list of seconds leaves, one per round, taken in turns: every round runs all of
+them, in random order, and the round after it in the opposite order, so that a drift of the machine and what
+one call leaves in the caches hit all alike.  Two such lists become a ratio round by round, with an interval
+for its median that assumes nothing about how the times are spread.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .inputs import uncollected
+
+Calls = Mapping[str, Callable[[], Any]]
+SAMPLE = 0.01  # seconds that one sample takes at least: a clock and a scheduler are coarse
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median, and between which values the true one lies with a probability of `confidence`."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    n: int
+
+
+def take_turns(
+    calls: Calls, rounds: int, *, sample: float = SAMPLE, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of one pass of each call, `rounds` times, in turns.
+
+    A sample is the mean of as many passes as fill `sample` seconds; 0 means one pass.  On a GPU the clock is
+    read only when all that was launched is done.
+
+    >>> found = take_turns({"short": lambda: None, "long": lambda: time.sleep(1e-4)}, 3, sample=1e-3)
+    >>> [len(found[name]) for name in ("short", "long")], min(found["long"]) > max(found["short"])
+    ([3, 3], True)
+    """
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds take no time; ask for at least 1")
+    wait = _waiting(torch.device(device))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    with uncollected():
+        passes = {name: _passes(run, sample, wait) for name, run in calls.items()}
+        for order in _orders(list(calls), rounds, seed):
+            for name in order:
+                taken[name].append(_seconds(calls[name], passes[name], wait))
+    return taken
+
+
+def compared(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
+    """How many times as long the first took as the second, round by round.
+
+    >>> compared([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
+    Interval(median=2.0, low=2.0, high=3.0, confidence=0.96875, n=6)
+    """
+    return median_interval([a / b for a, b in zip(slower, faster, strict=True)], confidence)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The median, and the two order statistics that hold the true one at least as surely as asked.
+
+    The true median lies below the k-th smallest of n independent values exactly as often as a fair coin falls
+    heads fewer than k times in n throws.  Fewer than six values cannot give 95 %: then the smallest and the
+    largest are given with the confidence they have.
+
+    >>> median_interval([3.0, 1.0, 2.0])
+    Interval(median=2.0, low=1.0, high=3.0, confidence=0.75, n=3)
+    """
+    if not values:
+        raise ValueError("there is no median of nothing")
+    ordered, n = sorted(values), len(values)
+    rank, outside = 0, 2.0 ** (1 - n)  # the chance that the median lies outside of ordered[rank] .. its mirror
+    while 2 * (rank + 1) < n:
+        more = outside + 2 * math.comb(n, rank + 1) / 2**n
+        if more > 1 - confidence:
+            break
+        rank, outside = rank + 1, more
+    return Interval(statistics.median(ordered), ordered[rank], ordered[n - 1 - rank], 1 - min(1.0, outside), n)
+
+
+@contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """While entered, torch computes with so many threads."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _orders(names: list[str], rounds: int, seed: int) -> list[list[str]]:
+    chosen = random.Random(seed)
+    orders: list[list[str]] = []
+    for number in range(rounds):
+        orders.append(orders[-1][::-1] if number % 2 else chosen.sample(names, len(names)))
+    return orders
+
+
+def _passes(run: Callable[[], Any], sample: float, wait: Callable[[], None]) -> int:
+    """How many passes make a sample; the first ones also warm caches and allocators up."""
+    _seconds(run, 2, wait)
+    return max(1, round(sample / max(_seconds(run, 2, wait), 1e-9))) if sample else 1
+
+
+def _seconds(run: Callable[[], Any], passes: int, wait: Callable[[], None]) -> float:
+    wait()
+    began = time.perf_counter()
+    for _ in range(passes):
+        run()
+    wait()
+    return (time.perf_counter() - began) / passes
+
+
+def _waiting(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None

@@ -1,0 +1,72 @@
+"""Networks as ONNX: the same numbers, any batch, nothing in the file that is not needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from sbf_pruner.deploy.onnx import run, session, to_onnx
+from sbf_pruner.errors import PruningError
+from sbf_pruner.inputs import map_tensors
+from sbf_pruner.models import resolve
+from zoo import ZOO
+
+pytest.importorskip("onnxruntime")
+import onnx
+
+
+def test_any_batch_gives_what_pytorch_gives(tmp_path):
+    model = resolve("resnet20").train()
+    path = to_onnx(model, torch.rand(1, 3, 8, 8), tmp_path / "net.onnx")
+    assert model.training  # the network comes out as it went in
+    model.eval()
+    ready = session(path, threads=1)
+    for batch in (1, 3):
+        images = torch.rand(batch, 3, 8, 8)
+        (found,) = run(ready, images)
+        torch.testing.assert_close(found, model(images).detach(), rtol=0, atol=1e-4)
+
+
+def test_the_file_holds_the_weights_and_no_more(tmp_path):
+    model = resolve("resnet20")
+    path = to_onnx(model, torch.rand(2, 3, 8, 8), tmp_path / "net.onnx")
+    assert path.stat().st_size < 1.1 * 4 * sum(p.numel() for p in model.parameters())
+    assert b"site-packages" not in path.read_bytes()
+    proto = onnx.load(path)
+    assert "BatchNormalization" not in {node.op_type for node in proto.graph.node}
+
+
+def test_keyword_inputs(tmp_path):
+    model, inputs = ZOO["DictInput"]()
+    model, inputs = model.float(), map_tensors(inputs, torch.Tensor.float)
+    ready = session(to_onnx(model, inputs, tmp_path / "net.onnx"))
+    (found,) = run(ready, inputs)
+    torch.testing.assert_close(found, model.eval()(**inputs).detach(), rtol=0, atol=1e-5)
+    with pytest.raises(PruningError, match="takes 3 inputs, not 1"):
+        run(ready, torch.rand(2, 3))
+
+
+def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x * (2 if x.sum() > 0 else 3)
+
+    with pytest.raises(PruningError, match="Odd cannot be written as ONNX"):
+        to_onnx(Odd(), torch.rand(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else True)
+    with pytest.raises(PruningError, match=re.escape('needs onnxscript; run: pip install "sbf-pruner[export]"')):
+        to_onnx(nn.Identity(), torch.rand(2, 3), tmp_path / "net.onnx")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"nothing of the kind")
+    with pytest.raises(PruningError, match=r"net\.onnx cannot be run by ONNX Runtime"):
+        session(tmp_path / "net.onnx")
