@@ -29,7 +29,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .plan import Plan
-from .scoring.activation import leaky_exponential
+from .scoring.activation import ACTIVATIONS
 from .scoring.gates import FrozenStatistics, Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
@@ -59,12 +59,14 @@ class Pruner:
         *,
         penalty: float = 5e-4,
         projection: Literal["factored", "literal", "free"] = "factored",
+        activation: Literal["leaky_exponential", "sigmoid"] = "leaky_exponential",
         leak: float = 0.1,
         balance: Balance = "area",
         lr: float = 1e-6,
         speed: float = 0.0,
         eps: float = 1e-8,
         threshold: float = 0.5,
+        freeze_norms: bool = True,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
         guards: Guards | None = None,
@@ -74,15 +76,17 @@ class Pruner:
     ) -> None:
         if any(attached_hooks(model)):
             raise PruningError("the model has a pruner already; detach() that one first")
-        if projection not in PROJECTIONS:
-            raise PruningError(f"projection {projection!r} is not known; {nearest(projection, PROJECTIONS)}")
+        for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
+            if name not in known:
+                raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
         self.model = model
         self.example_inputs = example_inputs
         self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
         if not self.graph.layers:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
-        self.leak, self.eps, self.threshold = leak, eps, threshold
+        self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
+        self.activation, self.leak = activation, leak
         self.lr = speed or lr  # a speed is a rate in logits, the same for every layer
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
@@ -150,7 +154,7 @@ class Pruner:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
-        leaky_exponential(self.projection.logits(), self.leak).backward(self.gates.soft.grad)
+        self._soft_scores().backward(self.gates.soft.grad)
         self.optimizer.step()
         self.gates.soft.grad = None
         self._refresh_scores()
@@ -219,14 +223,17 @@ class Pruner:
         groups = self.projection.groups(self.lr)
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
+    def _soft_scores(self) -> Tensor:
+        return ACTIVATIONS[self.activation](self.projection.logits(), self.leak)
+
     def _refresh_scores(self) -> None:
         with torch.no_grad():
-            self.gates.soft.copy_(leaky_exponential(self.projection.logits(), self.leak))
+            self.gates.soft.copy_(self._soft_scores())
 
     def _freeze(self) -> Any:
         """Freeze weights and running statistics; returns what undoes it."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
+        norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and self.freeze_norms]
         followed = {m: m.training == self.model.training for m in norms}
         modes = {m: m.training for m in norms}
         for parameter in trained:

@@ -45,6 +45,7 @@ class Aim:
         """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
         scores = self.guards.leveled(scores)
         if self.limits is None:
+            # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress))

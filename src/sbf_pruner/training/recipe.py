@@ -139,7 +139,11 @@ class ScoresConfig(Section):
 
     projection: str = field(
         default="factored",
-        metadata=about("the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")),
+        metadata=about(
+            "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
+            "sees no weights",
+            choices=("factored", "literal", "free"),
+        ),
     )
     lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
     eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
@@ -162,6 +166,13 @@ class ScoresConfig(Section):
         ),
     )
     batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    activation: str = field(
+        default="leaky_exponential",
+        metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+    )
+    freeze_norms: bool = field(
+        default=True, metadata=about("leave batch norms at their running statistics in score phases")
+    )
 
 
 @dataclass(frozen=True)
