@@ -26,6 +26,7 @@ slow: $(READY)  ## the long tests: thousands of random networks
 bench: $(READY)  ## measure again what the documents claim (coverage of all networks takes half an hour)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/digits.py
+	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torch-pruning==1.6.1
 	$(BIN)/python benchmarks/coverage.py --stale
 	$(BIN)/python benchmarks/vs_torch_pruning.py --stale

@@ -12,23 +12,27 @@ from typing import Any, NamedTuple
 
 from pictures import kept_filters
 
+from sbf_pruner import Recipe
+
 Entry = dict[str, Any]
 NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
-RATIOS = ("medium", "high")
+RATIOS = {"medium": "medium", "high": "high", "rivals": "cut as rivals cut"}
 NONE = "No run yet."
 
 
 class Published(NamedTuple):
-    """A row of the paper's Table 1: accuracy, and the percentages of parameters and FLOPs removed."""
+    """What somebody published: accuracy, and the percentages of parameters and FLOPs removed, as they count."""
 
     accuracy: float
     params: float
     macs: float
+    whose: str = "the paper"
 
 
-PAPER = {
+PUBLISHED = {
     ("resnet56", "medium"): Published(94.28, 52.3, 49.3),
     ("resnet56", "high"): Published(92.42, 83.0, 70.5),
+    ("resnet56", "rivals"): Published(92.43, 71.8, 72.3, "CHIP"),
     ("resnet110", "medium"): Published(94.69, 54.9, 51.3),
     ("resnet110", "high"): Published(93.68, 79.3, 74.8),
 }
@@ -49,17 +53,17 @@ def cifar10(result: dict[str, Any] | None) -> str:
     for network, title in NETWORKS.items():
         if dense := _of(runs, f"cifar10-{network}-dense"):
             lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {_accuracy(dense)} | - | - |")
-        for ratio in RATIOS:
-            paper = PAPER[network, ratio]
+        for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
                 name = f"cifar10-{network}-{kind}-{ratio}"
                 if found := _of(runs, name):
                     counts = " | ".join(f"{_removed(found, part)}" for part in ("left", "sequential"))
-                    rows.append(f"| {title}, {ratio} | `{name}` | {_accuracy(found)} | {counts} |")
+                    rows.append(f"| {title}, {said} | `{name}` | {_accuracy(found)} | {counts} |")
             if rows:
-                published = f"| {paper.accuracy:.2f} | | {paper.params} / {paper.macs} |"
-                lines += [f"| {title}, {ratio} | the paper {published}", *rows]
+                beside = PUBLISHED[network, ratio]
+                figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
+                lines += [f"| {title}, {said} | {beside.whose} | {figures} |", *rows]
     dates = sorted({run["date"] for run in runs})
     machines = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
     versions = sorted({run["environment"]["torch"] for run in runs})
@@ -86,22 +90,22 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
     for network, title in NETWORKS.items():
         for kind in ("paper", "best"):
             panels = {
-                f"{ratio}: {_removed(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
+                f"{said}: {_removed(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
                     group
                 )
-                for ratio in RATIOS
+                for ratio, said in RATIOS.items()
                 if (group := _of(runs, f"cifar10-{network}-{kind}-{ratio}"))
             }
             if panels:
-                said = f"{title}, filters kept per layer, {kind} recipes"
-                found[f"cifar10-{network}-{kind}.svg"] = said, kept_filters(said, panels)
+                heading = f"{title}, filters kept per layer, {kind} recipes"
+                found[f"cifar10-{network}-{kind}.svg"] = heading, kept_filters(heading, panels)
     return found
 
 
 def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
     """The runs of one recipe; a table must not mix two of the same name."""
     found = [run for run in runs if run["recipe"]["name"] == name]
-    recipes = [{**run["recipe"], "seed": 0} for run in found]
+    recipes = [Recipe.from_dict({**run["recipe"], "seed": 0}) for run in found]  # settings of later are at rest
     if any(recipe != recipes[0] for recipe in recipes):
         raise SystemExit(f"the runs of {name} differ in more than the seed; remove the old ones from the results")
     return found

@@ -24,9 +24,14 @@ UNFINISHED = (
     "checkpoints/initial.safetensors",
     "checkpoints/teacher.safetensors",
     "metrics.jsonl",
+    "scores.jsonl",
+    "network.json",
     "recipe.toml",
 )
-FINISHED = ("summary.json", "recipe.toml", "metrics.jsonl", "plan.json", "model.safetensors")
+FINISHED = (
+    *("summary.json", "recipe.toml", "metrics.jsonl", "scores.jsonl", "network.json"),
+    *("plan.json", "model.safetensors", "report.html"),
+)
 ALL = 1 << 30  # epochs: a finished run is further than any other
 MANIFEST = "manifest.json"
 

@@ -54,10 +54,29 @@ def overhead(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *origin(result)])
 
 
+def speed(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "Not measured yet."
+    lines = ["| | fewer MACs | runtime | batch | dense | compact | times as fast (95 %) |", "|---" * 7 + "|"]
+    for found in result["networks"].values():
+        for record in found["measured"]:
+            times = [f"{record[side]['median']:.3g} ms" for side in ("dense_ms", "compact_ms")]
+            spread = record["speedup"]
+            cells = [found["subject"]["name"], f"{found['subject']['fewer_macs']:.2f}x", record["runtime"]]
+            cells += [str(record["batch"]), *times]
+            cells.append(f"**{spread['median']:.2f}** ({spread['low']:.2f} to {spread['high']:.2f})")
+            lines.append(f"| {' | '.join(cells)} |")
+    pairs = {record["speedup"]["n"] for found in result["networks"].values() for record in found["measured"]}
+    busy = max(found["load"] for found in result["networks"].values())
+    lines += ["", f"{min(pairs)} pairs each; load of the machine before: {busy:.1f}."]
+    return "\n".join([*lines, *origin(result)])
+
+
 # The name of a block in the pages, the results it is made from (None where there are none yet), and how.
 BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "digits": ("digits", demo),
     "overhead": ("overhead", overhead),
+    "speed": ("speed", speed),
     "zoos": ("coverage", headline),
     "coverage": ("coverage", coverage),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,10 +173,77 @@ def test_a_failure_outside_the_input_is_one_sentence_and_1(
     assert capsys.readouterr().err == "sbf: No space left on device: runs/tiny-seed0\n"
 
 
+# -- report ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_report_and_says_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    assert "\nreport: runs/tiny-seed0/report.html\n" in capsys.readouterr().out
+    page = (here / "runs/tiny-seed0/report.html").read_text("utf-8")
+    (here / "runs/tiny-seed0/report.html").unlink()
+    assert main(["report", "runs/tiny-seed0"]) == 0
+    assert capsys.readouterr().out == "runs/tiny-seed0/report.html\n"
+    assert (here / "runs/tiny-seed0/report.html").read_text("utf-8") == page
+
+
+def test_report_compares_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        assert main(["run", "tiny.toml", "--quiet", "--seed", seed]) == 0
+    capsys.readouterr()
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1"]) == 0
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1", "--to", "both.html"]) == 0
+    assert capsys.readouterr().out == "comparison.html\nboth.html\n"
+    assert "2 runs beside each other" in (here / "both.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    {
+        "no folder": (
+            ["nowhere"],
+            "sbf: nowhere does not exist; name the folder of a run, such as runs/digits-seed0",
+        ),
+        "no run": (["."], "sbf: . holds no run (no recipe.toml); name a folder that sbf run wrote"),
+        "a file": (["tiny.toml"], "sbf: tiny.toml is a file; name the folder of a run, such as runs/digits-seed0"),
+        "no page": ([".", "--to", "page.pdf"], "sbf: --to 'page.pdf': give a file that ends in .html"),
+    }.values(),
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    words: list[str], sentence: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(here)
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}\n" and listing(here) == before
+
+
+def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.listen()
+        assert main(["run", "tiny.toml", "--live", port]) == 2
+        said = capsys.readouterr().err
+        assert (
+            said == f"sbf: --live {port}: port {port} cannot be used (Address already in use); name another one\n"
+        )
+        assert not (here / "runs").exists(), "said before anything is trained"
+    assert main(["run", "--live", "tiny.toml", "--tensorboard", "--quiet", "--set", "phases.cycles=1"]) in (0, 2)
+    said = capsys.readouterr().err
+    if "cannot be used" not in said:  # somebody else may hold the port that is used where none is named
+        assert said == "sbf: live at http://127.0.0.1:8321/\n"
+    assert main(["run", "tiny.toml", "--live", port, "--tensorboard", "--force"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"sbf: live at http://127.0.0.1:{port}/" and len(said) == 1 + EPOCHS
+    assert len(list((here / "runs/tiny-seed0/tensorboard").iterdir())) == 1
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no recipe": ([], "name a recipe to run: "),
+    "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
+    "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
     "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),
@@ -378,6 +446,80 @@ def test_a_transfer_is_told_in_tenths_or_as_a_bar(monkeypatch: pytest.MonkeyPatc
     assert "downloading" in text and "50.0/50.0 MB" in text and "reading x" in text
 
 
+# -- bench -----------------------------------------------------------------------------------------------
+
+
+def test_bench_times_the_networks_of_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sbf_pruner.bench.comparison.TRIAL", 0.05)
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
+    capsys.readouterr()
+    words = ["bench", "done", "--runtimes", "eager", "--batch", "1,2", "--pairs", "2", "--threads", "1", "--save"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].split()[0] == "runtime" and [line.split()[:2] for line in lines[1:3]] == [
+        ["eager", "1"],
+        ["eager", "2"],
+    ]
+    saved = json.loads((here / "done/bench.json").read_text())
+    assert [record["batch"] for record in saved["measured"]] == [1, 2]
+    assert all(record["difference"] < 1e-5 for record in saved["measured"])
+    summary = json.loads((here / "done/summary.json").read_text())
+    assert saved["subject"]["dense"]["macs"] == summary["dense"]["macs"]
+    assert saved["subject"]["compact"]["macs"] == summary["pruned"]["macs"]
+    assert "sbf: eager, cpu: batch 1\n" in said.err and said.err.endswith("sbf: wrote done/bench.json\n")
+    # A plan for a network that comes from no run, as JSON.
+    words = [
+        "bench",
+        "tinynet:Net",
+        "--plan",
+        "done/plan.json",
+        "--input",
+        "1,8,8",
+        "--option",
+        "width=8",
+        "--json",
+    ]
+    assert main([*words, "--runtimes", "eager", "--batch", "1", "--pairs", "1", "--threads", "1", "--quiet"]) == 0
+    said = capsys.readouterr()
+    again = json.loads(said.out)
+    assert again["subject"]["compact"] == saved["subject"]["compact"] and said.err == ""
+    # Starting over takes the figures of the old networks away.
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done", "--force"]) == 0
+    assert not (here / "done/bench.json").exists()
+
+
+BAD_BENCH = {
+    "no run": (
+        ["nowhere"],
+        "there is no run in nowhere; name the folder of a finished run, or a model with --plan",
+    ),
+    "unfinished": (["begun"], "the run in begun is not finished; let it end (sbf run ... --resume)"),
+    "no plan": (["resnet20", "--plan", "x.json"], "the plan x.json cannot be read (No such file or directory)"),
+    "not a plan": (["resnet20", "--plan", "tiny.toml"], "the plan is not JSON"),
+    "saving a model": (["resnet20", "--plan", "x.json", "--save"], "--save writes into a run's folder"),
+    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option belong to a model with --plan"),
+    "runtime": (["begun", "--runtimes", "onnx"], "--runtimes: none is called 'onnx'; known: eager, compile"),
+    "batch": (["begun", "--batch", "one"], "--batch 'one': write numbers with commas between them"),
+    "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BENCH)
+def test_a_bad_bench_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "begun").mkdir()
+    (here / "begun/recipe.toml").write_text(RECIPE)
+    before = listing(here)
+    words, expected = BAD_BENCH[case]
+    assert main(["bench", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
 # -- the real command ------------------------------------------------------------------------------------
 
 
@@ -430,6 +572,7 @@ def test_help_answers_without_torch() -> None:
     for words in (
         ["--help"],
         ["run", "--help"],
+        ["bench", "--help"],
         ["data", "--help"],
         ["export", "--help"],
         ["--version"],

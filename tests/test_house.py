@@ -14,21 +14,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
-    *(
-        "timing",
-        "measuring",
-        "methods",
-        "models",
-        "manifest",
-        "program",
-        "export",
-        "training",
-        "deploy",
-        "bench",
-        "overview",
-        "drawing",
-    ),
-    *("report", "integrations", "terminal", "cli"),
+    *("timing", "measuring", "methods", "models", "manifest", "program", "export", "overview", "drawing", "report"),
+    *("training", "deploy", "bench", "integrations", "terminal", "cli"),
 ]
 
 

@@ -14,6 +14,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
     )
+    run.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB; several may be given",
+    )
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
     run.add_argument("--quiet", action="store_true", help="print the closing table only")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
+    run.add_argument(
+        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
+    )
+    run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report.description = "Draw a run, or compare several, as one HTML page that needs no network."
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
+    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
 
     inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
     inspect.description = (
@@ -192,13 +209,16 @@ class _Version(argparse.Action):
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.recipe import load_recipe
 
-    overrides = [*arguments.set, *([] if arguments.seed is None else [f"seed={arguments.seed}"])]
+    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
 
     import torch
 
     from .models import resolve
-    from .terminal import progress, summary_lines
+    from .terminal import progress, summary_lines, watched
     from .training.folder import RunFolder
     from .training.loop import fit
     from .training.schedule import total_epochs
@@ -209,14 +229,23 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     config = recipe.model
     model = resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
     try:
-        with progress(total_epochs(recipe), quiet=arguments.quiet) as report:
+        with (
+            progress(total_epochs(recipe), quiet=arguments.quiet) as report,
+            watched(
+                report,
+                folder.path,
+                live=arguments.live,
+                tensorboard=arguments.tensorboard,
+                fresh=not arguments.resume,
+            ) as reports,
+        ):
             result = fit(
                 model,
                 recipe,
                 run=folder.path,
                 resume=arguments.resume,
                 force=arguments.force,
-                report=report,
+                report=reports,
             )
     except KeyboardInterrupt:
         hint = f"; go on with: {_again(given)}" if folder.begun else ""
@@ -227,8 +256,31 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    print("\n".join(summary_lines(result.summary, os.fspath(result.folder))))
+    lines = summary_lines(result.summary, os.fspath(result.folder))
+    if (page := result.folder / "report.html").is_file():
+        lines.insert(-1, f"report: {page}")
+    print("\n".join(lines))
     return 0
+
+
+def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    target = _target("--to", arguments.to, (".html",))
+
+    from .report import write_report
+
+    print(write_report(arguments.runs, target))
+    return 0
+
+
+def _aimed(targets: Sequence[str]) -> list[str]:
+    """The settings that targets stand for; what --set says comes after them, and counts more."""
+    if not targets:
+        return []
+    from .budget.targets import Budget
+
+    asked = Budget.parse(list(targets))
+    sizes = [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
+    return [*sizes, "budget.steer=true", "scores.balance=cost"]
 
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -407,4 +459,4 @@ def _named(error: OSError) -> str:
     return f": {error.filename}" if error.filename else ""
 
 
-_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "data": _data}
+_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "report": _report, "data": _data}

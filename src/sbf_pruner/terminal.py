@@ -11,9 +11,11 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import PruningError
 from .overview import some
 
 Record = dict[str, Any]
@@ -46,6 +48,32 @@ def progress(
             bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
 
         yield show
+
+
+@contextmanager
+def watched(
+    report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
+) -> Iterator[Callable[[Record], None]]:
+    """`report`, and beside it what else was asked for: a page in the browser, TensorBoard's files."""
+    reports = [report]
+    with ExitStack() as stack:
+        if tensorboard:
+            from .report.tensorboard import tensorboard_log
+
+            reports.append(stack.enter_context(tensorboard_log(folder)))
+        if live is not None:
+            from .report.live import PORT, live_view
+
+            if live and not live.isdigit():
+                raise PruningError(f"--live {live!r}: a port is a number from 1 to 65535")
+            address = stack.enter_context(live_view(folder, int(live or PORT), fresh=fresh))
+            print(f"sbf: live at {address}", file=sys.stderr, flush=True)
+
+        def tell(record: Record) -> None:
+            for each in reports:
+                each(record)
+
+        yield tell
 
 
 @contextmanager
@@ -205,13 +233,19 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
     lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
     macs = [subject[side]["macs"] for side in ("dense", "compact")]
     lines.append(f"MACs of one sample: {macs[0]:,} to {macs[1]:,}, {subject['fewer_macs']:.2f} times fewer")
-    if result["measured"]:
-        lines.append(
-            "form: the fastest of those tried just before, on each runtime and batch; so was the dense one"
-        )
+    for record in result["measured"]:
+        tried = sorted(record["tried_ms"]["compact"].items(), key=lambda held: held[1])
+        if len(tried) > 1:
+            where, dense = f"{record['runtime']}, batch {record['batch']}", record["form"]["dense"]
+            listed = "; ".join(f"{name} {ms:.3g}" for name, ms in tried)
+            lines.append(f"forms tried on {where} (ms): {listed} (dense as: {dense})")
     lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
+    if result["not_rewritten"]:
+        lines.append(
+            f"both networks were timed as they are, without a form for a runtime: {result['not_rewritten']}"
+        )
     lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
-    return lines + [f"- {said}" for said in result["advice"]]
+    return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
 
 
 def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:

@@ -32,10 +32,12 @@ def advise(measured: Sequence[Record], parts: Mapping[int, Sides], fewer: float,
         where = ", ".join(_where(record) for record in measured if said[key(record)] == verdict_)
         lines.append(f"{verdict_}, although there are {fewer:.2f} times fewer MACs: {where}")
     weak = [record for record in measured if said[key(record)]]
+    causes = []
     for batch in dict.fromkeys(record["batch"] for record in weak):
         if batch in parts:
-            lines += _causes(parts[batch], fewer, batch)
-    return lines + _fixed_costs(measured, weak)
+            causes += _causes(parts[batch], fewer, batch)
+    causes += _fixed_costs(measured, weak)
+    return [*lines, *causes, *_remedies(causes)]
 
 
 def key(record: Record) -> tuple[str, str, int]:
@@ -110,15 +112,13 @@ def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
     dense, compact = sides["dense"], sides["compact"]
     over = {kind: total(compact, kind) - total(dense, kind) / fewer for kind in (LAYERS, MOVES, REST)}
     beyond = sum(max(0.0, ms) for ms in over.values())
-    if not beyond:
+    named = sorted((kind for kind in over if over[kind] >= CAUSE * beyond > 0), key=lambda kind: -over[kind])
+    if not named:
         return []
     tell = {LAYERS: _about_layers, MOVES: _about_moves, REST: _about_the_rest}
     whole = sum(part.ms for part in compact)
-    named = sorted((kind for kind in over if over[kind] >= CAUSE * beyond), key=lambda kind: -over[kind])
-    head = (
-        f"batch {batch}: of {whole:.3g} ms on the CPU, operator by operator, the MACs do not explain {beyond:.3g};"
-    )
-    return [f"{head} {100 * over[kind] / beyond:.0f} % of that is {tell[kind](dense, compact)}" for kind in named]
+    head = f"batch {batch}, operator by operator on the CPU: of {whole:.3g} ms the MACs do not explain {beyond:.3g}"
+    return [head, *(f"  {100 * over[kind] / beyond:.0f} %: {tell[kind](dense, compact)}" for kind in named)]
 
 
 def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
@@ -137,24 +137,17 @@ def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
     )
     return (
         f"layers too narrow to be quick: {rates[0]:.3g} GMAC/s against {rates[1]:.3g} when dense, {odd} of "
-        f"{len(narrower)} with a width that is no multiple of 4, and worst {named}; fewer, wider layers help: let "
-        "a higher penalty take whole blocks, or keep filters in multiples of 8"
+        f"{len(narrower)} with a width that is no multiple of 4; worst {named}"
     )
 
 
 def _about_moves(dense: Sequence[Part], compact: Sequence[Part]) -> str:
     count = sum(part.kind == MOVES for part in compact)
-    return (
-        f"{count} moves of channels, where layers that meet keep different filters (`sbf inspect` lists what "
-        "meets); a plan that keeps the same filters in all of them needs none"
-    )
+    return f"{count} moves of channels, where layers that meet keep different filters"
 
 
 def _about_the_rest(dense: Sequence[Part], compact: Sequence[Part]) -> str:
-    return (
-        "additions, activations and pooling, which go over a residual stream's whole width as long as one layer "
-        "writes a channel; only channels that all its layers drop, or whole blocks, make that less"
-    )
+    return "additions, activations and pooling, which see a stream's whole width while one layer writes a channel"
 
 
 def _size(part: Part) -> str:
@@ -168,9 +161,19 @@ def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str
         larger = [r for r in measured if key(r)[:2] == key(record)[:2] and r["batch"] > record["batch"]]
         if larger and (share := fixed_share(record, max(larger, key=lambda r: r["batch"]))) > FIXED:
             shares.append(f"{100 * share:.0f} % of {_where(record)}")
-    if not shares:
-        return []
-    return [
-        f"does not depend on the batch: {', '.join(shares)}; that is the start of operators, and fewer filters do "
-        "not change it; larger batches, compile or onnxruntime, or fewer blocks do"
-    ]
+    return [f"the start of operators, whatever the batch: {', '.join(shares)}"] if shares else []
+
+
+_REMEDIES = {
+    "layers too narrow": "a higher penalty, which takes whole blocks rather than a little of each; filters kept in "
+    "multiples of 8",
+    "moves of channels": "the same filters kept in all layers that meet (`sbf inspect` lists them)",
+    "additions, activations": "channels that all layers of a stream drop, or fewer blocks",
+    "the start of operators": "larger batches, fewer blocks, or a runtime that joins operators (compile, "
+    "onnxruntime)",
+}
+
+
+def _remedies(causes: Sequence[str]) -> list[str]:
+    found = [remedy for sign, remedy in _REMEDIES.items() if any(sign in cause for cause in causes)]
+    return [f"what helps: {'; '.join(found)}"] if found else []

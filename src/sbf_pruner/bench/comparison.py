@@ -1,14 +1,13 @@
 """Dense against compact on every runtime, device and batch that is asked for.
 
 A subject and settings enter; plain data leaves, all of it JSON.  For each combination the forms a network may
-take are tried in a few rounds, those of the dense network as well; then the fastest of each are timed in pairs,
+take are tried for a few seconds, those of the dense network as well; then the fastest of each are timed in pairs,
 anew, so that the choice does not flatter the result.  What holds: a runtime that is missing or fails is listed
 with the reason, and the others go on; the networks come out as they went in.
 """
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,26 +15,27 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ..deploy.forms import Deployable, Form
+from ..deploy.choose import FORMS, alike, fastest
+from ..deploy.forms import Deployable
+from ..errors import PruningError
 from ..inputs import call
 from ..measuring import Latency, measure
-from ..timing import compared, take_turns, using_threads
+from ..timing import SAMPLE, compared, take_turns, using_threads
 from .advice import advise
 from .anatomy import Part, dissect
-from .candidates import candidates
 from .machine import faults, machine
 from .runtimes import RUNTIMES, Bound, Pass, Place, Unavailable, outputs
 from .settings import Settings
 from .subject import Subject
 
-TRIAL = 6  # rounds in which the forms are tried
+TRIAL = 2.0  # seconds in which the forms of a network are tried, about
 SECONDS = 20.0  # that the pairs of one combination take, about, unless their number is given
 FEWEST, MOST = 10, 100  # pairs
 
 Report = Callable[[str], None]
-Passes = Mapping[str, Mapping[str, Pass]]  # by side and form
+LIKE = {"openvino": "onnxruntime"}  # runtimes that are given another's forms
 
 
 def bench(subject: Subject, settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
@@ -52,8 +52,13 @@ class _Bench:
         self.machine = machine(settings.devices, settings.runtimes)  # first: later the load is our own
         networks = {"dense": subject.dense, "compact": subject.compact}
         self.sizes = {side: measure(network, subject.example) for side, network in networks.items()}
-        self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
-        self.forms: dict[tuple[str, str], fx.GraphModule] = {}
+        self.as_it_is = ""
+        self.sources: dict[str, Deployable] = {}
+        try:
+            self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
+        except PruningError as error:  # then neither network is rewritten, so that both have the same care
+            self.as_it_is = str(error)
+        self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
 
     def run(self) -> dict[str, Any]:
         measured: list[dict[str, Any]] = []
@@ -65,14 +70,15 @@ class _Bench:
                 except Unavailable as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
-        parts = {batch: self._anatomy(batch) for batch in self.settings.batches}
+        parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
         sides = {side: {"params": size.params, "macs": size.macs} for side, size in self.sizes.items()}
         fewer = sides["dense"]["macs"] / max(1, sides["compact"]["macs"])
         return {
             "subject": {"name": self.subject.name, "input": self.subject.shapes(), **sides, "fewer_macs": fewer},
-            "settings": {**asdict(self.settings), "threads": torch.get_num_threads(), "trial_rounds": TRIAL},
+            "settings": {**asdict(self.settings), "threads": torch.get_num_threads(), "trial_seconds": TRIAL},
             "measured": measured,
             "missing": missing,
+            "not_rewritten": self.as_it_is or None,
             "anatomy": [
                 {"batch": batch, **{side: [asdict(part) for part in held] for side, held in both.items()}}
                 for batch, both in parts.items()
@@ -88,9 +94,9 @@ class _Bench:
         place = Place(device, torch.get_num_threads(), self.subject.example)
         ready: dict[str, dict[str, Bound]] = {"dense": {}, "compact": {}}
         for side, held in ready.items():
-            for name, form in candidates(runtime, dense=side == "dense").items():
+            for name, network in self._candidates(side, runtime).items():
                 self.report(f"{runtime}, {device}: making the {side} network ready ({name})")
-                held[name] = RUNTIMES[runtime].prepare(self._form(side, form), place)
+                held[name] = RUNTIMES[runtime].prepare(network, place)
         found = []
         for batch in self.settings.batches:
             self.report(f"{runtime}, {device}: batch {batch}")
@@ -98,36 +104,29 @@ class _Bench:
             passes = {side: {name: bind(inputs) for name, bind in held.items()} for side, held in ready.items()}
             with torch.inference_mode():
                 record = self._compared(passes, device, inputs)
-            forms = candidates(runtime, dense=False)
-            macs = measure(self._form("compact", forms[record["form"]["compact"]]), self.subject.example).macs
+            network = self._candidates("compact", runtime)[record["form"]["compact"]]
+            macs = measure(network, self.subject.example).macs
             found.append({"device": str(device), "runtime": runtime, "batch": batch, "form_macs": macs, **record})
         return found
 
-    def _compared(self, passes: Passes, device: torch.device, inputs: Any) -> dict[str, Any]:
-        tried = self._trial(passes, device)
+    def _compared(
+        self, passes: Mapping[str, Mapping[str, Pass]], device: torch.device, inputs: Any
+    ) -> dict[str, Any]:
+        """Choose the fastest form of either network, then time these two in pairs."""
+        tried = {side: _tried(held, device) for side, held in passes.items()}
         chosen = {side: min(held, key=held.__getitem__) for side, held in tried.items()}
         both = {side: passes[side][name] for side, name in chosen.items()}
-        seconds = sum(max(0.01, tried[side][name]) for side, name in chosen.items())
+        seconds = sum(max(SAMPLE, tried[side][name]) for side, name in chosen.items())
         pairs = self.settings.pairs or min(MOST, max(FEWEST, round(SECONDS / seconds)))
-        taken = take_turns(both, pairs, device=device, seed=1)
+        taken = take_turns(both, pairs, device=device)
         return {
             "form": chosen,
-            "trial_ms": {side: {n: 1e3 * s for n, s in held.items()} for side, held in tried.items()},
+            "tried_ms": {side: {n: 1e3 * s for n, s in held.items()} for side, held in tried.items()},
             "dense_ms": asdict(Latency.of(taken["dense"])),
             "compact_ms": asdict(Latency.of(taken["compact"])),
             "speedup": asdict(compared(taken["dense"], taken["compact"])),
             "page_faults": {side: faults(run) for side, run in both.items()},
             "difference": self._difference(both["compact"], inputs),
-        }
-
-    def _trial(self, passes: Passes, device: torch.device) -> dict[str, dict[str, float]]:
-        """Seconds of every form; where there is nothing to choose, of one round."""
-        rounds = TRIAL if any(len(held) > 1 for held in passes.values()) else 1
-        flat = {f"{side}: {name}": run for side, held in passes.items() for name, run in held.items()}
-        taken = take_turns(flat, rounds, device=device)
-        return {
-            side: {name: statistics.median(taken[f"{side}: {name}"]) for name in held}
-            for side, held in passes.items()
         }
 
     def _difference(self, run: Pass, inputs: Any) -> float:
@@ -138,18 +137,34 @@ class _Bench:
     def _anatomy(self, batch: int) -> dict[str, list[Part]]:
         """Where an eager pass on the CPU spends its time."""
         self.report(f"looking where a pass of batch {batch} spends its time")
-        form = next(iter(candidates("eager", dense=False).values()))
-        inputs = self.subject.inputs(batch)
-        return {
-            side: dissect(self._form(side, form), inputs, [name for name, _ in network.named_modules()])
-            for side, network in (("dense", self.subject.dense), ("compact", self.subject.dense))
-        }
+        inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]
+        form = FORMS["eager"][0]
+        return {side: dissect(source.form(form), inputs, names) for side, source in self.sources.items()}
 
-    def _form(self, side: str, form: Form) -> fx.GraphModule:
-        key = side, str(form)
-        if key not in self.forms:
-            self.forms[key] = self.sources[side].form(form)
-        return self.forms[key]
+    def _candidates(self, side: str, runtime: str) -> Mapping[str, nn.Module]:
+        """The forms of a network that are worth trying on a runtime, each once, by name."""
+        if self.as_it_is:
+            return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
+        if (side, runtime) not in self.forms:
+            found: dict[str, fx.GraphModule] = {}
+            for form in FORMS[LIKE.get(runtime, runtime)]:
+                network = self.sources[side].form(form)
+                if not any(alike(network, other) for other in found.values()):
+                    found[str(form)] = network
+            self.forms[side, runtime] = found
+        return self.forms[side, runtime]
+
+
+def _tried(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]:
+    """The least seconds of every form; where there is nothing to choose, a few passes are enough."""
+    if device.type == "cuda":
+        passes = {name: partial(_finished, run, device) for name, run in passes.items()}
+    return fastest(passes, TRIAL if len(passes) > 1 else 0.0)
+
+
+def _finished(run: Pass, device: torch.device) -> None:
+    run()
+    torch.cuda.synchronize(device)
 
 
 def _apart(wanted: Tensor, found: Tensor) -> float:

@@ -93,7 +93,7 @@ def choose(
     networks: dict[str, fx.GraphModule] = {}
     for name, form in candidates.items():
         made = deployable.form(form)
-        if not any(_alike(made, other) for other in networks.values()):
+        if not any(alike(made, other) for other in networks.values()):
             networks[name] = made
     if len(networks) == 1:
         ((name, only),) = networks.items()
@@ -160,7 +160,7 @@ def _batch_of(example_inputs: Any, batch: int) -> Any:
     return map_tensors(example_inputs, filled)
 
 
-def _alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     """Are two forms the same network?  Where nothing was pruned, most are."""
     shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
     return one.code == other.code and shapes[0] == shapes[1]
