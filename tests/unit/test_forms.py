@@ -170,6 +170,14 @@ def test_what_is_one_number_per_channel_is_added_as_such():
     assert_forms_equal(model, image)
 
 
+def test_a_layer_of_one_filter_beside_a_parameter_of_its_own():
+    model, inputs = ZOO["BareParameter"]()
+    graph = sbf.trace(model, inputs)
+    one = random_plans(graph, count=2)[1]
+    assert set(one.widths().values()) == {1}
+    assert_forms_equal(sbf.extract(model, inputs, one, graph), inputs)
+
+
 # -- choosing ------------------------------------------------------------------------------------------------
 
 
