@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ablation_tables import ablations, bottleneck
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from saving import origin
@@ -82,6 +83,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
+    "ablations": ("ablations", ablations),
+    "bottleneck": ("cifar10", bottleneck),
 }
 
 
