@@ -269,6 +269,15 @@ class Recipe(Section):
     guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
 
+    @classmethod
+    def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+
+        >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
+        4
+        """
+        return load_recipe(name_or_path, overrides)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
