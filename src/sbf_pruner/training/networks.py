@@ -61,6 +61,7 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
             freeze_norms=scores.freeze_norms,
+            blocks=scores.blocks,
             ignore=guards.ignore,
             couple="streams" if guards.couple == ("streams",) else guards.couple,
             guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),

@@ -170,6 +170,10 @@ class ScoresConfig(Section):
         default="leaky_exponential",
         metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
     )
+    blocks: bool = field(
+        default=False,
+        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+    )
     freeze_norms: bool = field(
         default=True, metadata=about("leave batch norms at their running statistics in score phases")
     )
