@@ -168,16 +168,16 @@ def _parser() -> argparse.ArgumentParser:
         "keeps that network when its cycles are over."
     )
     frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
-    frontier.add_argument("--of", default="macs", metavar="NAME", help="what sizes count: macs, params, size (macs)")
+    frontier.add_argument("--of", default="macs", metavar="NAME", help="what is counted: macs, params, size (macs)")
     frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
     frontier.add_argument(
         "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
     )
-    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the run's recipe says)")
+    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
     frontier.add_argument(
         "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write a .json file"
     )
-    frontier.add_argument("--draw", metavar="FILE", help="draw accuracy against size: a file ending in .svg or .html")
+    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
     frontier.add_argument("--quiet", action="store_true", help="print the result only")
 
     data = commands.add_parser("data", help="put a data set where recipes find it")

@@ -259,18 +259,20 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
         rows.append(_left("the smallest there is", result["smallest"]))
     rows.append(_left("the run's own", result["own"]))
     lines = [*(_boxed(rows, "<>>>>>>>") if pretty else table(rows, "<>>>>>>>")), ""]
-    on, tuned = result["recalibrated_on"], result["own"]["finetuned_accuracy"]
-    trained = {"after the warm-up": result["dense"]["warmup_accuracy"], "control": result["dense"]["control_accuracy"]}
-    known = [f"the dense network, {when}: {_percent(value)}" for when, value in trained.items() if value is not None]
-    if tuned is not None:
-        known.append(f"the run's own, fine-tuned: {_percent(tuned)}")
+    on = result["recalibrated_on"]
+    trained = {
+        "dense, after the warm-up": result["dense"]["warmup_accuracy"],
+        "dense control": result["dense"]["control_accuracy"],
+        "the run's own, fine-tuned": result["own"]["finetuned_accuracy"],
+    }
+    known = [f"{what}: {_percent(accuracy)}" for what, accuracy in trained.items() if accuracy is not None]
     lines += ["; ".join(known)] if known else []
     lines.append(
         f"accuracy on {result['judged_images']:,} {result['judged_on']} images; batch-norm statistics from "
         f"{on['images']:,} training images, nothing retrained"
     )
     if result["judged_on"] == "test":
-        lines.append("the recipe holds no images out (data.validation), so a size chosen by these has seen the test")
+        lines.append("the recipe holds no images out (data.validation), so a size chosen here has seen the test")
     return [*lines, result["said"]]
 
 

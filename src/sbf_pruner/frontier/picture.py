@@ -31,11 +31,18 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
 def _figure(result: Mapping[str, Any], key: str) -> Figure:
     dense, own = result["dense"], result["own"]
     chosen = [
-        Point(f"{100 * p['share']:.4g} % asked for", p["accuracy"], p[key], "chosen", f"{100 * p['share']:.3g} %")
+        Point(
+            f"{100 * p['share']:.4g} % asked for",
+            p["accuracy"],
+            p[key],
+            "chosen",
+            f"{100 * p['share']:.3g} %",
+            True,
+        )
         for p in result["points"]
         if p["reached"]
     ]
-    whole = Point("all filters", dense["accuracy"], dense[key], "chosen", "all")
+    whole = Point("all filters", dense["accuracy"], dense[key], "chosen", "all", True)
     line = sorted([whole, *chosen], key=lambda point: point.size)
     legend = [("dot chosen", "chosen by score, recalibrated")]
     points, joined = [*line], [("accent", line)]
@@ -55,6 +62,6 @@ def _figure(result: Mapping[str, Any], key: str) -> Figure:
         legend.append(("dot tuned", "the same, fine-tuned"))
     caption = (
         "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
-        "training after the cut; fine-tuning lifts every point of it."
+        "training after the cut; what fine-tuning does is shown for the run&#x27;s own filters alone."
     )
     return against(f"against-{key}", _WORDS[key], points, caption, first="filters", joined=joined, legend=legend)

@@ -103,8 +103,8 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
     lines = folder.metrics.read_text("utf-8").count("\n") if folder.metrics.is_file() else 0
     if not folder.finished and lines <= end:
         raise RunError(
-            f"the run in {folder.path} has come to epoch {lines}, and its scores are ready after {end}; let it go on "
-            "(sbf run ... --resume)"
+            f"the run in {folder.path} has come to epoch {lines}, and its scores are ready after {end}; let it "
+            "go on (sbf run ... --resume)"
         )
     raise RunError(
         f"the run in {folder.path} has no checkpoints/{SCORED}: an older version made it, or the file was left "
@@ -117,7 +117,7 @@ def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolde
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise RunError(
-            f"the network that the recipe builds is no longer the one of the run in {folder.path}; put its code back"
+            f"the network that the recipe builds is no longer that of the run in {folder.path}; put its code back"
         ) from error
 
 

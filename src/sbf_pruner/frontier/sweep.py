@@ -62,7 +62,9 @@ class Request:
         return list(dict.fromkeys(read))
 
 
-def frontier(path: str | Path, request: Request | None = None, report: Report = lambda line: None) -> dict[str, Any]:
+def frontier(
+    path: str | Path, request: Request | None = None, report: Report = lambda line: None
+) -> dict[str, Any]:
     """Accuracy against size for the run in a folder."""
     request = request or Request()
     with torch.random.fork_rng():
@@ -181,8 +183,8 @@ def _said(result: dict[str, Any]) -> str:
     cut = [result["dense"], result["own"], *reached]
     best = max(point["accuracy"] for point in cut)
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
-    least = min(near, key=lambda point: float(point["left"]["macs"]))
+    least = min((point["left"] for point in near), key=lambda left: float(left["macs"]))
     return (
         f"Before any retraining, accuracy stays within {NEAR:g} point of the best here ({best:.2f} %) down to "
-        f"{100 * least['left']['macs']:.0f} % of the MACs ({100 * least['left']['params']:.0f} % of the parameters)."
+        f"{100 * least['macs']:.0f} % of the MACs ({100 * least['params']:.0f} % of the parameters)."
     )

@@ -15,7 +15,7 @@ from .chart import WIDE, Figure, Scale, Table, curve, frame, grid, picture
 from .numbers import count, percent, short
 
 _HEIGHT = 250.0
-_WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 84, 54  # of a picture that stands alone
+_WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 104, 54  # of a picture that stands alone
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Point:
     size: float
     kind: str  # classes of the mark
     sign: str = ""  # what is written above it
+    beside: bool = False  # the sign stands to its right and below, where a line that rises leaves room
 
 
 def against(
@@ -58,36 +59,45 @@ def against(
     for row, point in enumerate(points):
         x, y = f"{100 * point.size / widest:.2f}%", down(point.accuracy)
         parts.append(f'<circle class="hit point {point.kind}" data-row="{row}" cx="{x}" cy="{y:.1f}" r="6"/>')
-        if point.sign:
-            parts.append(f'<text class="sign" x="{x}" y="{y - 10:.1f}">{escape(point.sign)}</text>')
+        place = f'class="sign beside" dx="8" y="{y + 15:.1f}"' if point.beside else f'class="sign" y="{y - 10:.1f}"'
+        if point.sign and not (point.beside and _crowded(points[:row], point, down, widest)):
+            parts.append(f'<text {place} x="{x}">{escape(point.sign)}</text>')
     rows = [[point.name, percent(point.accuracy), count(point.size)] for point in points]
     drawn = picture("against", _HEIGHT, "".join(parts), title)
     return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
 
 
+def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) -> bool:
+    """Would a sign beside the point run into that of one before it?"""
+    return any(
+        abs(point.size - other.size) < 0.07 * widest and abs(down(point.accuracy) - down(other.accuracy)) < 14
+        for other in before
+    )
+
+
 def standalone(figure: Figure, title: str, axis: str) -> str:
     """A figure of this kind as an SVG file: light and dark, without a script."""
     height = _TOP + _HEIGHT + _BELOW
-    signs, x = [], float(_LEFT)
-    for sign, words in figure.legend:
-        kind = sign.rpartition(" ")[2]
-        signs.append(f'<circle class="point {kind}" cx="{x + 5:.0f}" cy="52" r="5"/>')
-        signs.append(f'<text class="start" x="{x + 15:.0f}" y="56">{escape(words)}</text>')
-        x += 40 + 5.6 * len(words)
+    signs = [f'<text class="title" x="{_LEFT}" y="28">{escape(title)}</text>']
+    for number, (sign, words) in enumerate(figure.legend):
+        x, y = _LEFT + 5 + 220 * (number // 2), 48 + 17 * (number % 2)
+        signs.append(f'<circle class="point {sign.rpartition(" ")[2]}" cx="{x}" cy="{y}" r="5"/>')
+        signs.append(f'<text class="start" x="{x + 11}" y="{y + 4}">{escape(words)}</text>')
     place = f'x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - 24}" height="{_HEIGHT:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
         f'height="{height:.0f}" role="img" aria-label="{escape(title)}"><style>{_style()}</style>'
-        f'<rect class="paper" width="100%" height="100%"/><text class="title" x="{_LEFT}" y="28">{escape(title)}</text>'
-        f'{"".join(signs)}<svg class="plot" {place}>{figure.picture}</svg>'
-        f'<text class="middle" x="{(_LEFT + _WIDTH - 24) / 2:.0f}" y="{height - 14:.0f}">{escape(axis)}</text></svg>\n'
+        f'<rect class="paper" width="100%" height="100%"/>{"".join(signs)}'
+        f'<svg class="plot" {place}>{figure.picture}</svg>'
+        f'<text class="middle" x="{(_LEFT + _WIDTH - 24) / 2:.0f}" y="{height - 14:.0f}">{escape(axis)}</text>'
+        "</svg>\n"
     )
 
 
 def _style() -> str:
     shapes = (
         "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:end}"
-        ".middle,.sign{text-anchor:middle}.start,.title{text-anchor:start}.title{font-size:14px;font-weight:600}"
+        ".middle,.sign{text-anchor:middle}.start,.title,.beside{text-anchor:start}.title{font-size:14px;font-weight:600}"
         ".sign{font-weight:600}.plot{overflow:visible}.curve{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}"
         ".curve.dashed{stroke-dasharray:4 4}.point{stroke-width:2}"
     )

@@ -157,7 +157,9 @@ def frame(top: float, height: float, inside: str) -> str:
 
 def picture(kind: str, height: float, inside: str, label: str) -> str:
     """A whole figure, as wide as there is room; below it there is room for one line of text."""
-    return f'<svg class="plot {kind}" height="{height:.0f}" role="group" aria-label="{escape(label)}">{inside}</svg>'
+    return (
+        f'<svg class="plot {kind}" height="{height:.0f}" role="group" aria-label="{escape(label)}">{inside}</svg>'
+    )
 
 
 def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> str:

@@ -52,6 +52,4 @@ def build_dense(recipe: Recipe) -> nn.Module:
     """The dense network of a recipe, with fresh weights."""
     config = recipe.model
     torch.manual_seed(recipe.seed)
-    return resolve(
-        config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options
-    )
+    return resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)

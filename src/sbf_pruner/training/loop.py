@@ -34,7 +34,16 @@ from .folder import INITIAL, SCORED, TEACHER, RunFolder
 from .networks import Networks
 from .recipe import Recipe
 from .recording import Recording
-from .schedule import Phase, batch_size, cycles_end, is_taught, learning_rate, optimizer_config, phases, total_epochs
+from .schedule import (
+    Phase,
+    batch_size,
+    cycles_end,
+    is_taught,
+    learning_rate,
+    optimizer_config,
+    phases,
+    total_epochs,
+)
 from .start import choose_device, cpu_threads
 from .summary import environment, sizes, widths
 from .teacher import Teacher
