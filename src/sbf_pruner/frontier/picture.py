@@ -24,6 +24,7 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
         return standalone(_figure(result, "macs"), title, f"{_WORDS['macs']} of one image")
     figures = [_figure(result, key) for key in _WORDS]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
+    facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
     head = f"<p class=facts>{escape(facts)}</p><h1>{escape(title)}</h1><p class=lead>{escape(result['said'])}</p>"
     return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
 

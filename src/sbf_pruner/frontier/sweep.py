@@ -80,6 +80,7 @@ class _Sweep:
         pruner = scored.networks.pruner
         self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
         self.free = Aim(self.graph, None, self.guards)
+        self.least = self.free.least(scored.scores)
         self.file, self.aside = file_bytes(scored.networks.dense, self.inputs, self.graph)
         self.tried: dict[Plan, Point] = {}
         self.smallest: Point | None = None
@@ -119,7 +120,7 @@ class _Sweep:
         asked: Point = {"asked": size, "share": self._share(size)}
         masks = self._chosen(size)
         if masks is None:
-            self.smallest = self.smallest or self._judged("the smallest", self.free.least(self.scored.scores))
+            self.smallest = self.smallest or self._judged("the smallest", self.least)
             return {**asked, "reached": False}
         return {**asked, "reached": True, **self._judged(f"{asked['share']:.1%}", masks)}
 
@@ -134,8 +135,7 @@ class _Sweep:
         budget = Budget(**{of: size})
         if not budget.asked:
             return self.graph.all_filters()
-        least = self.free.least(self.scored.scores)
-        if budget.limits(self.free.count({})).broken(self.free.count(least)):
+        if budget.limits(self.free.count({})).broken(self.free.count(self.least)):
             return None
         return Aim(self.graph, budget, self.guards).choose(self.scored.scores).masks
 
