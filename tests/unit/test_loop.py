@@ -483,7 +483,10 @@ def test_the_scored_network_is_the_one_the_cycles_left(place: str, weight_epochs
     assert result.plan == sbf.Plan(scored["plan"])
 
 
-def test_a_run_resumed_by_this_version_in_its_fine_tuning_has_no_scored_network(tmp_path: Path) -> None:
+def test_a_run_resumed_in_its_fine_tuning_gets_no_scored_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
     asked = recipe(finetune_on="gated", dense_control=False)
     with pytest.raises(Killed):
         fit(model(), asked, run=tmp_path / "run", report=kill_after(EPOCHS - 1))
