@@ -193,11 +193,11 @@ def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
 
 
 def test_the_sequential_count_of_the_whole_network_is_the_whole_network() -> None:
-    assert sequential_count(sbf.load_recipe("cifar10-resnet56-dense"), {}) == {
+    assert sequential_count(sbf.Recipe.load("cifar10-resnet56-dense"), {}) == {
         "params": 853_018,
         "macs": 125_485_696,
     }
-    recipe, images = sbf.load_recipe("cifar10-resnet56-dense", ["model.name=resnet20"]), torch.zeros(1, 3, 32, 32)
+    recipe, images = sbf.Recipe.load("cifar10-resnet56-dense", ["model.name=resnet20"]), torch.zeros(1, 3, 32, 32)
     model, whole = resolve("resnet20"), sequential_count(recipe, {})
     assert whole == {"params": measure(model, images).params, "macs": measure(model, images).macs}
     half = {name: layer.filters // 2 for name, layer in sbf.trace(model, images).layers.items()}

@@ -53,7 +53,7 @@ def test_a_room_imports_only_from_rooms_above_it(path):
 
 def test_the_public_names():
     assert sbf_pruner.__all__ == [
-        *("Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe", "measure"),
+        *("Budget", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "measure"),
         *("register_rule", "save", "trace"),
     ]
 

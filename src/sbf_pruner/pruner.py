@@ -28,13 +28,17 @@ from .errors import PruningError, nearest
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
+from .graph.residual import residual_blocks
 from .plan import Plan
-from .scoring.activation import leaky_exponential
+from .scoring.activation import ACTIVATIONS
+from .scoring.blocks import BlockScores
 from .scoring.gates import FrozenStatistics, Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import PROJECTIONS, Projection
 from .surgery import extract
+
+BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
 class Pruner:
@@ -59,12 +63,15 @@ class Pruner:
         *,
         penalty: float = 5e-4,
         projection: Literal["factored", "literal", "free"] = "factored",
+        activation: Literal["leaky_exponential", "sigmoid"] = "leaky_exponential",
         leak: float = 0.1,
         balance: Balance = "area",
         lr: float = 1e-6,
         speed: float = 0.0,
         eps: float = 1e-8,
         threshold: float = 0.5,
+        freeze_norms: bool = True,
+        blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
         guards: Guards | None = None,
@@ -74,16 +81,18 @@ class Pruner:
     ) -> None:
         if any(attached_hooks(model)):
             raise PruningError("the model has a pruner already; detach() that one first")
-        if projection not in PROJECTIONS:
-            raise PruningError(f"projection {projection!r} is not known; {nearest(projection, PROJECTIONS)}")
+        for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
+            if name not in known:
+                raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
         self.model = model
         self.example_inputs = example_inputs
         self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
         if not self.graph.layers:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
-        self.leak, self.eps, self.threshold = leak, eps, threshold
-        self.lr = speed or lr  # a speed is a rate in logits, the same for every layer
+        self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
+        self.activation, self.leak = activation, leak
+        self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
             self._weights(), list(filters.values()), even=bool(speed)
@@ -97,6 +106,8 @@ class Pruner:
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
         self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
         self.pressure.to(self.gates.soft)
+        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
+        self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
         self._attached = True
 
     # -- phases --------------------------------------------------------------------------------------------
@@ -150,12 +161,17 @@ class Pruner:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
-        leaky_exponential(self.projection.logits(), self.leak).backward(self.gates.soft.grad)
+        self._soft_scores().backward(self.gates.soft.grad)
         self.optimizer.step()
         self.gates.soft.grad = None
         self._refresh_scores()
 
     # -- plans -----------------------------------------------------------------------------------------------
+
+    @property
+    def score_parameters(self) -> list[Tensor]:
+        """All that a score phase trains."""
+        return [*self.projection.parameters, *([] if self.blocks is None else [self.blocks.logits])]
 
     def scores(self) -> dict[str, Tensor]:
         """The continuous score of every filter, by layer."""
@@ -195,6 +211,7 @@ class Pruner:
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
             "scores": self.gates.soft.detach().clone(),
             "pressure": self.pressure.state_dict(),
+            "blocks": None if self.blocks is None else self.blocks.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,6 +224,8 @@ class Pruner:
         with torch.no_grad():
             self.gates.soft.copy_(state["scores"])
         self.pressure.load_state_dict(state["pressure"])
+        if self.blocks is not None:
+            self.blocks.load_state_dict(state["blocks"])
         self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -217,16 +236,25 @@ class Pruner:
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
+        if self.blocks is not None:
+            groups.append({"params": [self.blocks.logits], "lr": self.speed or BLOCK_SPEED})
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
+
+    def _soft_scores(self) -> Tensor:
+        def activation(logits: Tensor) -> Tensor:
+            return ACTIVATIONS[self.activation](logits, self.leak)
+
+        scores = activation(self.projection.logits())
+        return scores if self.blocks is None else scores * self.blocks.factors(activation)
 
     def _refresh_scores(self) -> None:
         with torch.no_grad():
-            self.gates.soft.copy_(leaky_exponential(self.projection.logits(), self.leak))
+            self.gates.soft.copy_(self._soft_scores())
 
     def _freeze(self) -> Any:
         """Freeze weights and running statistics; returns what undoes it."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
+        norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and self.freeze_norms]
         followed = {m: m.training == self.model.training for m in norms}
         modes = {m: m.training for m in norms}
         for parameter in trained:

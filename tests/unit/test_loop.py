@@ -125,7 +125,7 @@ def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
         "scores.jsonl",
         "summary.json",
     ]
-    assert sbf.load_recipe(straight.folder / "recipe.toml") == recipe()
+    assert sbf.Recipe.load(straight.folder / "recipe.toml") == recipe()
     assert sbf.Plan.load(straight.folder / "plan.json") == straight.plan
     assert json.loads((straight.folder / "summary.json").read_text()) == straight.summary
 
@@ -536,7 +536,7 @@ def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
     other = recipe(phases__cycles=0, phases__warmup=1, dense_control=False)
     result = fit(model(), other, run=tmp_path / "run", force=True)
     assert len(metrics(result.folder)) == 3
-    assert sbf.load_recipe(result.folder / "recipe.toml") == other
+    assert sbf.Recipe.load(result.folder / "recipe.toml") == other
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
     assert (tmp_path / "run/checkpoints/best.pt").read_text() == "mine too"
     assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"

@@ -34,6 +34,8 @@ class Aim:
 
     def __init__(self, graph: ChannelGraph, budget: Budget | None = None, guards: Guards | None = None) -> None:
         self.graph = graph
+        shapes = [value.shape for value in graph.trace.inputs]
+        self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
@@ -45,6 +47,7 @@ class Aim:
         """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
         scores = self.guards.leveled(scores)
         if self.limits is None:
+            # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress))
@@ -60,8 +63,9 @@ class Aim:
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
 
     def count(self, masks: Masks) -> Usage:
-        """What a choice costs, by resource."""
-        return asdict(cost(self.graph, masks))
+        """What a choice costs, by resource; MACs are those of one sample."""
+        found = asdict(cost(self.graph, masks))
+        return {**found, "macs": found["macs"] / self.samples}
 
     def _field(self, scores: Mapping[str, Values]) -> Field:
         return Field(scores, self.count, lambda masks: self._finished(masks, scores, self.guards), self.prices)

@@ -54,12 +54,15 @@ class Networks:
             images[:1],  # MACs are those of one image, and so is a budget of them
             penalty=scores.penalty,
             projection=scores.projection,  # type: ignore[arg-type]
+            activation=scores.activation,  # type: ignore[arg-type]
             leak=scores.leak,
             balance=scores.balance,  # type: ignore[arg-type]
             lr=scores.lr,
             speed=self._speed(len(data.train)),
             eps=scores.eps,
             threshold=scores.threshold,
+            freeze_norms=scores.freeze_norms,
+            blocks=scores.blocks,
             ignore=guards.ignore,
             couple="streams" if guards.couple == ("streams",) else guards.couple,
             guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),

@@ -139,7 +139,11 @@ class ScoresConfig(Section):
 
     projection: str = field(
         default="factored",
-        metadata=about("the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")),
+        metadata=about(
+            "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
+            "sees no weights",
+            choices=("factored", "literal", "free"),
+        ),
     )
     lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
     eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
@@ -162,6 +166,17 @@ class ScoresConfig(Section):
         ),
     )
     batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    activation: str = field(
+        default="leaky_exponential",
+        metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+    )
+    blocks: bool = field(
+        default=False,
+        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+    )
+    freeze_norms: bool = field(
+        default=True, metadata=about("leave batch norms at their running statistics in score phases")
+    )
 
 
 @dataclass(frozen=True)
@@ -257,6 +272,15 @@ class Recipe(Section):
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
     guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+
+        >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
+        4
+        """
+        return load_recipe(name_or_path, overrides)
 
     def __post_init__(self) -> None:
         super().__post_init__()
