@@ -81,7 +81,7 @@ class _Sweep:
         self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
         self.free = Aim(self.graph, None, self.guards)
         self.least = self.free.least(scored.scores)
-        self.file, self.aside = file_bytes(scored.networks.dense, self.inputs, self.graph)
+        self.file, self.aside = file_bytes(scored.networks.bare_copy(), self.inputs, self.graph)
         self.tried: dict[Plan, Point] = {}
         self.smallest: Point | None = None
 
@@ -157,7 +157,7 @@ class _Sweep:
         return {**found, "left": {key: found[key] / self.dense[key] for key in RESOURCES}}
 
     def _figures(self, network: nn.Module, masks: Masks) -> Point:
-        cost = measure(network, self.inputs)
+        cost = measure(network, self.scored.networks.images[:1])
         return {
             "macs": cost.macs,
             "params": cost.params,

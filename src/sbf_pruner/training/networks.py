@@ -51,7 +51,7 @@ class Networks:
         scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
         self.pruner = Pruner(
             self.dense,
-            images[:1],  # MACs are those of one image, and so is a budget of them
+            images[:2],
             penalty=scores.penalty,
             projection=scores.projection,  # type: ignore[arg-type]
             activation=scores.activation,  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ class Networks:
             ignore=guards.ignore,
             couple="streams" if guards.couple == ("streams",) else guards.couple,
             guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),
-            budget=Budget(budget.params, budget.macs, self._tensor_bytes(budget.size, images[:1])),
+            budget=Budget(budget.params, budget.macs, self._tensor_bytes(budget.size, images[:2])),
             steer=budget.steer,
         )
         asked = recipe.finetune_on
