@@ -229,7 +229,7 @@ def test_the_sentence_names_the_smallest_size_that_loses_little(result: dict[str
     cut = [result["dense"], result["own"], *result["points"]]
     best = max(point["accuracy"] for point in cut)
     least = min(p["left"]["macs"] for p in cut if p["accuracy"] >= best - 1)
-    assert f"({best:.2f} %) down to {100 * least:.0f} % of the MACs" in result["said"]
+    assert f"({best:.2f} %) has {100 * least:.0f} % of the MACs" in result["said"]
 
 
 def test_the_picture_is_an_svg_with_a_mark_for_every_network(result: dict[str, Any]) -> None:

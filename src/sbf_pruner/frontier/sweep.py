@@ -185,6 +185,6 @@ def _said(result: dict[str, Any]) -> str:
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
     least = min((point["left"] for point in near), key=lambda left: float(left["macs"]))
     return (
-        f"Before any retraining, accuracy stays within {NEAR:g} point of the best here ({best:.2f} %) down to "
+        f"Before any retraining, the smallest of these within {NEAR:g} point of the best ({best:.2f} %) has "
         f"{100 * least['macs']:.0f} % of the MACs ({100 * least['params']:.0f} % of the parameters)."
     )
