@@ -105,11 +105,33 @@ def _mean(group: list[dict[str, Any]]) -> str:
     return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
 
 
+def forms(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "Not measured yet."
+    lines = []
+    for name, found in result["networks"].items():
+        measured = found["measured"]
+        heads = [f"{record['target']}, batch {record['batch']}" for record in measured]
+        title = {"resnet56": "ResNet-56, 32x32", "resnet50": "ResNet-50, 224x224"}[name]
+        lines += [f"{title}, {found['fewer_macs']:.2f} times fewer MACs; times as fast as dense:", ""]
+        lines += [f"| form | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+        for form in dict.fromkeys(form for record in measured for form in record["speedup"]):
+            cells = [record["speedup"].get(form) for record in measured]
+            shown = ["" if cell is None else f"{cell['median']:.2f}" for cell in cells]
+            lines.append(f"| {form} | {' | '.join(shown)} |")
+        lines.append("")
+    lines.append(
+        f"Medians of {result['rounds']} rounds in turns, each against the dense network in its fastest form."
+    )
+    return "\n".join([*lines, *origin(result)])
+
+
 # The name of a block in the pages, the results it is made from (None where there are none yet), and how.
 BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "digits": ("digits", demo),
     "overhead": ("overhead", overhead),
     "speed": ("speed", speed),
+    "forms": ("forms", forms),
     "zoos": ("coverage", headline),
     "coverage": ("coverage", coverage),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),

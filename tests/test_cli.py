@@ -579,6 +579,49 @@ def test_a_bad_frontier_is_one_sentence_and_2(case: str, here: Path, capsys: pyt
 # -- the real command ------------------------------------------------------------------------------------
 
 
+# -- export ----------------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_folder_that_loads_without_the_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    import sbf_pruner as sbf
+
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    capsys.readouterr()
+    words = ["export", "runs/tiny-seed0", "--formats", "pt2,safetensors", "--batch", "2", "--threads", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].split() == ["file", "bytes"]
+    assert said.out.splitlines()[-1] == "exported to: runs/tiny-seed0/export"
+    assert "in eager, batch 2, 1 threads" in said.out and "sbf: writing network.pt2" in said.err
+    (here / "tinynet.py").unlink()
+    network = sbf.load("runs/tiny-seed0/export")
+    assert network(torch.rand(3, 1, 8, 8)).shape == (3, 4)
+    before = listing(here)
+    assert main(words) == 2
+    assert "holds an export already; replace it (--force)" in capsys.readouterr().err
+    assert listing(here) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere"], "there is no run in nowhere; name the folder of a finished run"),
+        (["nowhere", "--formats", "onx"], "no format is called 'onx'; did you mean 'onnx'?"),
+        (["nowhere", "--target", "gpu"], "no runtime is called 'gpu'; known: onnxruntime, eager, compile"),
+        (["nowhere", "--batch", "0"], "--batch and --threads count samples and threads: give at least 1"),
+    ],
+)
+def test_export_says_what_is_wrong(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    before = listing(here)
+    assert main(["export", *words]) == 2
+    assert capsys.readouterr().err == f"sbf: {sentence}\n"
+    assert listing(here) == before
+
+
 def test_help_answers_without_torch() -> None:
     code = "import sys\nfrom sbf_pruner.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
@@ -588,6 +631,7 @@ def test_help_answers_without_torch() -> None:
         ["bench", "--help"],
         ["frontier", "--help"],
         ["data", "--help"],
+        ["export", "--help"],
         ["--version"],
         ["run"],
         ["run", "nothing"],
