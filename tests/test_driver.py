@@ -113,14 +113,16 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     assert outcome(first) == outcome(straight) == outcome(moved)
     assert not second.going_on and "finished" in status_line(second)
 
-    # Finished runs are left alone, and travel without their checkpoints.
+    # Finished runs are left alone, and travel with their scored network but no other checkpoint.
     before = first.log.read_bytes()
     assert Driver(runs, here / "runs", 2, 0, mps=False).work() == 0
     assert first.log.read_bytes() == before
     sizes = pack(runs, here / "done.tar")
     assert set(sizes) == {run.name for run in runs}
     assert set(unpack(here / "done.tar", here / "archive").values()) == {"unpacked"}
-    assert not (here / "archive" / first.name / "checkpoints").exists()
+    carried = list((here / "archive" / first.name / "checkpoints").iterdir())
+    assert [path.name for path in carried] == ["scored.safetensors"]
+    assert carried[0].read_bytes() == (moved.folder / "checkpoints/scored.safetensors").read_bytes()
     assert entry_of(runs_in(here / "archive")[0]) == entry_of(first)
 
     results = here / "results/small.json"

@@ -52,6 +52,10 @@ class Aim:
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress))
 
+    def least(self, scores: Mapping[str, Values]) -> Masks:
+        """The smallest network that may be left, the filters that cannot go chosen by their scores."""
+        return self._finished(_nothing(self.graph), self.guards.leveled(scores), self.guards)
+
     def scarce(self) -> dict[str, float]:
         """How much of each resource has to go; of MACs, where nothing is asked for."""
         if self.limits is None:
@@ -80,8 +84,7 @@ class Aim:
     def _least(self, guards: Guards) -> Usage:
         """What the smallest network costs that may be left."""
         scores = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
-        nothing = {name: np.zeros(layer.filters, bool) for name, layer in self.graph.layers.items()}
-        return self.count(self._finished(nothing, scores, guards))
+        return self.count(self._finished(_nothing(self.graph), scores, guards))
 
     def _check_reachable(self, limits: Limits) -> None:
         least = self._least(self.guards)
@@ -98,3 +101,7 @@ class Aim:
             f"the target of {asked} cannot be met: the smallest network that may be left has {found}; ask for "
             f"more, or {remedy}"
         )
+
+
+def _nothing(graph: ChannelGraph) -> Masks:
+    return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
