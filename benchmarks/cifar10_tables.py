@@ -52,24 +52,30 @@ def cifar10(result: dict[str, Any] | None) -> str:
     ]
     for network, title in NETWORKS.items():
         if dense := _of(runs, f"cifar10-{network}-dense"):
-            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {_accuracy(dense)} | - | - |")
+            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {accuracy_of(dense)} | - | - |")
         for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
                 name = f"cifar10-{network}-{kind}-{ratio}"
                 if found := _of(runs, name):
-                    counts = " | ".join(f"{_removed(found, part)}" for part in ("left", "sequential"))
-                    rows.append(f"| {title}, {said} | `{name}` | {_accuracy(found)} | {counts} |")
+                    counts = " | ".join(f"{removed_of(found, part)}" for part in ("left", "sequential"))
+                    rows.append(f"| {title}, {said} | `{name}` | {accuracy_of(found)} | {counts} |")
             if rows:
                 beside = PUBLISHED[network, ratio]
                 figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
                 lines += [f"| {title}, {said} | {beside.whose} | {figures} |", *rows]
+    return "\n".join([*lines, "", machines(result)])
+
+
+def machines(result: dict[str, Any]) -> str:
+    """The line under a table that says where its runs were made."""
+    runs: list[Entry] = result["runs"]
     dates = sorted({run["date"] for run in runs})
-    machines = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
+    devices = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
     versions = sorted({run["environment"]["torch"] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    origin = f"{', '.join(machines)}, torch {', '.join(versions)}, {when}"
-    return "\n".join([*lines, "", f"`benchmarks/results/{result['benchmark']}.json`: {origin}."])
+    origin = f"{', '.join(devices)}, torch {', '.join(versions)}, {when}"
+    return f"`benchmarks/results/{result['benchmark']}.json`: {origin}."
 
 
 def budgets(result: dict[str, Any] | None) -> str:
@@ -90,7 +96,7 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
     for network, title in NETWORKS.items():
         for kind in ("paper", "best"):
             panels = {
-                f"{said}: {_removed(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
+                f"{said}: {removed_of(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
                     group
                 )
                 for ratio, said in RATIOS.items()
@@ -118,12 +124,14 @@ def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
     }
 
 
-def _accuracy(group: Sequence[Entry]) -> str:
+def accuracy_of(group: Sequence[Entry]) -> str:
+    """Mean and deviation over the seeds, and how many there are."""
     values = [run["accuracy"] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
 
 
-def _removed(group: Sequence[Entry], part: str) -> str:
+def removed_of(group: Sequence[Entry], part: str) -> str:
+    """Percentages of parameters and of MACs removed, as means over the seeds."""
     means = (statistics.fmean(run[part][f"{key}_removed"] for run in group) for key in ("params", "macs"))
     return " / ".join(f"{mean:.1f}" for mean in means)

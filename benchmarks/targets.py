@@ -51,7 +51,7 @@ def _make(runs: list[dict[str, Any]], what: dict[str, Any], sets: list[str]) -> 
     for run in runs:
         if all(run.get(key) == value for key, value in what.items()):
             return run
-    recipe = sbf.load_recipe("digits", ["dense_control=false", f"seed={what['seed']}", *sets])
+    recipe = sbf.Recipe.load("digits", ["dense_control=false", f"seed={what['seed']}", *sets])
     torch.manual_seed(recipe.seed)
     model = resolve(recipe.model.name, in_channels=recipe.model.in_channels)
     with tempfile.TemporaryDirectory() as folder:

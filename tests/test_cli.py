@@ -520,6 +520,62 @@ def test_a_bad_bench_is_one_sentence_and_2(case: str, here: Path, capsys: pytest
     assert listing(here) == before
 
 
+# -- frontier --------------------------------------------------------------------------------------------
+
+
+def test_frontier_prints_draws_and_writes_only_what_was_asked(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
+    capsys.readouterr()
+    before = listing(here)
+    assert main(["frontier", "done", "--at", "0.7,0.4"]) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].startswith("target, MACs") and [line.split()[0] for line in lines[2:4]] == ["70", "40"]
+    assert said.err.startswith("sbf: reading the run\nsbf: judging all filters\nsbf: judging 70.0%\n")
+    assert listing(here) == before
+    words = ["frontier", "done", "--at", "0.7,0.4", "--of", "params", "--batches", "1", "--quiet"]
+    assert main([*words, "--json", "f.json", "--draw", "f.svg"]) == 0
+    assert capsys.readouterr().err == "sbf: wrote f.svg\nsbf: wrote f.json\n"
+    assert listing(here) == before | {"f.json", "f.svg"}
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert said.err == "" and facts == json.loads((here / "f.json").read_text())
+    assert facts["of"] == "params" and facts["recalibrated_on"] == {"batches": 1, "images": 16}
+    assert all(point["left"]["params"] <= point["share"] for point in facts["points"])
+    assert (here / "f.svg").read_text().startswith("<svg xmlns=")
+
+
+BAD_FRONTIER = {
+    "no run": (["nowhere"], "there is no run in nowhere; name the folder of a run\n"),
+    "not so far": (
+        ["begun"],
+        "the run in begun has come to epoch 0, and its scores are ready after 6; let it go on",
+    ),
+    "resource": (["begun", "--of", "mac"], "--of: no resource is called 'mac'; did you mean 'macs'?"),
+    "size": (["begun", "--at", "0.5,much"], "target 'macs=much': write a part such as macs=0.5"),
+    "no size": (["begun", "--at", ","], "--at: name at least one size, such as 0.5,0.3"),
+    "batches": (["begun", "--batches", "0"], "--batches counts batches of training images: give at least 1, not 0"),
+    "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),
+    "drawing": (["begun", "--draw", "x.png"], "--draw 'x.png': give a file that ends in .svg or .html"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FRONTIER)
+def test_a_bad_frontier_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "begun").mkdir()
+    (here / "begun/recipe.toml").write_text(RECIPE)
+    before = listing(here)
+    words, expected = BAD_FRONTIER[case]
+    assert main(["frontier", "--quiet", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
 # -- the real command ------------------------------------------------------------------------------------
 
 
@@ -573,6 +629,7 @@ def test_help_answers_without_torch() -> None:
         ["--help"],
         ["run", "--help"],
         ["bench", "--help"],
+        ["frontier", "--help"],
         ["data", "--help"],
         ["export", "--help"],
         ["--version"],

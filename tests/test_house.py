@@ -15,7 +15,7 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
     *("timing", "measuring", "methods", "models", "manifest", "program", "export", "overview", "drawing", "report"),
-    *("training", "deploy", "bench", "integrations", "terminal", "cli"),
+    *("training", "frontier", "deploy", "bench", "integrations", "terminal", "cli"),
 ]
 
 
@@ -53,7 +53,7 @@ def test_a_room_imports_only_from_rooms_above_it(path):
 
 def test_the_public_names():
     assert sbf_pruner.__all__ == [
-        *("Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe", "measure"),
+        *("Budget", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "measure"),
         *("register_rule", "save", "trace"),
     ]
 

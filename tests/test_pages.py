@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from runs import EPOCHS, small_run
+from sbf_pruner.frontier.picture import draw_frontier
+from sbf_pruner.frontier.sweep import Request, frontier
 from sbf_pruner.report import write_report
 from sbf_pruner.report.data import Run, read_run
 from test_cli import MODULE, RECIPE, command
@@ -261,6 +263,40 @@ def test_runs_side_by_side(visit: Open, comparison: Path, run: Run) -> None:
     page.locator("#kept-B .hit").first.hover()
     assert tip(page).startswith("stem")
     assert "scores.penalty" in page.locator("#settings").inner_text()
+
+
+# -- accuracy against size -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    path = tmp_path_factory.mktemp("frontier")
+    small_run(path / "run", model={"name": "runs:Small", "num_classes": 4, "in_channels": 1})
+    found = frontier(path / "run", Request(at=("0.7", "0.4")))
+    for ending in (".html", ".svg"):
+        (path / f"sizes{ending}").write_text(draw_frontier(found, ending), encoding="utf-8")
+    return found, path
+
+
+@pytest.mark.parametrize("width", [320, 1280])
+def test_sizes_beside_each_other(visit: Open, sizes: tuple[dict[str, Any], Path], width: int) -> None:
+    found, path = sizes
+    page = visit(path / "sizes.html", width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert visible(page, "#against-macs circle") == visible(page, "#against-params circle") == 6
+    page.locator("#against-macs circle.chosen").first.hover()
+    assert tip(page).startswith("40 % asked for") and f"{found['points'][1]['macs']:,}" in tip(page)
+    page.locator("#against-params circle.tuned").hover()
+    assert "fine-tuned" in tip(page) and f"{found['own']['params']:,}" in tip(page)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_sizes_as_a_picture(visit: Open, sizes: tuple[dict[str, Any], Path], dark: bool) -> None:
+    page = visit(sizes[1] / "sizes.svg", dark=dark)
+    assert (brightness(page, ".paper", "fill") < 60) == dark
+    assert abs(brightness(page, ".title", "fill") - brightness(page, ".paper", "fill")) > 120
+    inside = "all => all.every(e => { const b = e.getBoundingClientRect(); return b.left >= 0 && b.right <= 760 })"
+    assert page.locator("text").count() > 10 and page.locator("text, circle").evaluate_all(inside)
 
 
 # -- live ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,24 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--force", action="store_true", help="replace an export that is there")
     export.add_argument("--json", action="store_true", help="print the manifest as JSON")
     export.add_argument("--quiet", action="store_true", help="print the result only")
+
+    frontier = commands.add_parser("frontier", help="accuracy against size from a run's scores, to choose a size")
+    frontier.description = (
+        "Cut the scored network of a run to several sizes, without retraining, and show how good each is; a run "
+        "keeps that network when its cycles are over."
+    )
+    frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
+    frontier.add_argument("--of", default="macs", metavar="NAME", help="what is counted: macs, params, size (macs)")
+    frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
+    frontier.add_argument(
+        "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
+    )
+    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    frontier.add_argument(
+        "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write a .json file"
+    )
+    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
+    frontier.add_argument("--quiet", action="store_true", help="print the result only")
 
     data = commands.add_parser("data", help="put a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
@@ -313,7 +331,6 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     import torch
 
-    from .files import write_text
     from .models import resolve
     from .overview import inspect
     from .terminal import overview_lines
@@ -328,9 +345,7 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         written[graph] = draw(seen, graph.suffix)
     if facts is not None:
         written[facts] = f"{text}\n"
-    for path, content in written.items():
-        write_text(path, content)
-        print(f"sbf: wrote {path}", file=sys.stderr)
+    _write(written)
     print(text if arguments.json == _STDOUT else "\n".join(overview_lines(seen.facts)))
     return 0
 
@@ -349,7 +364,6 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .bench.comparison import bench
     from .bench.settings import read_settings
     from .bench.subject import Subject
-    from .files import write_text
     from .terminal import bench_lines
 
     settings = read_settings(
@@ -363,13 +377,38 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         subject = Subject.of_run(arguments.subject)
     result = bench(subject, settings, _said if not arguments.quiet else lambda line: None)
     text = json.dumps(result, indent=2)
-    for path in (facts, Path(arguments.subject) / "bench.json" if arguments.save else None):
-        if path is not None:
-            write_text(path, f"{text}\n")
-            _said(f"wrote {path}")
+    places = (facts, Path(arguments.subject) / "bench.json" if arguments.save else None)
+    _write({path: f"{text}\n" for path in places if path is not None})
     pretty = sys.stdout.isatty()
     print(text if arguments.json == _STDOUT else "\n".join(bench_lines(result, pretty=pretty)))
     return 0
+
+
+def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = _target("--json", None if arguments.json == _STDOUT else arguments.json, (".json",))
+    drawing = _target("--draw", arguments.draw, (".svg", ".html"))
+
+    from .frontier.picture import draw_frontier
+    from .frontier.sweep import USUAL, Request, frontier
+    from .terminal import frontier_lines
+
+    at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
+    request = Request(arguments.of, at, arguments.batches, arguments.device)
+    result = frontier(arguments.run, request, _said if not arguments.quiet else lambda line: None)
+    text = json.dumps(result, indent=2)
+    drawn = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
+    _write({**drawn, **({facts: f"{text}\n"} if facts is not None else {})})
+    pretty = sys.stdout.isatty()
+    print(text if arguments.json == _STDOUT else "\n".join(frontier_lines(result, pretty=pretty)))
+    return 0
+
+
+def _write(written: Mapping[Path, str]) -> None:
+    from .files import write_text
+
+    for path, content in written.items():
+        write_text(path, content)
+        _said(f"wrote {path}")
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -459,4 +498,12 @@ def _named(error: OSError) -> str:
     return f": {error.filename}" if error.filename else ""
 
 
-_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "report": _report, "data": _data}
+_COMMANDS = {
+    "run": _run,
+    "frontier": _frontier,
+    "inspect": _inspect,
+    "bench": _bench,
+    "export": _export,
+    "report": _report,
+    "data": _data,
+}

@@ -28,13 +28,17 @@ from .errors import PruningError, nearest
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
+from .graph.residual import residual_blocks
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
+from .scoring.blocks import BlockScores
 from .scoring.gates import FrozenStatistics, Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import PROJECTIONS, Projection
 from .surgery import extract
+
+BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
 class Pruner:
@@ -67,6 +71,7 @@ class Pruner:
         eps: float = 1e-8,
         threshold: float = 0.5,
         freeze_norms: bool = True,
+        blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
         guards: Guards | None = None,
@@ -87,7 +92,7 @@ class Pruner:
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
         self.activation, self.leak = activation, leak
-        self.lr = speed or lr  # a speed is a rate in logits, the same for every layer
+        self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
             self._weights(), list(filters.values()), even=bool(speed)
@@ -101,6 +106,8 @@ class Pruner:
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
         self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
         self.pressure.to(self.gates.soft)
+        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
+        self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
         self._attached = True
 
     # -- phases --------------------------------------------------------------------------------------------
@@ -161,6 +168,11 @@ class Pruner:
 
     # -- plans -----------------------------------------------------------------------------------------------
 
+    @property
+    def score_parameters(self) -> list[Tensor]:
+        """All that a score phase trains."""
+        return [*self.projection.parameters, *([] if self.blocks is None else [self.blocks.logits])]
+
     def scores(self) -> dict[str, Tensor]:
         """The continuous score of every filter, by layer."""
         return {name: self.gates.soft[span].detach().clone() for name, span in self.gates.spans.items()}
@@ -199,6 +211,7 @@ class Pruner:
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
             "scores": self.gates.soft.detach().clone(),
             "pressure": self.pressure.state_dict(),
+            "blocks": None if self.blocks is None else self.blocks.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,6 +224,8 @@ class Pruner:
         with torch.no_grad():
             self.gates.soft.copy_(state["scores"])
         self.pressure.load_state_dict(state["pressure"])
+        if self.blocks is not None:
+            self.blocks.load_state_dict(state["blocks"])
         self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -221,10 +236,16 @@ class Pruner:
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
+        if self.blocks is not None:
+            groups.append({"params": [self.blocks.logits], "lr": self.speed or BLOCK_SPEED})
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
     def _soft_scores(self) -> Tensor:
-        return ACTIVATIONS[self.activation](self.projection.logits(), self.leak)
+        def activation(logits: Tensor) -> Tensor:
+            return ACTIVATIONS[self.activation](logits, self.leak)
+
+        scores = activation(self.projection.logits())
+        return scores if self.blocks is None else scores * self.blocks.factors(activation)
 
     def _refresh_scores(self) -> None:
         with torch.no_grad():

@@ -127,6 +127,13 @@ def test_targets_that_say_nothing_are_refused(text):
         Budget.parse([text])
 
 
+def test_macs_are_those_of_one_sample():
+    aims = [Aim(trace(resnet20(), IMAGE.expand(n, -1, -1, -1)), Budget(macs=2e6)) for n in (1, 3)]
+    values = scores(aims[0].graph)
+    first, third = (aim.choose(values) for aim in aims)
+    assert first.usage == third.usage and 1.9e6 < first.usage["macs"] <= 2e6
+
+
 def test_a_target_is_given_once():
     with pytest.raises(PruningError, match="target macs is given twice"):
         Budget.parse(["macs=0.5", "macs=0.4"])

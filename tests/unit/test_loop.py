@@ -115,6 +115,7 @@ def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
     assert names == [
         "checkpoints/initial.safetensors",
         "checkpoints/last.safetensors",
+        "checkpoints/scored.safetensors",
         "metrics.jsonl",
         "model.safetensors",
         "network.json",
@@ -124,7 +125,7 @@ def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
         "scores.jsonl",
         "summary.json",
     ]
-    assert sbf.load_recipe(straight.folder / "recipe.toml") == recipe()
+    assert sbf.Recipe.load(straight.folder / "recipe.toml") == recipe()
     assert sbf.Plan.load(straight.folder / "plan.json") == straight.plan
     assert json.loads((straight.folder / "summary.json").read_text()) == straight.summary
 
@@ -299,9 +300,18 @@ EVERYTHING: dict[str, Any] = {
     "phases__finetune": 4,
     "warmup__ema": 0.8,
     "warmup__nesterov": True,
+    "warmup__ramp": 1,
     "weights__batch_size": 8,
     "weights__recalibrate": 2,
     "scores__speed": 0.1,
+    "scores__balance": "cost",
+    "scores__blocks": True,
+    "scores__activation": "sigmoid",
+    "scores__freeze_norms": False,
+    "budget__macs": 0.7,
+    "budget__steer": True,
+    "budget__settled": 0,
+    "guards__round_to": 2,
     "finetune__ema": 0.9,
     "finetune__decay_all": False,
     "distill__alpha": 0.7,
@@ -333,8 +343,9 @@ def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) ->
     """Were one of them not wired up, leaving it out would change nothing."""
     made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key})
     without = fit(model(), made, run=tmp_path / "run")
-    files = [result.folder / "model.safetensors" for result in (without, full)]
-    assert files[0].read_bytes() != files[1].read_bytes()
+    # What only moves scores may leave the same filters.
+    left = [[(r.folder / n).read_bytes() for n in ("model.safetensors", "scores.jsonl")] for r in (without, full)]
+    assert left[0] != left[1]
 
 
 def test_the_average_is_judged_and_stays(full: Result) -> None:
@@ -396,7 +407,7 @@ def assert_same_run(result: Result, straight: Result) -> None:
             assert result.summary[part][key] == straight.summary[part][key]
     for key in ("cut_error", "layers", "skipped", "refinement"):
         assert result.summary[key] == straight.summary[key]
-    for name in ("scores.jsonl", "network.json"):
+    for name in ("scores.jsonl", "network.json", "checkpoints/scored.safetensors"):
         assert (result.folder / name).read_bytes() == (straight.folder / name).read_bytes()
     files = [folder / "model.safetensors" for folder in (result.folder, straight.folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -462,6 +473,39 @@ def test_checkpoints_that_are_rare_change_nothing(
     assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
 
 
+@pytest.mark.parametrize("weight_epochs", [2, 0])
+@pytest.mark.parametrize("place", ["small", "gated", "padded"])
+def test_the_scored_network_is_the_one_the_cycles_left(place: str, weight_epochs: int, tmp_path: Path) -> None:
+    asked = recipe(phases__weights=weight_epochs, finetune_on=place, dense_control=False)
+    end = 6 + 2 * weight_epochs
+    with pytest.raises(Killed):
+        fit(model(), asked, run=tmp_path / "run", report=kill_after(end))
+    path = tmp_path / "run/checkpoints/scored.safetensors"
+    last, scored = (load_checkpoint(path.parent, name) for name in ("last.safetensors", path.name))
+    assert last["done"] == end and scored["plan"] == last["networks"]["plan"]
+    for name, tensor in last["networks"]["dense"].items():
+        assert torch.equal(scored["dense"][name], tensor), name
+    assert torch.equal(torch.cat(list(scored["scores"].values())), last["networks"]["pruner"]["scores"])
+    written = path.read_bytes()
+    path.unlink()  # as if an older version had begun the run
+    result = fit(model(9), asked, run=tmp_path / "run", resume=True)
+    assert path.read_bytes() == written, "fine-tuning leaves it alone"
+    assert result.plan == sbf.Plan(scored["plan"])
+
+
+def test_a_run_resumed_in_its_fine_tuning_gets_no_scored_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
+    asked = recipe(finetune_on="gated", dense_control=False)
+    with pytest.raises(Killed):
+        fit(model(), asked, run=tmp_path / "run", report=kill_after(EPOCHS - 1))
+    path = tmp_path / "run/checkpoints/scored.safetensors"
+    path.unlink()
+    fit(model(), asked, run=tmp_path / "run", resume=True)
+    assert not path.exists(), "its weights are no longer those the scores were learned for"
+
+
 def test_resuming_a_finished_run_gives_its_result(straight: Result) -> None:
     before = {p: p.read_bytes() for p in straight.folder.rglob("*") if p.is_file()}
     again = fit(model(), recipe(), run=straight.folder, resume=True, report=kill_after(1))
@@ -495,16 +539,17 @@ def test_an_existing_run_is_refused_and_untouched(straight: Result) -> None:
 
 
 def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
-    short = recipe(phases__cycles=0, dense_control=False)
-    fit(model(), short, run=tmp_path / "run")
+    fit(model(), recipe(phases__cycles=1, dense_control=False), run=tmp_path / "run")
+    assert (tmp_path / "run/checkpoints/scored.safetensors").is_file()
     (tmp_path / "run/notes.txt").write_text("mine")
     (tmp_path / "run/checkpoints/best.pt").write_text("mine too")
     other = recipe(phases__cycles=0, phases__warmup=1, dense_control=False)
     result = fit(model(), other, run=tmp_path / "run", force=True)
     assert len(metrics(result.folder)) == 3
-    assert sbf.load_recipe(result.folder / "recipe.toml") == other
+    assert sbf.Recipe.load(result.folder / "recipe.toml") == other
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
     assert (tmp_path / "run/checkpoints/best.pt").read_text() == "mine too"
+    assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"
 
 
 def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:

@@ -262,6 +262,31 @@ def test_norms_are_frozen_in_score_phases_unless_asked_otherwise(frozen: bool) -
     assert torch.equal(norm.running_mean, before) == frozen
 
 
+def test_a_block_that_does_nothing_goes_as_one() -> None:
+    torch.manual_seed(0)
+    model = resolve("resnet20").eval()
+    images = torch.rand(4, 3, 16, 16)
+    with torch.no_grad():
+        idle = model.layer2[1]
+        idle.bn2.weight.zero_()
+        target = model(images)
+    pruner = Pruner(model, images, blocks=True, speed=0.05, penalty=1e-3, balance="none")
+    assert len(pruner.blocks.layers) == 9
+    for _ in range(2):
+        with pruner.scoring():
+            for _ in range(8):
+                ((model(images) - target).square().mean() * 100 + pruner.penalty()).backward()
+                pruner.step()
+    factors = dict(zip(pruner.blocks.layers, pruner.blocks.logits.tolist(), strict=True))
+    assert min(factors, key=factors.get) == "layer2.1.conv2" and factors["layer2.1.conv2"] < -0.5
+    assert pruner.plan().keep["layer2.1.conv2"] == ()
+    state = pruner.state_dict()
+    pruner.detach()
+    again = Pruner(model, images, blocks=True, speed=0.05)
+    again.load_state_dict(state)
+    assert torch.equal(again.blocks.logits, pruner.blocks.logits)
+
+
 def test_the_gate_opens_at_the_threshold_itself() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
     pruner = Pruner(net, IMAGES)

@@ -34,6 +34,8 @@ class Aim:
 
     def __init__(self, graph: ChannelGraph, budget: Budget | None = None, guards: Guards | None = None) -> None:
         self.graph = graph
+        shapes = [value.shape for value in graph.trace.inputs]
+        self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
@@ -50,6 +52,10 @@ class Aim:
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress))
 
+    def least(self, scores: Mapping[str, Values]) -> Masks:
+        """The smallest network that may be left, the filters that cannot go chosen by their scores."""
+        return self._finished(_nothing(self.graph), self.guards.leveled(scores), self.guards)
+
     def scarce(self) -> dict[str, float]:
         """How much of each resource has to go; of MACs, where nothing is asked for."""
         if self.limits is None:
@@ -57,8 +63,9 @@ class Aim:
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
 
     def count(self, masks: Masks) -> Usage:
-        """What a choice costs, by resource."""
-        return asdict(cost(self.graph, masks))
+        """What a choice costs, by resource; MACs are those of one sample."""
+        found = asdict(cost(self.graph, masks))
+        return {**found, "macs": found["macs"] / self.samples}
 
     def _field(self, scores: Mapping[str, Values]) -> Field:
         return Field(scores, self.count, lambda masks: self._finished(masks, scores, self.guards), self.prices)
@@ -77,8 +84,7 @@ class Aim:
     def _least(self, guards: Guards) -> Usage:
         """What the smallest network costs that may be left."""
         scores = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
-        nothing = {name: np.zeros(layer.filters, bool) for name, layer in self.graph.layers.items()}
-        return self.count(self._finished(nothing, scores, guards))
+        return self.count(self._finished(_nothing(self.graph), scores, guards))
 
     def _check_reachable(self, limits: Limits) -> None:
         least = self._least(self.guards)
@@ -95,3 +101,7 @@ class Aim:
             f"the target of {asked} cannot be met: the smallest network that may be left has {found}; ask for "
             f"more, or {remedy}"
         )
+
+
+def _nothing(graph: ChannelGraph) -> Masks:
+    return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}

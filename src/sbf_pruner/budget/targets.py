@@ -30,8 +30,9 @@ class Budget:
 
     params: float = 1.0
     macs: float = 1.0
+    """of one sample"""
     size: float = 1.0
-    """bytes of the file of saved weights"""
+    """bytes of the weights"""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -45,6 +45,11 @@ SHAPES = (
 )
 
 
+def tones(*, dark: bool = False) -> dict[str, str]:
+    """The colours by what they are for: paper, ink, soft, wire, line, fill, grey, gate."""
+    return _DARK if dark else _LIGHT
+
+
 def scoped(scope: str) -> str:
     """The shapes' rules under a selector, for a page that holds other things too.
 
@@ -65,7 +70,7 @@ def style() -> str:
 
 def colours(scope: str, dark: bool = False) -> str:
     """The rules that differ between light and dark, under a selector."""
-    tone, hues = (_DARK, DARK_HUES) if dark else (_LIGHT, HUES)
+    tone, hues = tones(dark=dark), DARK_HUES if dark else HUES
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",

@@ -110,8 +110,8 @@ def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> str:
     parts = []
     for value in scale.ticks(most):
         y = top + scale(value)
-        parts.append(f'<line class=grid x1=0 x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x=-8 y="{y + 3.5:.1f}">{tick(value)}{unit}</text>')
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="-8" y="{y + 3.5:.1f}">{tick(value)}{unit}</text>')
     return "".join(parts)
 
 
@@ -157,7 +157,9 @@ def frame(top: float, height: float, inside: str) -> str:
 
 def picture(kind: str, height: float, inside: str, label: str) -> str:
     """A whole figure, as wide as there is room; below it there is room for one line of text."""
-    return f'<svg class="plot {kind}" height="{height:.0f}" role=group aria-label="{escape(label)}">{inside}</svg>'
+    return (
+        f'<svg class="plot {kind}" height="{height:.0f}" role="group" aria-label="{escape(label)}">{inside}</svg>'
+    )
 
 
 def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> str:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .chart import Figure, Scale, Table, grid, picture
+from .against import Point, against
+from .chart import Figure, Table
 from .data import Run
 from .kept import bars, numbers
 from .numbers import DASH, change, count, milliseconds, percent, short, tiny
 from .page import HEADLINE, figure_parts, page
 from .settings import spelled
-
-_HEIGHT = 250.0
 
 
 @dataclass(frozen=True)
@@ -129,36 +128,18 @@ def _table(entries: Sequence[Entry]) -> Figure:
 
 
 def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
-    title = f"Accuracy against {words}"
-    points, rows = [], []
+    points = []
     for place, one in enumerate(entries):
         for what, accuracy, size in (
             ("dense control", one.dense_accuracy, one.dense.get(key)),
             ("pruned", one.accuracy, one.pruned.get(key)),
         ):
             if accuracy is not None and size:
-                points.append((place, one.sign, what, accuracy, size))
-                now = "" if one.run.finished else " so far"
-                rows.append([f"{one.sign}  {one.name}, {what}{now}", percent(accuracy), count(size)])
-    if not points:
-        return Figure(f"against-{key}", title, missing="No accuracy has been taken yet.")
-    accuracies = [point[3] for point in points]
-    room = max(0.4, (max(accuracies) - min(accuracies)) * 0.15)
-    down = Scale(min(accuracies) - room, min(100.0, max(accuracies) + room), _HEIGHT)
-    widest = max(point[4] for point in points) * 1.08
-    parts = [grid(down, 0, " %")]
-    for value in Scale(0, widest, 1).ticks(5):
-        at = 100 * value / widest
-        parts.append(f'<line class=grid x1="{at:.2f}%" x2="{at:.2f}%" y1=0 y2="{_HEIGHT:.0f}"/>')
-        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{short(value)}</text>')
-    for row, (place, sign, what, accuracy, size) in enumerate(points):
-        x, y = f"{100 * size / widest:.2f}%", down(accuracy)
-        kind = f"point h{place % 10}{' dense' if what != 'pruned' else ''}"
-        parts.append(f'<circle class="hit {kind}" data-row={row} cx="{x}" cy="{y:.1f}" r=6 />')
-        parts.append(f'<text class="sign" x="{x}" y="{y - 10:.1f}">{escape(sign)}</text>')
+                name = f"{one.sign}  {one.name}, {what}{'' if one.run.finished else ' so far'}"
+                kind = f"h{place % 10}{' dense' if what != 'pruned' else ''}"
+                points.append(Point(name, accuracy, size, kind, one.sign))
     said = "Up and to the left is better. A hollow point is the dense control of the run with the same letter."
-    drawn = picture("against", _HEIGHT, "".join(parts), title)
-    return Figure(f"against-{key}", title, said, drawn, Table(["run", "accuracy", words], rows))
+    return against(f"against-{key}", words, points, said)
 
 
 def _kept(entries: Sequence[Entry]) -> list[Figure]:

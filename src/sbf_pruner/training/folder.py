@@ -19,6 +19,7 @@ from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
 TEACHER = "teacher.safetensors"
+SCORED = "scored.safetensors"
 
 
 class RunFolder:
@@ -72,7 +73,7 @@ class RunFolder:
         """Remove what an earlier run left here and write the recipe."""
         stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["summary.json", "report.html", "bench.json"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
+        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER, SCORED)]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)

@@ -30,11 +30,20 @@ from .captured import make_engine
 from .checkpoint import NAME, load_checkpoint, save_checkpoint
 from .data import Augment, Batches, Data, Split, load_data
 from .engine import Engine, Tally, make_optimizer, restore_optimizer
-from .folder import INITIAL, TEACHER, RunFolder
+from .folder import INITIAL, SCORED, TEACHER, RunFolder
 from .networks import Networks
 from .recipe import Recipe
 from .recording import Recording
-from .schedule import Phase, batch_size, is_taught, learning_rate, optimizer_config, phases, total_epochs
+from .schedule import (
+    Phase,
+    batch_size,
+    cycles_end,
+    is_taught,
+    learning_rate,
+    optimizer_config,
+    phases,
+    total_epochs,
+)
 from .start import choose_device, cpu_threads
 from .summary import environment, sizes, widths
 from .teacher import Teacher
@@ -150,6 +159,8 @@ class _Run:
         self.warmup_accuracy = state["warmup_accuracy"]
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
             self._set_teacher(load_checkpoint(self.folder.checkpoints, TEACHER))
+        if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
+            self._keep_scored()
 
     def go(self) -> Result:
         """Run what is left of the schedule and write the results."""
@@ -194,6 +205,7 @@ class _Run:
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_teacher()
+                    self._keep_scored()
                 record |= self.networks.cost(phase)
                 # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
                 self.recording.after_epoch(phase, self.done)
@@ -266,6 +278,14 @@ class _Run:
             weights = self.networks.dense.state_dict()
             save_checkpoint(self.folder.checkpoints, weights, TEACHER)
             self._set_teacher(weights)
+
+    def _keep_scored(self) -> None:
+        """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
+
+        Fine-tuning changes these very weights where it goes on in the gated network.
+        """
+        if self.done == cycles_end(self.recipe):
+            save_checkpoint(self.folder.checkpoints, self.networks.scored(), SCORED)
 
     def _set_teacher(self, weights: dict[str, Any]) -> None:
         network = self.networks.bare_copy()

@@ -20,6 +20,7 @@ from ..budget.targets import Budget
 from ..errors import PruningError, RunError
 from ..export import saved_bytes
 from ..graph.build import trace
+from ..graph.channels import ChannelGraph
 from ..graph.costs import cost
 from ..measuring import measure
 from ..plan import Plan
@@ -61,6 +62,7 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
             freeze_norms=scores.freeze_norms,
+            blocks=scores.blocks,
             ignore=guards.ignore,
             couple="streams" if guards.couple == ("streams",) else guards.couple,
             guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),
@@ -89,10 +91,7 @@ class Networks:
         if size == 1:
             return 1.0
         graph = trace(self.dense, inputs, self._recipe.guards.ignore)
-        everything = Plan.from_masks(graph.all_filters())
-        file = saved_bytes(without_attached(self.dense), inputs, everything)
-        # With filters the list of those kept shrinks too, so what is set aside for it is more than enough.
-        aside = file - cost(graph, {}).size
+        file, aside = file_bytes(self.dense, inputs, graph)
         left = (size * file if size < 1 else size) - aside
         if left <= 1:
             raise PruningError(
@@ -130,6 +129,14 @@ class Networks:
     def bare_copy(self) -> nn.Module:
         """The dense network as it is now, without gates, to be looked at and not trained."""
         return without_attached(copy.deepcopy(self.dense)).eval().requires_grad_(False)
+
+    def scored(self) -> dict[str, Any]:
+        """The dense network with the scores it has come to, to choose other sizes from; before anything is cut."""
+        return {
+            "dense": self.dense.state_dict(),
+            "scores": self.pruner.scores(),
+            "plan": {name: list(kept) for name, kept in self.plan.keep.items()},
+        }
 
     def cost(self, phase: Phase) -> dict[str, int]:
         """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
@@ -196,6 +203,13 @@ class Networks:
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
+
+
+def file_bytes(dense: nn.Module, inputs: Tensor, graph: ChannelGraph) -> tuple[int, int]:
+    """The bytes of the dense network's file of weights, and how many of them no pruning touches."""
+    file = saved_bytes(without_attached(dense), inputs, Plan.from_masks(graph.all_filters()))
+    # With filters the list of those kept shrinks too, so what is set aside for it is more than enough.
+    return file, file - cost(graph, {}).size
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -170,6 +170,10 @@ class ScoresConfig(Section):
         default="leaky_exponential",
         metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
     )
+    blocks: bool = field(
+        default=False,
+        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+    )
     freeze_norms: bool = field(
         default=True, metadata=about("leave batch norms at their running statistics in score phases")
     )
@@ -268,6 +272,15 @@ class Recipe(Section):
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
     guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+
+        >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
+        4
+        """
+        return load_recipe(name_or_path, overrides)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,6 +61,16 @@ def phases(recipe: Recipe) -> list[Phase]:
     return found
 
 
+def cycles_end(recipe: Recipe) -> int | None:
+    """Number of the first epoch after the last cycle; None where nothing is scored.
+
+    >>> from .recipe import load_recipe
+    >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
+    (25, None)
+    """
+    return max((phase.end for phase in phases(recipe) if phase.cycle), default=None)
+
+
 def total_epochs(recipe: Recipe) -> int:
     """All epochs of a run, the control's included."""
     return sum(phase.epochs for phase in phases(recipe))
