@@ -28,6 +28,7 @@ bench: $(READY)  ## measure again what the documents claim (coverage of all netw
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/digits.py
 	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/forms.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torch-pruning==1.6.1
 	$(BIN)/python benchmarks/coverage.py --stale
 	$(BIN)/python benchmarks/vs_torch_pruning.py --stale

@@ -12,23 +12,27 @@ from typing import Any, NamedTuple
 
 from pictures import kept_filters
 
+from sbf_pruner import Recipe
+
 Entry = dict[str, Any]
 NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
-RATIOS = ("medium", "high")
+RATIOS = {"medium": "medium", "high": "high", "rivals": "cut as rivals cut"}
 NONE = "No run yet."
 
 
 class Published(NamedTuple):
-    """A row of the paper's Table 1: accuracy, and the percentages of parameters and FLOPs removed."""
+    """What somebody published: accuracy, and the percentages of parameters and FLOPs removed, as they count."""
 
     accuracy: float
     params: float
     macs: float
+    whose: str = "the paper"
 
 
-PAPER = {
+PUBLISHED = {
     ("resnet56", "medium"): Published(94.28, 52.3, 49.3),
     ("resnet56", "high"): Published(92.42, 83.0, 70.5),
+    ("resnet56", "rivals"): Published(92.43, 71.8, 72.3, "CHIP"),
     ("resnet110", "medium"): Published(94.69, 54.9, 51.3),
     ("resnet110", "high"): Published(93.68, 79.3, 74.8),
 }
@@ -48,24 +52,30 @@ def cifar10(result: dict[str, Any] | None) -> str:
     ]
     for network, title in NETWORKS.items():
         if dense := _of(runs, f"cifar10-{network}-dense"):
-            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {_accuracy(dense)} | - | - |")
-        for ratio in RATIOS:
-            paper = PAPER[network, ratio]
+            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {accuracy_of(dense)} | - | - |")
+        for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
                 name = f"cifar10-{network}-{kind}-{ratio}"
                 if found := _of(runs, name):
-                    counts = " | ".join(f"{_removed(found, part)}" for part in ("left", "sequential"))
-                    rows.append(f"| {title}, {ratio} | `{name}` | {_accuracy(found)} | {counts} |")
+                    counts = " | ".join(f"{removed_of(found, part)}" for part in ("left", "sequential"))
+                    rows.append(f"| {title}, {said} | `{name}` | {accuracy_of(found)} | {counts} |")
             if rows:
-                published = f"| {paper.accuracy:.2f} | | {paper.params} / {paper.macs} |"
-                lines += [f"| {title}, {ratio} | the paper {published}", *rows]
+                beside = PUBLISHED[network, ratio]
+                figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
+                lines += [f"| {title}, {said} | {beside.whose} | {figures} |", *rows]
+    return "\n".join([*lines, "", machines(result)])
+
+
+def machines(result: dict[str, Any]) -> str:
+    """The line under a table that says where its runs were made."""
+    runs: list[Entry] = result["runs"]
     dates = sorted({run["date"] for run in runs})
-    machines = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
+    devices = sorted({run["environment"]["gpu"] or run["environment"]["cpu"] for run in runs})
     versions = sorted({run["environment"]["torch"] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    origin = f"{', '.join(machines)}, torch {', '.join(versions)}, {when}"
-    return "\n".join([*lines, "", f"`benchmarks/results/{result['benchmark']}.json`: {origin}."])
+    origin = f"{', '.join(devices)}, torch {', '.join(versions)}, {when}"
+    return f"`benchmarks/results/{result['benchmark']}.json`: {origin}."
 
 
 def budgets(result: dict[str, Any] | None) -> str:
@@ -86,22 +96,22 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
     for network, title in NETWORKS.items():
         for kind in ("paper", "best"):
             panels = {
-                f"{ratio}: {_removed(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
+                f"{said}: {removed_of(group, 'left')} % of parameters / MACs removed, {len(group)} seeds": _kept(
                     group
                 )
-                for ratio in RATIOS
+                for ratio, said in RATIOS.items()
                 if (group := _of(runs, f"cifar10-{network}-{kind}-{ratio}"))
             }
             if panels:
-                said = f"{title}, filters kept per layer, {kind} recipes"
-                found[f"cifar10-{network}-{kind}.svg"] = said, kept_filters(said, panels)
+                heading = f"{title}, filters kept per layer, {kind} recipes"
+                found[f"cifar10-{network}-{kind}.svg"] = heading, kept_filters(heading, panels)
     return found
 
 
 def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
     """The runs of one recipe; a table must not mix two of the same name."""
     found = [run for run in runs if run["recipe"]["name"] == name]
-    recipes = [{**run["recipe"], "seed": 0} for run in found]
+    recipes = [Recipe.from_dict({**run["recipe"], "seed": 0}) for run in found]  # settings of later are at rest
     if any(recipe != recipes[0] for recipe in recipes):
         raise SystemExit(f"the runs of {name} differ in more than the seed; remove the old ones from the results")
     return found
@@ -114,12 +124,14 @@ def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
     }
 
 
-def _accuracy(group: Sequence[Entry]) -> str:
+def accuracy_of(group: Sequence[Entry]) -> str:
+    """Mean and deviation over the seeds, and how many there are."""
     values = [run["accuracy"] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
 
 
-def _removed(group: Sequence[Entry], part: str) -> str:
+def removed_of(group: Sequence[Entry], part: str) -> str:
+    """Percentages of parameters and of MACs removed, as means over the seeds."""
     means = (statistics.fmean(run[part][f"{key}_removed"] for run in group) for key in ("params", "macs"))
     return " / ".join(f"{mean:.1f}" for mean in means)

@@ -25,9 +25,9 @@ POINTS_LOST = 1.0  # in the mean
 
 
 def main() -> int:
-    runs, environment, recipe = [], {}, sbf.load_recipe("digits")
+    runs, environment, recipe = [], {}, sbf.Recipe.load("digits")
     for seed in SEEDS:
-        recipe = sbf.load_recipe("digits", [f"seed={seed}"])
+        recipe = sbf.Recipe.load("digits", [f"seed={seed}"])
         torch.manual_seed(seed)
         model = resolve(recipe.model.name, in_channels=recipe.model.in_channels)
         began = time.perf_counter()

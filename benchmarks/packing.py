@@ -19,14 +19,21 @@ from jobs import Run
 from sbf_pruner.files import from_plain, replacing
 
 LAST = "checkpoints/last.safetensors"
+SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (
     LAST,
     "checkpoints/initial.safetensors",
     "checkpoints/teacher.safetensors",
+    SCORED,
     "metrics.jsonl",
+    "scores.jsonl",
+    "network.json",
     "recipe.toml",
 )
-FINISHED = ("summary.json", "recipe.toml", "metrics.jsonl", "plan.json", "model.safetensors")
+FINISHED = (
+    *("summary.json", "recipe.toml", "metrics.jsonl", "scores.jsonl", "network.json"),
+    *("plan.json", "model.safetensors", "report.html", SCORED),
+)
 ALL = 1 << 30  # epochs: a finished run is further than any other
 MANIFEST = "manifest.json"
 

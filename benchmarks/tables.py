@@ -7,11 +7,13 @@ python benchmarks/tables.py --check    says whether they are what the results sa
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ablation_tables import ablations, bottleneck
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from saving import origin
@@ -72,16 +74,72 @@ def speed(result: dict[str, Any] | None) -> str:
     return "\n".join([*lines, *origin(result)])
 
 
+def targets(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "Not measured yet."
+    runs, words = result["runs"], {"macs": "MACs", "params": "parameters"}
+    asked = sorted({(r["of"], -r["share"]) for r in runs if r["kind"] == "target"})
+    lines = ["| asked for | left, least and most | accuracy |", "|---|---|---|"]
+    for key, share in asked:
+        group = [r for r in runs if r["kind"] == "target" and (r["of"], -r["share"]) == (key, share)]
+        left = [100 * r[key] for r in group]
+        lines.append(
+            f"| {-100 * share:g} % of the {words[key]} | {min(left):.2f} to {max(left):.2f} % | {_mean(group)} |"
+        )
+    fixed, beside = ([r for r in runs if r["kind"] == kind] for kind in ("fixed lambda", "beside"))
+    if fixed and len(fixed) == len(beside):
+        left = ", ".join(f"{100 * r['macs']:.1f}" for r in fixed)
+        lines += [
+            "",
+            f"Beside a fixed lambda, which left {left} % of the MACs with {_mean(fixed)}: asked for just that, "
+            f"seed by seed, {_mean(beside)}.",
+        ]
+    return "\n".join(
+        ["The digits recipe, lambda never touched, mean ± deviation (seeds):", "", *lines, *origin(result)]
+    )
+
+
+def _mean(group: list[dict[str, Any]]) -> str:
+    values = [run["accuracy"] for run in group]
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
+
+
+def forms(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "Not measured yet."
+    lines = []
+    for name, found in result["networks"].items():
+        measured = found["measured"]
+        heads = [f"{record['target']}, batch {record['batch']}" for record in measured]
+        title = {"resnet56": "ResNet-56, 32x32", "resnet50": "ResNet-50, 224x224"}[name]
+        lines += [f"{title}, {found['fewer_macs']:.2f} times fewer MACs; times as fast as dense:", ""]
+        lines += [f"| form | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+        for form in dict.fromkeys(form for record in measured for form in record["speedup"]):
+            cells = [record["speedup"].get(form) for record in measured]
+            shown = ["" if cell is None else f"{cell['median']:.2f}" for cell in cells]
+            lines.append(f"| {form} | {' | '.join(shown)} |")
+        lines.append("")
+    lines.append(
+        f"Medians of {result['rounds']} rounds in turns, each against the dense network in its fastest form."
+    )
+    return "\n".join([*lines, *origin(result)])
+
+
 # The name of a block in the pages, the results it is made from (None where there are none yet), and how.
 BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "digits": ("digits", demo),
     "overhead": ("overhead", overhead),
     "speed": ("speed", speed),
+    "forms": ("forms", forms),
     "zoos": ("coverage", headline),
     "coverage": ("coverage", coverage),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
+    "targets": ("targets", targets),
+    "ablations": ("ablations", ablations),
+    "bottleneck": ("cifar10", bottleneck),
 }
 
 

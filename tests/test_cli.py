@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,10 +173,77 @@ def test_a_failure_outside_the_input_is_one_sentence_and_1(
     assert capsys.readouterr().err == "sbf: No space left on device: runs/tiny-seed0\n"
 
 
+# -- report ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_report_and_says_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    assert "\nreport: runs/tiny-seed0/report.html\n" in capsys.readouterr().out
+    page = (here / "runs/tiny-seed0/report.html").read_text("utf-8")
+    (here / "runs/tiny-seed0/report.html").unlink()
+    assert main(["report", "runs/tiny-seed0"]) == 0
+    assert capsys.readouterr().out == "runs/tiny-seed0/report.html\n"
+    assert (here / "runs/tiny-seed0/report.html").read_text("utf-8") == page
+
+
+def test_report_compares_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        assert main(["run", "tiny.toml", "--quiet", "--seed", seed]) == 0
+    capsys.readouterr()
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1"]) == 0
+    assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1", "--to", "both.html"]) == 0
+    assert capsys.readouterr().out == "comparison.html\nboth.html\n"
+    assert "2 runs beside each other" in (here / "both.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    {
+        "no folder": (
+            ["nowhere"],
+            "sbf: nowhere does not exist; name the folder of a run, such as runs/digits-seed0",
+        ),
+        "no run": (["."], "sbf: . holds no run (no recipe.toml); name a folder that sbf run wrote"),
+        "a file": (["tiny.toml"], "sbf: tiny.toml is a file; name the folder of a run, such as runs/digits-seed0"),
+        "no page": ([".", "--to", "page.pdf"], "sbf: --to 'page.pdf': give a file that ends in .html"),
+    }.values(),
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    words: list[str], sentence: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(here)
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}\n" and listing(here) == before
+
+
+def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.listen()
+        assert main(["run", "tiny.toml", "--live", port]) == 2
+        said = capsys.readouterr().err
+        assert (
+            said == f"sbf: --live {port}: port {port} cannot be used (Address already in use); name another one\n"
+        )
+        assert not (here / "runs").exists(), "said before anything is trained"
+    assert main(["run", "--live", "tiny.toml", "--tensorboard", "--quiet", "--set", "phases.cycles=1"]) in (0, 2)
+    said = capsys.readouterr().err
+    if "cannot be used" not in said:  # somebody else may hold the port that is used where none is named
+        assert said == "sbf: live at http://127.0.0.1:8321/\n"
+    assert main(["run", "tiny.toml", "--live", port, "--tensorboard", "--force"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"sbf: live at http://127.0.0.1:{port}/" and len(said) == 1 + EPOCHS
+    assert len(list((here / "runs/tiny-seed0/tensorboard").iterdir())) == 1
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no recipe": ([], "name a recipe to run: "),
+    "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
+    "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
     "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),
@@ -452,7 +520,106 @@ def test_a_bad_bench_is_one_sentence_and_2(case: str, here: Path, capsys: pytest
     assert listing(here) == before
 
 
+# -- frontier --------------------------------------------------------------------------------------------
+
+
+def test_frontier_prints_draws_and_writes_only_what_was_asked(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
+    capsys.readouterr()
+    before = listing(here)
+    assert main(["frontier", "done", "--at", "0.7,0.4"]) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].startswith("target, MACs") and [line.split()[0] for line in lines[2:4]] == ["70", "40"]
+    assert said.err.startswith("sbf: reading the run\nsbf: judging all filters\nsbf: judging 70.0%\n")
+    assert listing(here) == before
+    words = ["frontier", "done", "--at", "0.7,0.4", "--of", "params", "--batches", "1", "--quiet"]
+    assert main([*words, "--json", "f.json", "--draw", "f.svg"]) == 0
+    assert capsys.readouterr().err == "sbf: wrote f.svg\nsbf: wrote f.json\n"
+    assert listing(here) == before | {"f.json", "f.svg"}
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert said.err == "" and facts == json.loads((here / "f.json").read_text())
+    assert facts["of"] == "params" and facts["recalibrated_on"] == {"batches": 1, "images": 16}
+    assert all(point["left"]["params"] <= point["share"] for point in facts["points"])
+    assert (here / "f.svg").read_text().startswith("<svg xmlns=")
+
+
+BAD_FRONTIER = {
+    "no run": (["nowhere"], "there is no run in nowhere; name the folder of a run\n"),
+    "not so far": (
+        ["begun"],
+        "the run in begun has come to epoch 0, and its scores are ready after 6; let it go on",
+    ),
+    "resource": (["begun", "--of", "mac"], "--of: no resource is called 'mac'; did you mean 'macs'?"),
+    "size": (["begun", "--at", "0.5,much"], "target 'macs=much': write a part such as macs=0.5"),
+    "no size": (["begun", "--at", ","], "--at: name at least one size, such as 0.5,0.3"),
+    "batches": (["begun", "--batches", "0"], "--batches counts batches of training images: give at least 1, not 0"),
+    "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),
+    "drawing": (["begun", "--draw", "x.png"], "--draw 'x.png': give a file that ends in .svg or .html"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FRONTIER)
+def test_a_bad_frontier_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "begun").mkdir()
+    (here / "begun/recipe.toml").write_text(RECIPE)
+    before = listing(here)
+    words, expected = BAD_FRONTIER[case]
+    assert main(["frontier", "--quiet", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
 # -- the real command ------------------------------------------------------------------------------------
+
+
+# -- export ----------------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_folder_that_loads_without_the_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    import sbf_pruner as sbf
+
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    capsys.readouterr()
+    words = ["export", "runs/tiny-seed0", "--formats", "pt2,safetensors", "--batch", "2", "--threads", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].split() == ["file", "bytes"]
+    assert said.out.splitlines()[-1] == "exported to: runs/tiny-seed0/export"
+    assert "in eager, batch 2, 1 threads" in said.out and "sbf: writing network.pt2" in said.err
+    (here / "tinynet.py").unlink()
+    network = sbf.load("runs/tiny-seed0/export")
+    assert network(torch.rand(3, 1, 8, 8)).shape == (3, 4)
+    before = listing(here)
+    assert main(words) == 2
+    assert "holds an export already; replace it (--force)" in capsys.readouterr().err
+    assert listing(here) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere"], "there is no run in nowhere; name the folder of a finished run"),
+        (["nowhere", "--formats", "onx"], "no format is called 'onx'; did you mean 'onnx'?"),
+        (["nowhere", "--target", "gpu"], "no runtime is called 'gpu'; known: onnxruntime, eager, compile"),
+        (["nowhere", "--batch", "0"], "--batch and --threads count samples and threads: give at least 1"),
+    ],
+)
+def test_export_says_what_is_wrong(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    before = listing(here)
+    assert main(["export", *words]) == 2
+    assert capsys.readouterr().err == f"sbf: {sentence}\n"
+    assert listing(here) == before
 
 
 def test_help_answers_without_torch() -> None:
@@ -462,7 +629,9 @@ def test_help_answers_without_torch() -> None:
         ["--help"],
         ["run", "--help"],
         ["bench", "--help"],
+        ["frontier", "--help"],
         ["data", "--help"],
+        ["export", "--help"],
         ["--version"],
         ["run"],
         ["run", "nothing"],

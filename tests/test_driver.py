@@ -117,14 +117,16 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     assert outcome(first) == outcome(straight) == outcome(moved)
     assert not second.going_on and "finished" in status_line(second)
 
-    # Finished runs are left alone, and travel without their checkpoints.
+    # Finished runs are left alone, and travel with their scored network but no other checkpoint.
     before = first.log.read_bytes()
     assert Driver(runs, here / "runs", 2, 0, mps=False).work() == 0
     assert first.log.read_bytes() == before
     sizes = pack(runs, here / "done.tar")
     assert set(sizes) == {run.name for run in runs}
     assert set(unpack(here / "done.tar", here / "archive").values()) == {"unpacked"}
-    assert not (here / "archive" / first.name / "checkpoints").exists()
+    carried = list((here / "archive" / first.name / "checkpoints").iterdir())
+    assert [path.name for path in carried] == ["scored.safetensors"]
+    assert carried[0].read_bytes() == (moved.folder / "checkpoints/scored.safetensors").read_bytes()
     assert entry_of(runs_in(here / "archive")[0]) == entry_of(first)
 
     results = here / "results/small.json"
@@ -195,11 +197,11 @@ def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
 
 
 def test_the_sequential_count_of_the_whole_network_is_the_whole_network() -> None:
-    assert sequential_count(sbf.load_recipe("cifar10-resnet56-dense"), {}) == {
+    assert sequential_count(sbf.Recipe.load("cifar10-resnet56-dense"), {}) == {
         "params": 853_018,
         "macs": 125_485_696,
     }
-    recipe, images = sbf.load_recipe("cifar10-resnet56-dense", ["model.name=resnet20"]), torch.zeros(1, 3, 32, 32)
+    recipe, images = sbf.Recipe.load("cifar10-resnet56-dense", ["model.name=resnet20"]), torch.zeros(1, 3, 32, 32)
     model, whole = resolve("resnet20"), sequential_count(recipe, {})
     assert whole == {"params": measure(model, images).params, "macs": measure(model, images).macs}
     half = {name: layer.filters // 2 for name, layer in sbf.trace(model, images).layers.items()}

@@ -14,21 +14,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
-    *(
-        "timing",
-        "measuring",
-        "methods",
-        "models",
-        "manifest",
-        "program",
-        "export",
-        "training",
-        "deploy",
-        "bench",
-        "overview",
-        "drawing",
-    ),
-    *("report", "integrations", "terminal", "cli"),
+    *("timing", "measuring", "methods", "models", "manifest", "program", "export", "overview", "drawing", "report"),
+    *("training", "frontier", "deploy", "bench", "integrations", "terminal", "cli"),
 ]
 
 
@@ -66,7 +53,7 @@ def test_a_room_imports_only_from_rooms_above_it(path):
 
 def test_the_public_names():
     assert sbf_pruner.__all__ == [
-        *("Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "load_recipe", "measure"),
+        *("Budget", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "measure"),
         *("register_rule", "save", "trace"),
     ]
 

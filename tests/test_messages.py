@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.errors import PlanError, PruningError, TraceError
+from sbf_pruner.errors import PlanError, PruningError, RunError, TraceError
+from sbf_pruner.frontier.sweep import frontier
 from sbf_pruner.graph.build import trace
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
+from sbf_pruner.training.folder import RunFolder
+from sbf_pruner.training.recipe import load_recipe
 from zoo import REFUSED, ZOO, Head, conv_bn
 
 IMAGE = torch.rand(2, 3, 8, 8)
@@ -239,3 +242,45 @@ def test_a_pruner_that_was_detached():
     pruner.detach()
     with says(PruningError, "this pruner was detached; make a new one"):
         pruner.gate(Plan({}))
+
+
+# -- frontier ----------------------------------------------------------------------------------------------
+
+
+def began(path, epochs, *overrides):
+    """A run of so many epochs, without what a run of this version keeps when its cycles end."""
+    folder = RunFolder(path)
+    folder.begin(load_recipe("digits", overrides))
+    for _ in range(epochs):
+        folder.append({})
+    return folder
+
+
+def test_a_frontier_of_a_run_without_cycles(tmp_path):
+    folder = began(tmp_path / "run", 35, "phases.cycles=0")
+    with says(
+        RunError,
+        f"the run in {folder.path} has no cycles (phases.cycles = 0, phases.score = 1), so it has no scores to "
+        "choose by; name one that has",
+    ):
+        frontier(folder.path)
+
+
+def test_a_frontier_of_a_run_in_its_cycles(tmp_path):
+    folder = began(tmp_path / "run", 12)
+    with says(
+        RunError,
+        f"the run in {folder.path} has come to epoch 12, and its scores are ready after 25; let it go on "
+        "(sbf run ... --resume)",
+    ):
+        frontier(folder.path)
+
+
+def test_a_frontier_of_an_older_run(tmp_path):
+    folder = began(tmp_path / "run", 40)
+    with says(
+        RunError,
+        f"the run in {folder.path} has no checkpoints/scored.safetensors: an older version made it, or the file "
+        "was left behind when it was moved; put it back, or run it again (sbf run ... --force)",
+    ):
+        frontier(folder.path)

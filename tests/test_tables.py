@@ -30,7 +30,13 @@ def entry(name: str, seed: int, accuracy: float, removed: float, **recipe: Any) 
         "sequential": {key: value + 5 for key, value in shares.items()},
         "layers": {"conv1": [16, 16], "layer1.0.conv1": [16, 6 + seed], "layer2.0.conv1": [32, 0]},
         "environment": {"gpu": None, "cpu": "none", "torch": "0"},
-        "recipe": {"name": name, "seed": seed, **recipe},
+        "recipe": {
+            "name": name,
+            "seed": seed,
+            "model": {"name": "resnet56"},
+            "data": {"name": "cifar10"},
+            **recipe,
+        },
     }
 
 

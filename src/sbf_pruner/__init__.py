@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .budget.targets import Budget
     from .errors import PruningError
     from .export import load, save
     from .graph.build import trace
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from .pruner import Pruner
     from .surgery import extract
     from .training.loop import fit
-    from .training.recipe import Recipe, load_recipe
+    from .training.recipe import Recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "Plan",
     "Pruner",
     "PruningError",
@@ -27,7 +29,6 @@ __all__ = [
     "extract",
     "fit",
     "load",
-    "load_recipe",
     "measure",
     "register_rule",
     "save",
@@ -36,6 +37,7 @@ __all__ = [
 
 # Each name is fetched when it is first asked for, so that `sbf --help` need not wait for torch.
 _ROOMS = {
+    "Budget": "budget.targets",
     "Plan": "plan",
     "Pruner": "pruner",
     "PruningError": "errors",
@@ -43,7 +45,6 @@ _ROOMS = {
     "extract": "surgery",
     "fit": "training.loop",
     "load": "export",
-    "load_recipe": "training.recipe",
     "measure": "measuring",
     "register_rule": "graph.rules",
     "save": "export",

@@ -13,7 +13,8 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
     )
+    run.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB; several may be given",
+    )
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
     run.add_argument("--quiet", action="store_true", help="print the closing table only")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
+    run.add_argument(
+        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
+    )
+    run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report.description = "Draw a run, or compare several, as one HTML page that needs no network."
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
+    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
 
     inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
     inspect.description = (
@@ -145,6 +162,24 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--json", action="store_true", help="print the manifest as JSON")
     export.add_argument("--quiet", action="store_true", help="print the result only")
 
+    frontier = commands.add_parser("frontier", help="accuracy against size from a run's scores, to choose a size")
+    frontier.description = (
+        "Cut the scored network of a run to several sizes, without retraining, and show how good each is; a run "
+        "keeps that network when its cycles are over."
+    )
+    frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
+    frontier.add_argument("--of", default="macs", metavar="NAME", help="what is counted: macs, params, size (macs)")
+    frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
+    frontier.add_argument(
+        "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
+    )
+    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    frontier.add_argument(
+        "--json", nargs="?", const=_STDOUT, metavar="FILE", help="print as JSON, or write a .json file"
+    )
+    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
+    frontier.add_argument("--quiet", action="store_true", help="print the result only")
+
     data = commands.add_parser("data", help="put a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
     data.add_argument("name", metavar="NAME", help="cifar10")
@@ -192,13 +227,16 @@ class _Version(argparse.Action):
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.recipe import load_recipe
 
-    overrides = [*arguments.set, *([] if arguments.seed is None else [f"seed={arguments.seed}"])]
+    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
 
     import torch
 
     from .models import resolve
-    from .terminal import progress, summary_lines
+    from .terminal import progress, summary_lines, watched
     from .training.folder import RunFolder
     from .training.loop import fit
     from .training.schedule import total_epochs
@@ -209,14 +247,23 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     config = recipe.model
     model = resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
     try:
-        with progress(total_epochs(recipe), quiet=arguments.quiet) as report:
+        with (
+            progress(total_epochs(recipe), quiet=arguments.quiet) as report,
+            watched(
+                report,
+                folder.path,
+                live=arguments.live,
+                tensorboard=arguments.tensorboard,
+                fresh=not arguments.resume,
+            ) as reports,
+        ):
             result = fit(
                 model,
                 recipe,
                 run=folder.path,
                 resume=arguments.resume,
                 force=arguments.force,
-                report=report,
+                report=reports,
             )
     except KeyboardInterrupt:
         hint = f"; go on with: {_again(given)}" if folder.begun else ""
@@ -227,8 +274,31 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    print("\n".join(summary_lines(result.summary, os.fspath(result.folder))))
+    lines = summary_lines(result.summary, os.fspath(result.folder))
+    if (page := result.folder / "report.html").is_file():
+        lines.insert(-1, f"report: {page}")
+    print("\n".join(lines))
     return 0
+
+
+def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    target = _target("--to", arguments.to, (".html",))
+
+    from .report import write_report
+
+    print(write_report(arguments.runs, target))
+    return 0
+
+
+def _aimed(targets: Sequence[str]) -> list[str]:
+    """The settings that targets stand for; what --set says comes after them, and counts more."""
+    if not targets:
+        return []
+    from .budget.targets import Budget
+
+    asked = Budget.parse(list(targets))
+    sizes = [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
+    return [*sizes, "budget.steer=true", "scores.balance=cost"]
 
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -261,7 +331,6 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     import torch
 
-    from .files import write_text
     from .models import resolve
     from .overview import inspect
     from .terminal import overview_lines
@@ -276,9 +345,7 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         written[graph] = draw(seen, graph.suffix)
     if facts is not None:
         written[facts] = f"{text}\n"
-    for path, content in written.items():
-        write_text(path, content)
-        print(f"sbf: wrote {path}", file=sys.stderr)
+    _write(written)
     print(text if arguments.json == _STDOUT else "\n".join(overview_lines(seen.facts)))
     return 0
 
@@ -297,7 +364,6 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .bench.comparison import bench
     from .bench.settings import read_settings
     from .bench.subject import Subject
-    from .files import write_text
     from .terminal import bench_lines
 
     settings = read_settings(
@@ -311,13 +377,38 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         subject = Subject.of_run(arguments.subject)
     result = bench(subject, settings, _said if not arguments.quiet else lambda line: None)
     text = json.dumps(result, indent=2)
-    for path in (facts, Path(arguments.subject) / "bench.json" if arguments.save else None):
-        if path is not None:
-            write_text(path, f"{text}\n")
-            _said(f"wrote {path}")
+    places = (facts, Path(arguments.subject) / "bench.json" if arguments.save else None)
+    _write({path: f"{text}\n" for path in places if path is not None})
     pretty = sys.stdout.isatty()
     print(text if arguments.json == _STDOUT else "\n".join(bench_lines(result, pretty=pretty)))
     return 0
+
+
+def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = _target("--json", None if arguments.json == _STDOUT else arguments.json, (".json",))
+    drawing = _target("--draw", arguments.draw, (".svg", ".html"))
+
+    from .frontier.picture import draw_frontier
+    from .frontier.sweep import USUAL, Request, frontier
+    from .terminal import frontier_lines
+
+    at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
+    request = Request(arguments.of, at, arguments.batches, arguments.device)
+    result = frontier(arguments.run, request, _said if not arguments.quiet else lambda line: None)
+    text = json.dumps(result, indent=2)
+    drawn = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
+    _write({**drawn, **({facts: f"{text}\n"} if facts is not None else {})})
+    pretty = sys.stdout.isatty()
+    print(text if arguments.json == _STDOUT else "\n".join(frontier_lines(result, pretty=pretty)))
+    return 0
+
+
+def _write(written: Mapping[Path, str]) -> None:
+    from .files import write_text
+
+    for path, content in written.items():
+        write_text(path, content)
+        _said(f"wrote {path}")
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -407,4 +498,12 @@ def _named(error: OSError) -> str:
     return f": {error.filename}" if error.filename else ""
 
 
-_COMMANDS = {"run": _run, "inspect": _inspect, "bench": _bench, "export": _export, "data": _data}
+_COMMANDS = {
+    "run": _run,
+    "frontier": _frontier,
+    "inspect": _inspect,
+    "bench": _bench,
+    "export": _export,
+    "report": _report,
+    "data": _data,
+}

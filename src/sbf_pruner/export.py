@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PruningError, RunError
-from .files import from_plain, read_tensors, to_plain, write_tensors, write_text
+from .files import from_plain, read_tensors, stored_bytes, to_plain, write_tensors, write_text
 from .manifest import MANIFEST, check_files
 from .plan import Plan
 from .program import read_program
@@ -42,13 +42,14 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-    header = {
-        "format": _FORMAT,
-        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
-        "inputs": to_plain(getattr(model, "sbf_inputs", None), _describe),
-    }
+    header = _header(plans, getattr(model, "sbf_inputs", None))
     write_tensors(Path(folder) / MODEL, model.state_dict(), header)
     write_text(Path(folder) / PLAN, _joined(plans).to_json())
+
+
+def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
+    """How long the file of weights would be if `model` were what `plan` left."""
+    return stored_bytes(model.state_dict(), _header((plan,), inputs))
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -82,6 +83,14 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn
         model = extract(model, inputs, plan)
     _fill(model, tensors, path / MODEL)
     return model
+
+
+def _header(plans: tuple[Plan, ...], inputs: Any) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
+        "inputs": to_plain(inputs, _describe),
+    }
 
 
 def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,6 +47,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file in one step."""
+    plain, metadata = _storable(tensors, header)
+    with replacing(path) as temporary:
+        save_file(plain, temporary, metadata=metadata)
+
+
+def stored_bytes(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
+    """How long the file is that `write_tensors` would write."""
+    plain, metadata = _storable(tensors, header)
+    return len(serialize(plain, metadata=metadata))
+
+
+def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -56,9 +69,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         plain[name] = held
     text = json.dumps(header)
     # One entry alone: the format keeps no order among several, and equal networks are to be equal files.
-    entry = json.dumps({"sha256": _digest(plain, text), "header": text})
-    with replacing(path) as temporary:
-        save_file(plain, temporary, metadata={"sbf": entry})
+    return plain, {"sbf": json.dumps({"sha256": _digest(plain, text), "header": text})}
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -47,9 +47,9 @@ def overview(model: nn.Module, example_inputs: Any) -> Facts:
     return inspect(model, example_inputs).facts
 
 
-def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
-    """Trace a model, measure it, and say how its layers hang together."""
-    graph = trace(model, example_inputs)
+def inspect(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
+    """Trace a model, unless its graph is known, measure it, and say how its layers hang together."""
+    graph = graph if graph is not None else trace(model, example_inputs)
     relations = Relations(graph)
     cost = measure(model, example_inputs)
     describe, appraiser = _Describer(model, relations, cost), Appraiser(graph)

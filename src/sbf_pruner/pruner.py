@@ -8,6 +8,7 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,17 +19,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
-from .budget import Budget, land
+from .budget.aim import Aim
+from .budget.guards import Couple, Guards, coupled
+from .budget.landing import Landing
+from .budget.steering import Steering
+from .budget.targets import Budget
 from .errors import PruningError, nearest
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
+from .graph.residual import residual_blocks
 from .plan import Plan
-from .scoring.activation import binary_gate, leaky_exponential
+from .scoring.activation import ACTIVATIONS
+from .scoring.blocks import BlockScores
 from .scoring.gates import FrozenStatistics, Gates
-from .scoring.penalty import Balance, balance_weights, per_filter, weighted_l1
+from .scoring.penalty import Balance
+from .scoring.pressure import Pressure
 from .scoring.projection import PROJECTIONS, Projection
 from .surgery import extract
+
+BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
 class Pruner:
@@ -53,39 +63,51 @@ class Pruner:
         *,
         penalty: float = 5e-4,
         projection: Literal["factored", "literal", "free"] = "factored",
+        activation: Literal["leaky_exponential", "sigmoid"] = "leaky_exponential",
         leak: float = 0.1,
         balance: Balance = "area",
         lr: float = 1e-6,
         speed: float = 0.0,
         eps: float = 1e-8,
         threshold: float = 0.5,
+        freeze_norms: bool = True,
+        blocks: bool = False,
         ignore: Sequence[str] = (),
+        couple: Couple | Sequence[str] = "none",
+        guards: Guards | None = None,
         budget: Budget | None = None,
+        steer: bool = True,
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
             raise PruningError("the model has a pruner already; detach() that one first")
-        if projection not in PROJECTIONS:
-            raise PruningError(f"projection {projection!r} is not known; {nearest(projection, PROJECTIONS)}")
+        for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
+            if name not in known:
+                raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
         self.model = model
         self.example_inputs = example_inputs
         self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
         if not self.graph.layers:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
-        self.strength, self.leak, self.eps, self.threshold = penalty, leak, eps, threshold
-        self.lr = speed or lr  # a speed is a rate in logits, the same for every layer
-        layers = self.graph.layers
-        filters = {name: layer.filters for name, layer in layers.items()}
+        self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
+        self.activation, self.leak = activation, leak
+        self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
+        filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
             self._weights(), list(filters.values()), even=bool(speed)
         )
         self.optimizer: torch.optim.Optimizer | None = None
-        weights = balance_weights(balance, [layer.map_size for layer in layers.values()])
-        self.gates = Gates(model, self.graph.sites, filters)
-        self.budget = budget  # if there is one, it and not the threshold decides how many filters stay
-        self.weights = per_filter(weights, list(filters.values())).to(self.gates.soft)
         self._held = self.graph.all_filters()
+        guards = dataclasses.replace(guards or Guards(), groups=coupled(self.graph, couple))
+        self.aim = Aim(self.graph, budget, guards)
+        self.progress = 1.0  # how far the limits of the budget have closed in
+        steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
+        self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
+        self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
+        self.pressure.to(self.gates.soft)
+        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
+        self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
         self._attached = True
 
     # -- phases --------------------------------------------------------------------------------------------
@@ -107,7 +129,7 @@ class Pruner:
         try:
             yield self
             self.projection.end_phase()
-            self._hold(self._gated_masks())
+            self._hold(self._land().masks)
         finally:
             if self.projection.in_phase:  # cut short: the gates stay as they were
                 self.projection.end_phase()
@@ -123,9 +145,13 @@ class Pruner:
         self.gates.mode = "hard"
         yield self
 
+    def steer(self) -> None:
+        """Let the penalty follow the budget, once in a while during a score phase; its end does it too."""
+        self._land()
+
     def penalty(self) -> Tensor:
         """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
-        return weighted_l1(self.gates.soft, self.weights, self.strength)
+        return self.pressure.on(self.gates.soft)
 
     def step(self) -> None:
         """Move the scores along the gradient that backward left, and forget it."""
@@ -135,12 +161,17 @@ class Pruner:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
-        leaky_exponential(self.projection.logits(), self.leak).backward(self.gates.soft.grad)
+        self._soft_scores().backward(self.gates.soft.grad)
         self.optimizer.step()
         self.gates.soft.grad = None
         self._refresh_scores()
 
     # -- plans -----------------------------------------------------------------------------------------------
+
+    @property
+    def score_parameters(self) -> list[Tensor]:
+        """All that a score phase trains."""
+        return [*self.projection.parameters, *([] if self.blocks is None else [self.blocks.logits])]
 
     def scores(self) -> dict[str, Tensor]:
         """The continuous score of every filter, by layer."""
@@ -179,6 +210,8 @@ class Pruner:
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
             "scores": self.gates.soft.detach().clone(),
+            "pressure": self.pressure.state_dict(),
+            "blocks": None if self.blocks is None else self.blocks.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,6 +223,9 @@ class Pruner:
             self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
             self.gates.soft.copy_(state["scores"])
+        self.pressure.load_state_dict(state["pressure"])
+        if self.blocks is not None:
+            self.blocks.load_state_dict(state["blocks"])
         self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -200,16 +236,25 @@ class Pruner:
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
+        if self.blocks is not None:
+            groups.append({"params": [self.blocks.logits], "lr": self.speed or BLOCK_SPEED})
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
+
+    def _soft_scores(self) -> Tensor:
+        def activation(logits: Tensor) -> Tensor:
+            return ACTIVATIONS[self.activation](logits, self.leak)
+
+        scores = activation(self.projection.logits())
+        return scores if self.blocks is None else scores * self.blocks.factors(activation)
 
     def _refresh_scores(self) -> None:
         with torch.no_grad():
-            self.gates.soft.copy_(leaky_exponential(self.projection.logits(), self.leak))
+            self.gates.soft.copy_(self._soft_scores())
 
     def _freeze(self) -> Any:
         """Freeze weights and running statistics; returns what undoes it."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
+        norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and self.freeze_norms]
         followed = {m: m.training == self.model.training for m in norms}
         modes = {m: m.training for m in norms}
         for parameter in trained:
@@ -226,22 +271,12 @@ class Pruner:
 
         return thaw
 
-    def _gated_masks(self) -> dict[str, Mask]:
-        scores = {name: s.cpu() for name, s in self.scores().items()}
-        if self.budget is not None:
-            values = {name: s.numpy() for name, s in scores.items()}
-            return land(self.graph, values, self.budget, lambda masks: self._connected(masks, scores))
-        return self._connected({name: binary_gate(s, self.threshold).numpy() for name, s in scores.items()}, scores)
-
-    def _connected(self, masks: dict[str, Mask], scores: dict[str, Tensor]) -> dict[str, Mask]:
-        # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
-        weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
-        while lifelines := self.graph.lifelines(masks, weakest_first):
-            for name in lifelines:
-                best = scores[name].numpy() == scores[name].max().item()
-                # Where filters are left but meet nothing (the factors of a product), all of them come back.
-                masks[name] = np.ones_like(best) if masks[name].any() else best
-        return masks
+    def _land(self) -> Landing:
+        """What the scores make of the gates now; the penalty follows."""
+        scores = {name: values.cpu().numpy() for name, values in self.scores().items()}
+        landing = self.aim.choose(scores, self.threshold, self.progress)
+        self.pressure.follow(landing, self.progress)
+        return landing
 
     def _hold(self, masks: dict[str, Mask]) -> None:
         self._held = self.graph.settle(masks)

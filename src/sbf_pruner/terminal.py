@@ -11,9 +11,11 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import PruningError
 from .overview import some
 
 Record = dict[str, Any]
@@ -46,6 +48,32 @@ def progress(
             bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
 
         yield show
+
+
+@contextmanager
+def watched(
+    report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
+) -> Iterator[Callable[[Record], None]]:
+    """`report`, and beside it what else was asked for: a page in the browser, TensorBoard's files."""
+    reports = [report]
+    with ExitStack() as stack:
+        if tensorboard:
+            from .report.tensorboard import tensorboard_log
+
+            reports.append(stack.enter_context(tensorboard_log(folder)))
+        if live is not None:
+            from .report.live import PORT, live_view
+
+            if live and not live.isdigit():
+                raise PruningError(f"--live {live!r}: a port is a number from 1 to 65535")
+            address = stack.enter_context(live_view(folder, int(live or PORT), fresh=fresh))
+            print(f"sbf: live at {address}", file=sys.stderr, flush=True)
+
+        def tell(record: Record) -> None:
+            for each in reports:
+                each(record)
+
+        yield tell
 
 
 @contextmanager
@@ -218,6 +246,42 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
         )
     lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
     return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
+
+
+def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
+    """The table of `sbf frontier`: what each size leaves and how good it is, and how to read it."""
+    words = {"macs": "MACs", "params": "parameters", "size": "file size"}[result["of"]]
+    head = [f"target, {words}", "MACs", "left", "parameters", "left", "file", "filters", "accuracy, recalibrated"]
+    rows = [head, _left("all filters", result["dense"])]
+    for point in result["points"]:
+        rows.append(_left(f"{100 * point['share']:.4g} %", point if point["reached"] else None))
+    if result["smallest"] is not None:
+        rows.append(_left("the smallest there is", result["smallest"]))
+    rows.append(_left("the run's own", result["own"]))
+    lines = [*(_boxed(rows, "<>>>>>>>") if pretty else table(rows, "<>>>>>>>")), ""]
+    on = result["recalibrated_on"]
+    trained = {
+        "dense, after the warm-up": result["dense"]["warmup_accuracy"],
+        "dense control": result["dense"]["control_accuracy"],
+        "the run's own, fine-tuned": result["own"]["finetuned_accuracy"],
+    }
+    known = [f"{what}: {_percent(accuracy)}" for what, accuracy in trained.items() if accuracy is not None]
+    lines += ["; ".join(known)] if known else []
+    lines.append(
+        f"accuracy on {result['judged_images']:,} {result['judged_on']} images; batch-norm statistics from "
+        f"{on['images']:,} training images, nothing retrained"
+    )
+    if result["judged_on"] == "test":
+        lines.append("the recipe holds no images out (data.validation), so a size chosen here has seen the test")
+    return [*lines, result["said"]]
+
+
+def _left(target: str, point: Mapping[str, Any] | None) -> list[str]:
+    if point is None:
+        return [target, *"-----", "-", "cannot be reached"]
+    left = {key: f"{100 * part:.1f} %" for key, part in point["left"].items()}
+    sizes = [f"{point['macs']:,}", left["macs"], f"{point['params']:,}", left["params"], f"{point['size']:,} B"]
+    return [target, *sizes, f"{point['filters']:,}", _percent(point["accuracy"])]
 
 
 def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:

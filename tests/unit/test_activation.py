@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sbf_pruner.scoring.activation import binary_gate, leaky_exponential
+from sbf_pruner.scoring.activation import ACTIVATIONS, leaky_exponential
 
 
 def slope(x: float, leak: float = 0.1) -> float:
@@ -45,8 +45,10 @@ def test_the_gradient_matches_finite_differences():
     assert torch.autograd.gradcheck(leaky_exponential, x)
 
 
-def test_the_gate_opens_at_the_threshold_itself():
-    scores = torch.tensor([0.0, 0.4999, 0.5, 1.3])
-    assert binary_gate(scores).tolist() == [False, False, True, True]
-    assert binary_gate(scores, threshold=1.0).tolist() == [False, False, False, True]
-    assert binary_gate(scores).dtype == torch.bool
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_starts_at_one_and_can_fall_below_the_threshold(name):
+    x = torch.tensor([0.0, -3.0, 3.0], requires_grad=True)
+    scores = ACTIVATIONS[name](x, 0.1)
+    scores.sum().backward()
+    assert scores[0] == 1 and scores[1] < 0.5 < scores[2]
+    assert (x.grad > 0).all()

@@ -7,13 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.budget import Budget, land
+from sbf_pruner import load
+from sbf_pruner.budget.aim import Aim
+from sbf_pruner.budget.guards import Guards, coupled
+from sbf_pruner.budget.landing import Field, land
+from sbf_pruner.budget.prices import Mix, prices
+from sbf_pruner.budget.steering import RANGE, Steering
+from sbf_pruner.budget.targets import Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost
 from sbf_pruner.measuring import measure
 from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
+from sbf_pruner.surgery import extract
 from sbf_pruner.training.loop import fit
 from sbf_pruner.training.recipe import load_recipe
 
@@ -30,48 +38,253 @@ def scores(graph, seed=0):
     return {name: rng.random(layer.filters) for name, layer in graph.layers.items()}
 
 
-@pytest.mark.parametrize("budget", [Budget(macs=0.7), Budget(macs=0.3), Budget(params=0.5), Budget(0.4, 0.5)])
+# -- landing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [Budget(macs=0.7), Budget(macs=0.15), Budget(params=0.5), Budget(size=0.3)])
 def test_landing_meets_the_budget_and_wastes_nothing(graph, budget):
+    aim = Aim(graph, budget)
+    landing = aim.choose(scores(graph))
+    assert landing.usage == aim.count(landing.masks)
+    (room,) = aim.limits.room(landing.usage).values()
+    assert 0 <= room <= 0.01
+
+
+def test_of_two_limits_both_are_used_up(graph):
+    # By score alone one of them would be reached long before the other.
     dense = cost(graph, {})
-    found = cost(graph, land(graph, scores(graph), budget))
-    assert budget.holds(found, dense)
-    assert max(found.params / dense.params - budget.params, found.macs / dense.macs - budget.macs) > -0.01
+    values = scores(graph)
+    alone = Aim(graph, Budget(params=0.25)).choose(values).usage
+    asked = Budget(params=0.25, macs=alone["macs"] / dense.macs + 0.12)
+    aim = Aim(graph, asked)
+    room = aim.limits.room(aim.choose(values).usage)
+    assert all(0 <= part <= 0.02 for part in room.values()), room
 
 
 def test_landing_takes_the_highest_scores(graph):
     values = scores(graph)
-    masks = land(graph, values, Budget(macs=0.5))
+    masks = Aim(graph, Budget(macs=0.5)).choose(values).masks
     kept = np.concatenate([values[n][m] for n, m in masks.items()])
     dropped = np.concatenate([values[n][~m] for n, m in masks.items()])
     assert np.quantile(kept, 0.02) > np.quantile(dropped, 0.98), "but for a few that fitted into the rest"
 
 
+def test_the_level_separates_what_stays_from_what_goes(graph):
+    values = scores(graph)
+    landing = Aim(graph, Budget(macs=0.5)).choose(values)
+    above = np.concatenate([values[n] > landing.level for n in values])
+    kept = np.concatenate([landing.masks[n] for n in values])
+    assert (above != kept).mean() < 0.02
+
+
+def test_where_whole_steps_are_too_large_single_filters_fill_the_rest():
+    # One filter of "big" costs 50, one of "small" 1: after the big ones that fit, small ones are added.
+    prices_ = {"big": 50.0, "small": 1.0}
+    field = Field(
+        {"big": np.array([0.9, 0.8, 0.7]), "small": np.array([0.1, 0.3, 0.2])},
+        lambda masks: {"macs": sum(prices_[n] * m.sum() for n, m in masks.items())},
+    )
+    landing = land(field, Limits({"macs": 145.0}, {"macs": 153.0}))
+    assert landing.usage["macs"] == 103
+    assert landing.masks["small"].all()
+
+
 def test_a_budget_for_everything_keeps_everything(graph):
-    assert all(mask.all() for mask in land(graph, scores(graph), Budget()).values())
+    plain = {name: np.ones(layer.filters) for name, layer in graph.layers.items()}
+    assert Aim(graph, Budget()).limits is None
+    assert all(mask.all() for mask in Aim(graph, Budget(macs=1e12)).choose(plain).masks.values())
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_network():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4 * 196, 2))
-    pruner = Pruner(net, IMAGE, budget=Budget(params=0.01))
-    with (
-        pytest.raises(PruningError, match=r"smallest network .* keeps \d+\.\d% of the parameters"),
-        pruner.scoring(),
-    ):
-        pass
+    told = r"the target of 18 params \(1\.0%\) cannot be met: the smallest network that may be left has 42\d params"
+    with pytest.raises(PruningError, match=told):
+        Pruner(net, IMAGE, budget=Budget(params=0.01))
 
 
-@pytest.mark.parametrize("part", [0.0, 1.5, -1.0])
-def test_a_budget_is_a_part(part):
-    with pytest.raises(PruningError, match="macs is the part to keep, above 0 and at most 1"):
+def test_guards_that_contradict_the_budget_are_named(graph):
+    with pytest.raises(PruningError, match=r"or loosen the guards \(min_filters = 12\), which contradict it"):
+        Aim(graph, Budget(macs=0.1), Guards(min_filters=12))
+
+
+# -- what is asked for ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("macs=0.5", 0.5), ("macs=50%", 0.5), ("params=400k", 4e5), ("size=1MB", 1e6), ("size=2MiB", 2 * 2**20),
+     ("macs=1.5e6", 1.5e6), ("size=100", 100), ("params = .25", 0.25)],
+)  # fmt: skip
+def test_targets_as_they_are_written(text, value):
+    assert getattr(Budget.parse([text]), text.partition("=")[0].strip()) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["macs", "macs=", "macs=half", "macs=-1", "macs=0", "macs=150%", "params=1MB", "flops=0.5", "macs=1x"]
+)
+def test_targets_that_say_nothing_are_refused(text):
+    with pytest.raises(PruningError, match=r"^target "):
+        Budget.parse([text])
+
+
+def test_macs_are_those_of_one_sample():
+    aims = [Aim(trace(resnet20(), IMAGE.expand(n, -1, -1, -1)), Budget(macs=2e6)) for n in (1, 3)]
+    values = scores(aims[0].graph)
+    first, third = (aim.choose(values) for aim in aims)
+    assert first.usage == third.usage and 1.9e6 < first.usage["macs"] <= 2e6
+
+
+def test_a_target_is_given_once():
+    with pytest.raises(PruningError, match="target macs is given twice"):
+        Budget.parse(["macs=0.5", "macs=0.4"])
+
+
+@pytest.mark.parametrize("part", [0.0, -1.0, float("nan")])
+def test_a_budget_leaves_something(part):
+    with pytest.raises(PruningError, match="macs: what to keep is a part"):
         Budget(macs=part)
 
 
+# -- guards --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_rounded_widths_are_multiples_or_all_there_is(graph, share):
+    aim = Aim(graph, Budget(macs=share), Guards(round_to=8))
+    landing = aim.choose(scores(graph))
+    small = extract(resnet20(), IMAGE, Plan.from_masks(landing.masks), graph)
+    widths = [m.out_channels for m in small.modules() if isinstance(m, nn.Conv2d)]
+    assert all(width % 8 == 0 for width in widths), widths
+    assert measure(small, IMAGE).macs <= share * cost(graph, {}).macs
+
+
+def test_every_layer_keeps_its_least(graph):
+    masks = Aim(graph, Budget(macs=0.3), Guards(min_filters=3, max_removed=0.75)).choose(scores(graph)).masks
+    for name, mask in masks.items():
+        assert mask.sum() >= max(3, 0.25 * mask.size), name
+
+
+def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
+    groups = coupled(graph, "streams")
+    assert any({"conv1", "layer1.0.conv2", "layer1.2.conv2"} <= set(group) for group in groups)
+    masks = Aim(graph, Budget(macs=0.4), Guards(groups=groups)).choose(scores(graph)).masks
+    for group in groups:
+        assert all(np.array_equal(masks[name], masks[group[0]]) for name in group)
+    small = extract(resnet20(), IMAGE, Plan.from_masks(masks), graph)
+    assert small.layer1[1].conv1.weight.shape[1] == masks["conv1"].sum() < 16
+
+
+def test_layers_are_coupled_by_pattern(graph):
+    (group,) = coupled(graph, ["layer2.*.conv1"])
+    assert group == ("layer2.0.conv1", "layer2.1.conv1", "layer2.2.conv1")
+    with pytest.raises(PruningError, match=r"couple: the layers that '\*.conv1' matches have different numbers"):
+        coupled(graph, ["*.conv1"])
+    with pytest.raises(PruningError, match="couple: 'stem' matches 0 layers"):
+        coupled(graph, ["stem"])
+
+
+# -- pressure ------------------------------------------------------------------------------------------------
+
+
+def test_a_price_is_what_goes_with_a_filter(graph):
+    rng = np.random.default_rng(0)
+    keep = graph.settle({name: rng.random(layer.filters) < 0.7 for name, layer in graph.layers.items()})
+    found, whole, here = prices(graph, keep), cost(graph, {}), cost(graph, keep)
+    for name in ("layer1.1.conv1", "layer2.2.conv1", "layer3.0.conv1"):  # each filter of these costs the same
+        less = {**keep, name: keep[name].copy()}
+        less[name][np.flatnonzero(keep[name])[1]] = False
+        left = cost(graph, less)
+        assert found["macs"][name] == pytest.approx((here.macs - left.macs) / whole.macs)
+        assert found["params"][name] == pytest.approx((here.params - left.params) / whole.params)
+
+
+def test_scarce_resources_count_more():
+    mix = Mix({"macs": 0.5, "params": 0.8})
+    for _ in range(20):
+        mix.follow({"macs": 0.0, "params": 0.1})
+    weights = mix.weights({"macs": {"a": 4.0, "b": 1.0}, "params": {"a": 1.0, "b": 4.0}}, {"a": 2, "b": 2})
+    assert weights == pytest.approx([1.6, 0.4], rel=1e-3)
+
+
+def test_the_strength_follows_the_level():
+    steering = Steering(1e-3, threshold=0.5)
+    assert steering.follow(level=0.75, progress=0.5) == pytest.approx(1e-3), "half way the cut is to be half way"
+    assert steering.follow(level=0.9, progress=1.0) > 1e-3
+    for _ in range(50):
+        steering.follow(level=1.0, progress=1.0)
+    assert steering.strength == pytest.approx(1e-3 * RANGE), "it does not grow without end"
+
+
+def test_steering_brings_the_scores_themselves_to_the_budget():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 4, 3))
+    images = torch.rand(4, 3, 10, 10)
+    target = net.eval()(images).detach()
+    pruner = Pruner(net, images, budget=Budget(macs=0.5), speed=0.02, penalty=1e-5, balance="cost")
+    for round_ in range(12):
+        pruner.progress = min((round_ + 1) / 8, 1)
+        with pruner.scoring():
+            for step in range(15):
+                loss = (net(images) - target).square().mean()
+                (loss + pruner.penalty()).backward()
+                pruner.step()
+                if step == 7:
+                    pruner.steer()
+    kept = len(pruner.plan().keep["0"])
+    by_threshold = int((pruner.scores()["0"] >= 0.5).sum())
+    assert float(pruner.pressure.strength) != pytest.approx(1e-5)
+    assert kept == 16
+    assert abs(by_threshold - kept) <= 4
+
+
+def test_steering_survives_a_stop():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3))
+
+    def made():
+        return Pruner(net, torch.rand(1, 3, 8, 8), budget=Budget(macs=0.5), balance="cost")
+
+    pruner = made()
+    with pruner.scoring():
+        pass
+    state = pruner.state_dict()
+    pruner.detach()
+    again = made()
+    again.load_state_dict(state)
+    assert again.pressure.strength == pruner.pressure.strength != torch.tensor(5e-4)
+    assert again.pressure.steering.strength == pruner.pressure.steering.strength
+    assert torch.equal(again.pressure.weights, pruner.pressure.weights)
+    assert again.pressure.mix.parts == pruner.pressure.mix.parts
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+SHORT = ["phases.warmup=1", "phases.cycles=3", "phases.score=1", "phases.weights=1", "phases.finetune=0",
+         "dense_control=false", "budget.settled=1", "budget.steer=true", "scores.balance=cost"]  # fmt: skip
+
+
 def test_a_run_delivers_the_size_its_recipe_asks_for(tmp_path):
-    sets = ["phases.warmup=1", "phases.cycles=3", "phases.score=1", "phases.weights=1"]
-    sets += ["phases.finetune=0", "dense_control=false", "budget.macs=0.4", "budget.settled=1"]
-    recipe = load_recipe("digits", sets)
-    net = resnet20(in_channels=1)
-    result = fit(net, recipe, run=tmp_path / "run")
+    recipe = load_recipe("digits", [*SHORT, "budget.macs=0.4"])
+    result = fit(resnet20(in_channels=1), recipe, run=tmp_path / "run")
     dense, small = (result.summary[which]["macs"] for which in ("dense", "pruned"))
     assert 0.39 < small / dense <= 0.4
     assert measure(result.model, torch.zeros(1, 1, 8, 8)).params == result.summary["pruned"]["params"]
+
+
+def test_a_file_of_the_size_asked_for(tmp_path):
+    recipe = load_recipe("digits", [*SHORT, "budget.size=400e3", "guards.round_to=2"])
+    fit(resnet20(in_channels=1), recipe, run=tmp_path / "run")
+    assert 0.97 * 400e3 < (tmp_path / "run" / "model.safetensors").stat().st_size <= 400e3
+    widths = [m.out_channels for m in load(tmp_path / "run", lambda: resnet20(in_channels=1)).modules()
+              if isinstance(m, nn.Conv2d)]  # fmt: skip
+    assert all(width % 2 == 0 for width in widths)
+
+
+def test_an_impossible_size_is_refused_before_anything_is_written(tmp_path):
+    for sets, told in (
+        (["budget.macs=1e-5"], "the target of .* macs .* cannot be met"),
+        (["budget.size=5e3"], "the target size of 5000 cannot be met: names and numbers"),
+    ):
+        with pytest.raises(PruningError, match=told):
+            fit(resnet20(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

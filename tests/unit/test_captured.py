@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
+from sbf_pruner.budget.targets import Budget
 from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
@@ -28,12 +29,13 @@ def batches(device: str = "cpu", *, training: bool = True) -> Batches:
 
 
 def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
-    """A teacher, an average, norms without decay, scores of one speed, statistics taken anew."""
+    """A teacher, an average, norms without decay, statistics taken anew; scores of blocks, steered to a budget."""
     torch.manual_seed(1)
     teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), speed=0.2, penalty=1e-3)
+    images, asked = torch.zeros(1, 3, 16, 16, device=device), Budget(macs=0.6)
+    pruner = Pruner(model, images, speed=0.2, penalty=1e-3, blocks=True, budget=asked, balance="cost")
     data, engine = batches(device), kind(model, device, pruner)
     config = OptimizerConfig(lr=0.05, nesterov=True, decay_all=False, ema=0.9)
     tallies = []
@@ -48,7 +50,9 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
         engine.recalibrate(data, first, 2)
         tallies.append(engine.evaluate(data))
         with pruner.scoring():
-            tallies += [engine.score_epoch(data, epoch, teacher) for epoch in (first + 2, first + 3)]
+            for epoch in (first + 2, first + 3):
+                tallies.append(engine.score_epoch(data, epoch, teacher))
+                pruner.steer()
     return tallies, [t.detach().cpu() for t in model.state_dict().values()], pruner.plan()
 
 

@@ -17,6 +17,7 @@ import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.measuring import measure
 from sbf_pruner.training import loop, networks, summary
+from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
@@ -114,13 +115,17 @@ def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
     assert names == [
         "checkpoints/initial.safetensors",
         "checkpoints/last.safetensors",
+        "checkpoints/scored.safetensors",
         "metrics.jsonl",
         "model.safetensors",
+        "network.json",
         "plan.json",
         "recipe.toml",
+        "report.html",
+        "scores.jsonl",
         "summary.json",
     ]
-    assert sbf.load_recipe(straight.folder / "recipe.toml") == recipe()
+    assert sbf.Recipe.load(straight.folder / "recipe.toml") == recipe()
     assert sbf.Plan.load(straight.folder / "plan.json") == straight.plan
     assert json.loads((straight.folder / "summary.json").read_text()) == straight.summary
 
@@ -161,6 +166,83 @@ def test_every_epoch_has_one_record(straight: Result) -> None:
     assert records[11]["macs"] == straight.summary["pruned"]["macs"]
     assert records[-1]["macs"] == straight.summary["dense"]["macs"]
     assert all((r["penalty"] > 0) == (r["phase"] == "score") for r in records)
+
+
+def test_scores_are_written_after_every_epoch_of_them(straight: Result) -> None:
+    lines = [json.loads(line) for line in (straight.folder / "scores.jsonl").read_text().splitlines()]
+    records = metrics(straight.folder)
+    assert [line["done"] for line in lines] == [r["done"] for r in records if r["phase"] == "score"] == [3, 4, 7, 8]
+    assert [line["cycle"] for line in lines] == [1, 1, 2, 2]
+    widths = {name: layer["before"] for name, layer in straight.summary["layers"].items()}
+    for line in lines:
+        assert {name: len(scores) for name, scores in line["scores"].items()} == widths
+    assert ["kept" in line for line in lines] == [False, True, False, True]
+    assert lines[-1]["kept"] == straight.plan.widths()
+    # The gates are the scores against the threshold, but for filters that lost their inputs or readers.
+    for name, kept in straight.plan.keep.items():
+        assert all(lines[-1]["scores"][name][place] >= 0.5 for place in kept)
+    assert lines[0]["scores"] != lines[1]["scores"]
+
+
+def test_scores_are_written_by_the_captured_engine_too(
+    straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "make_engine", CapturedEngine)
+    result = fit(model(), recipe(dense_control=False), run=tmp_path / "run")
+    lines, others = (
+        [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+        for folder in (result.folder, straight.folder)
+    )
+    assert [line["done"] for line in lines] == [line["done"] for line in others]
+    for name, scores in lines[0]["scores"].items():
+        assert scores == pytest.approx(others[0]["scores"][name], abs=2e-3)
+    assert lines[-1]["kept"] == result.plan.widths() and result.summary["refinement"]
+
+
+def test_refinement_lies_within_the_bounds_of_the_lemma(straight: Result) -> None:
+    (block,) = straight.summary["refinement"]
+    assert block["layer"] == "conv2"
+    low, high = (block[key] ** 2 * block["unscored"] for key in ("delta", "top"))
+    assert 0 < low < block["scored"] < high
+    assert block["pruned"] > 0
+
+
+def test_the_summary_names_what_was_left_alone(straight: Result) -> None:
+    assert straight.summary["skipped"] == {"fc": "its filters are the network's outputs"}
+
+
+def test_the_size_of_a_file_is_that_of_the_one_written(straight: Result) -> None:
+    size = (straight.folder / "model.safetensors").stat().st_size
+    assert straight.summary["pruned"]["file_bytes"] == size < straight.summary["dense"]["file_bytes"]
+
+
+def test_a_report_that_cannot_be_drawn_does_not_cost_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: Any) -> str:
+        raise ZeroDivisionError("no pen")
+
+    monkeypatch.setattr("sbf_pruner.report.run_page", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.inspect", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.under_scores", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.when_pruned", broken)
+    result = fit(model(), recipe(dense_control=False, phases__cycles=1), run=tmp_path / "run")
+    assert result.summary["refinement"] == [] and (tmp_path / "run/summary.json").is_file()
+    assert not (tmp_path / "run/report.html").exists()
+    assert "no report was drawn (ZeroDivisionError: no pen)" in caplog.text
+    assert "no pen" in json.loads((tmp_path / "run/network.json").read_text())["undrawn"]
+
+
+def test_a_run_begun_by_an_older_version_goes_on_and_stores_what_it_can(straight: Result, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(6))
+    for name in ("network.json", "scores.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").read_text().splitlines()]
+    assert [line["done"] for line in lines] == [7, 8]
+    stored = [(folder / "network.json").read_bytes() for folder in (tmp_path / "run", straight.folder)]
+    assert stored[0] == stored[1]
 
 
 def test_the_run_folder_loads_again(straight: Result) -> None:
@@ -218,9 +300,18 @@ EVERYTHING: dict[str, Any] = {
     "phases__finetune": 4,
     "warmup__ema": 0.8,
     "warmup__nesterov": True,
+    "warmup__ramp": 1,
     "weights__batch_size": 8,
     "weights__recalibrate": 2,
     "scores__speed": 0.1,
+    "scores__balance": "cost",
+    "scores__blocks": True,
+    "scores__activation": "sigmoid",
+    "scores__freeze_norms": False,
+    "budget__macs": 0.7,
+    "budget__steer": True,
+    "budget__settled": 0,
+    "guards__round_to": 2,
     "finetune__ema": 0.9,
     "finetune__decay_all": False,
     "distill__alpha": 0.7,
@@ -252,8 +343,9 @@ def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) ->
     """Were one of them not wired up, leaving it out would change nothing."""
     made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key})
     without = fit(model(), made, run=tmp_path / "run")
-    files = [result.folder / "model.safetensors" for result in (without, full)]
-    assert files[0].read_bytes() != files[1].read_bytes()
+    # What only moves scores may leave the same filters.
+    left = [[(r.folder / n).read_bytes() for n in ("model.safetensors", "scores.jsonl")] for r in (without, full)]
+    assert left[0] != left[1]
 
 
 def test_the_average_is_judged_and_stays(full: Result) -> None:
@@ -313,7 +405,10 @@ def assert_same_run(result: Result, straight: Result) -> None:
     for part in ("dense", "pruned"):
         for key in ("accuracy", "params", "macs"):
             assert result.summary[part][key] == straight.summary[part][key]
-    assert result.summary["cut_error"] == straight.summary["cut_error"]
+    for key in ("cut_error", "layers", "skipped", "refinement"):
+        assert result.summary[key] == straight.summary[key]
+    for name in ("scores.jsonl", "network.json", "checkpoints/scored.safetensors"):
+        assert (result.folder / name).read_bytes() == (straight.folder / name).read_bytes()
     files = [folder / "model.safetensors" for folder in (result.folder, straight.folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -360,8 +455,9 @@ def test_a_run_killed_between_record_and_checkpoint_does_that_epoch_again(
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == epoch
-    with (tmp_path / "run/metrics.jsonl").open("a") as file:
-        file.write('{"half a rec')
+    for name in ("metrics.jsonl", "scores.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"half a rec')
     monkeypatch.undo()
     assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
 
@@ -375,6 +471,39 @@ def test_checkpoints_that_are_rare_change_nothing(
             fit(model(), recipe(), run=tmp_path / "run", resume=epoch > 3, report=kill_after(epoch))
         assert load_checkpoint(tmp_path / "run/checkpoints")["done"] in (kept, kept + 1)
     assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
+
+
+@pytest.mark.parametrize("weight_epochs", [2, 0])
+@pytest.mark.parametrize("place", ["small", "gated", "padded"])
+def test_the_scored_network_is_the_one_the_cycles_left(place: str, weight_epochs: int, tmp_path: Path) -> None:
+    asked = recipe(phases__weights=weight_epochs, finetune_on=place, dense_control=False)
+    end = 6 + 2 * weight_epochs
+    with pytest.raises(Killed):
+        fit(model(), asked, run=tmp_path / "run", report=kill_after(end))
+    path = tmp_path / "run/checkpoints/scored.safetensors"
+    last, scored = (load_checkpoint(path.parent, name) for name in ("last.safetensors", path.name))
+    assert last["done"] == end and scored["plan"] == last["networks"]["plan"]
+    for name, tensor in last["networks"]["dense"].items():
+        assert torch.equal(scored["dense"][name], tensor), name
+    assert torch.equal(torch.cat(list(scored["scores"].values())), last["networks"]["pruner"]["scores"])
+    written = path.read_bytes()
+    path.unlink()  # as if an older version had begun the run
+    result = fit(model(9), asked, run=tmp_path / "run", resume=True)
+    assert path.read_bytes() == written, "fine-tuning leaves it alone"
+    assert result.plan == sbf.Plan(scored["plan"])
+
+
+def test_a_run_resumed_in_its_fine_tuning_gets_no_scored_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
+    asked = recipe(finetune_on="gated", dense_control=False)
+    with pytest.raises(Killed):
+        fit(model(), asked, run=tmp_path / "run", report=kill_after(EPOCHS - 1))
+    path = tmp_path / "run/checkpoints/scored.safetensors"
+    path.unlink()
+    fit(model(), asked, run=tmp_path / "run", resume=True)
+    assert not path.exists(), "its weights are no longer those the scores were learned for"
 
 
 def test_resuming_a_finished_run_gives_its_result(straight: Result) -> None:
@@ -410,16 +539,17 @@ def test_an_existing_run_is_refused_and_untouched(straight: Result) -> None:
 
 
 def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
-    short = recipe(phases__cycles=0, dense_control=False)
-    fit(model(), short, run=tmp_path / "run")
+    fit(model(), recipe(phases__cycles=1, dense_control=False), run=tmp_path / "run")
+    assert (tmp_path / "run/checkpoints/scored.safetensors").is_file()
     (tmp_path / "run/notes.txt").write_text("mine")
     (tmp_path / "run/checkpoints/best.pt").write_text("mine too")
     other = recipe(phases__cycles=0, phases__warmup=1, dense_control=False)
     result = fit(model(), other, run=tmp_path / "run", force=True)
     assert len(metrics(result.folder)) == 3
-    assert sbf.load_recipe(result.folder / "recipe.toml") == other
+    assert sbf.Recipe.load(result.folder / "recipe.toml") == other
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
     assert (tmp_path / "run/checkpoints/best.pt").read_text() == "mine too"
+    assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"
 
 
 def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 
 import pytest
 import torch
 from torch import nn
 
+import sbf_pruner as sbf
+from cases import leaves, random_plans
 from sbf_pruner.deploy.onnx import run, session, to_onnx
 from sbf_pruner.errors import PruningError
-from sbf_pruner.inputs import map_tensors
+from sbf_pruner.inputs import call, map_tensors
 from sbf_pruner.models import resolve
-from zoo import ZOO
+from zoo import ZOO, fresh_inputs
 
 pytest.importorskip("onnxruntime")
 import onnx
@@ -38,6 +41,38 @@ def test_the_file_holds_the_weights_and_no_more(tmp_path):
     assert b"site-packages" not in path.read_bytes()
     proto = onnx.load(path)
     assert "BatchNormalization" not in {node.op_type for node in proto.graph.node}
+
+
+TEN = [
+    *(
+        "Residual",
+        "OptionA",
+        "PreActivation",
+        "EmptyBranch",
+        "Concat",
+        "Depthwise",
+        "SqueezeExcite",
+        "FlattenLinear",
+    ),
+    *("TwoInputs", "Unet"),
+]
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_a_compact_network_is_as_much_smaller_in_the_file_as_it_is_said_to_be(name, tmp_path):
+    model, inputs = ZOO[name]()
+    model, inputs = model.float().eval(), map_tensors(inputs, torch.Tensor.float)
+    graph = sbf.trace(model, inputs)
+    small = sbf.extract(model, inputs, random_plans(graph, count=3, seed=1)[2], graph).eval()
+    path = to_onnx(small, inputs, tmp_path / "net.onnx")
+    numbers = [tensor for tensor in onnx.load(path).graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    held = sum(math.prod(tensor.dims) for tensor in numbers)
+    reported = sbf.measure(small, inputs).params / sbf.measure(model, inputs).params
+    assert reported < 0.9
+    assert held / sum(p.numel() for p in model.parameters()) <= reported + 0.02
+    given = fresh_inputs(inputs, batch=3)
+    for found, wanted in zip(run(session(path, 1), given), leaves(call(small, given)), strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-4 * max(1.0, wanted.abs().max().item()))
 
 
 def test_keyword_inputs(tmp_path):

@@ -206,6 +206,7 @@ def test_ignored_layers_are_not_scored() -> None:
         ({"projection": "factord"}, "did you mean 'factored'"),
         ({"ignore": ["layer9.*"]}, "no layer is called 'layer9"),
         ({"balance": "aera"}, "did you mean 'area'"),
+        ({"activation": "sigmid"}, "did you mean 'sigmoid'"),
     ],
 )
 def test_bad_arguments_are_refused_and_leave_the_model_alone(arguments: dict[str, object], message: str) -> None:
@@ -247,3 +248,59 @@ def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:
     assert sum(t.numel() * t.element_size() for t in held) < 2 * own
     with pytest.raises(PruningError, match=r"19,459,026,944 entries, 77\.8 GB"):
         LiteralProjection(weights, filters)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_norms_are_frozen_in_score_phases_unless_asked_otherwise(frozen: bool) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, freeze_norms=frozen)
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    before = norm.running_mean.clone()
+    with pruner.scoring():
+        (model.train()(IMAGES).square().mean() + pruner.penalty()).backward()
+        pruner.step()
+    assert torch.equal(norm.running_mean, before) == frozen
+
+
+def test_a_block_that_does_nothing_goes_as_one() -> None:
+    torch.manual_seed(0)
+    model = resolve("resnet20").eval()
+    images = torch.rand(4, 3, 16, 16)
+    with torch.no_grad():
+        idle = model.layer2[1]
+        idle.bn2.weight.zero_()
+        target = model(images)
+    pruner = Pruner(model, images, blocks=True, speed=0.05, penalty=1e-3, balance="none")
+    assert len(pruner.blocks.layers) == 9
+    for _ in range(2):
+        with pruner.scoring():
+            for _ in range(8):
+                ((model(images) - target).square().mean() * 100 + pruner.penalty()).backward()
+                pruner.step()
+    factors = dict(zip(pruner.blocks.layers, pruner.blocks.logits.tolist(), strict=True))
+    assert min(factors, key=factors.get) == "layer2.1.conv2" and factors["layer2.1.conv2"] < -0.5
+    assert pruner.plan().keep["layer2.1.conv2"] == ()
+    state = pruner.state_dict()
+    pruner.detach()
+    again = Pruner(model, images, blocks=True, speed=0.05)
+    again.load_state_dict(state)
+    assert torch.equal(again.blocks.logits, pruner.blocks.logits)
+
+
+def test_the_gate_opens_at_the_threshold_itself() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    pruner = Pruner(net, IMAGES)
+    with pruner.scoring(), torch.no_grad():
+        pruner.gates.soft.copy_(torch.tensor([0.0, 0.4999, 0.5, 1.3]))
+    assert pruner.plan().keep["0"] == (2, 3)
+
+
+def test_a_sigmoid_gives_scores_below_two() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, activation="sigmoid", projection="free", lr=1.0, penalty=1.0)
+    with pruner.scoring():
+        for _ in range(3):
+            (model(IMAGES).mean() + pruner.penalty()).backward()
+            pruner.step()
+    scores = torch.cat(list(pruner.scores().values()))
+    assert (scores > 0).all() and (scores < 1).all()

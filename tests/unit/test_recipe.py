@@ -126,7 +126,7 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
     [
         (
             "scores.balance=aera",
-            "scores.balance: 'aera' is not one of area, side, none; did you mean 'area'?",
+            "scores.balance: 'aera' is not one of area, side, none, cost; did you mean 'area'?",
         ),
         ("device=tpu", "device: 'tpu' is not one of auto, cpu, cuda; did you mean 'cpu'?"),
         ("device=gpus7", "device: 'gpus7' is not one of auto, cpu, cuda"),
@@ -214,7 +214,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_sections_check_themselves_when_built_in_python() -> None:
-    with pytest.raises(RecipeError, match=r"^balance: 'aera' is not one of area, side, none; did you mean"):
+    with pytest.raises(RecipeError, match=r"^balance: 'aera' is not one of area, side, none, cost; did you mean"):
         ScoresConfig(balance="aera")
     with pytest.raises(RecipeError, match=r"^model: expected ModelConfig, got table \(\{'name': 'resnet20'\}\)"):
         Recipe("x", {"name": "resnet20"}, DataConfig("digits"))  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_numpy_numbers_are_written_as_numbers() -> None:
 def test_every_key_is_described() -> None:
     known = settings()
     assert known["weights.lr"].default == 1e-3 and known["warmup.lr"].default == 0.1
-    assert known["scores.balance"].choices == ("area", "side", "none")
+    assert known["scores.balance"].choices == ("area", "side", "none", "cost")
     assert known["model.name"].default is None
     assert known["warmup.milestones"].kind == "list of floats"
     for key, setting in known.items():

@@ -70,3 +70,11 @@ def test_step_falls_at_its_milestones() -> None:
 def test_constant_stays() -> None:
     config = OptimizerConfig(lr=0.7, schedule="constant")
     assert {learning_rate(config, step, 5) for step in range(5)} == {0.7}
+
+
+def test_a_ramp_rises_to_where_the_schedule_is_and_then_follows_it() -> None:
+    config = OptimizerConfig(lr=0.4, ramp=2)
+    plain = [learning_rate(OptimizerConfig(lr=0.4), step, 40) for step in range(40)]
+    rates = [learning_rate(config, step, 40, each=5) for step in range(40)]
+    assert rates[:10] == pytest.approx([rate * (step + 1) / 10 for step, rate in enumerate(plain[:10])])
+    assert rates[10:] == plain[10:]

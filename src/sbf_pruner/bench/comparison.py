@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..deploy.choose import FORMS, alike, fastest
+from ..deploy.choose import FORMS, fastest, written
 from ..deploy.forms import Deployable
 from ..errors import PruningError
 from ..inputs import call
@@ -146,12 +146,8 @@ class _Bench:
         if self.as_it_is:
             return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
         if (side, runtime) not in self.forms:
-            found: dict[str, fx.GraphModule] = {}
-            for form in FORMS[LIKE.get(runtime, runtime)]:
-                network = self.sources[side].form(form)
-                if not any(alike(network, other) for other in found.values()):
-                    found[str(form)] = network
-            self.forms[side, runtime] = found
+            forms = {str(form): form for form in FORMS[LIKE.get(runtime, runtime)]}
+            self.forms[side, runtime] = written(self.sources[side], forms)
         return self.forms[side, runtime]
 
 

@@ -30,7 +30,7 @@ from ..training.finished import FinishedRun, read_run
 from ..training.summary import environment
 from .captured import exported
 from .card import card
-from .choose import TARGETS, choose
+from .choose import SECONDS, TARGETS, choose
 from .int8 import accuracy, quantise
 from .onnx import require, run, session, to_onnx
 
@@ -51,7 +51,7 @@ class Request:
     """the runtime the form is for; empty: onnxruntime, or eager where no ONNX is asked for"""
     batch: int = 64
     threads: int | None = None
-    seconds: float = 20.0
+    seconds: float = SECONDS
     """about how long forms are timed"""
     force: bool = False
 

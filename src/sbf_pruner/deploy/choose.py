@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import PruningError, nearest
 from ..inputs import call, map_tensors, real_copy
+from ..timing import using_threads
 from .forms import Deployable, Form
 from .onnx import feed, session, to_onnx
 
@@ -44,6 +45,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "compile": (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True)),
 }
 TARGETS = tuple(FORMS)
+SECONDS = 10.0  # that the forms of one network are timed, about
+_TURNS = 100  # are enough however quick a pass is
 _BEHIND = 1.15  # a form that takes longer than this times the fastest has no chance
 
 
@@ -73,7 +76,7 @@ def choose(
     *,
     batch: int = 64,
     threads: int | None = None,
-    seconds: float = 20.0,
+    seconds: float = SECONDS,
     forms: Sequence[Form] | None = None,
 ) -> Chosen:
     """The form of a network that is fastest in a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
@@ -88,25 +91,31 @@ def choose(
     except PruningError as error:
         return Chosen(real_copy(model).eval(), None, f"not rewritten: {error}")
     candidates = {str(form): form for form in (FORMS[target] if forms is None else forms)}
-    networks: dict[str, fx.GraphModule] = {}
-    for name, form in candidates.items():
-        made = deployable.form(form)
-        if not any(alike(made, other) for other in networks.values()):
-            networks[name] = made
+    networks = written(deployable, candidates)
     if len(networks) == 1:
         ((name, only),) = networks.items()
         return Chosen(only, candidates[name], "the only form it has")
-    inputs = _batch_of(example_inputs, batch)
+    inputs = batch_of(example_inputs, batch)
     threads = threads or torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, using_threads(threads):
         passes = {
-            name: _ready(network, inputs, target, threads, Path(folder) / f"{index}.onnx")
+            name: ready(network, inputs, target, threads, Path(folder) / f"{index}.onnx")
             for index, (name, network) in enumerate(networks.items())
         }
         times = fastest(passes, seconds)
     best = min(times, key=lambda name: (times[name], list(times).index(name)))
     why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {threads} threads"
     return Chosen(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
+
+
+def written(deployable: Deployable, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
+    """The network in each of the forms, without those that are the same network as one before."""
+    networks: dict[str, fx.GraphModule] = {}
+    for name, form in forms.items():
+        made = deployable.form(form)
+        if not any(alike(made, other) for other in networks.values()):
+            networks[name] = made
+    return networks
 
 
 def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
@@ -116,7 +125,7 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     for name in running:
         passes[name]()  # the first run is not like the others
     start, turn = time.perf_counter(), 0
-    while turn < 3 or (time.perf_counter() < start + seconds and len(running) > 1):
+    while turn < 3 or (turn < _TURNS and time.perf_counter() < start + seconds and len(running) > 1):
         for name in running[:: 1 if turn % 2 == 0 else -1]:
             began = time.perf_counter()
             passes[name]()
@@ -128,12 +137,12 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     return least
 
 
-def _ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Path) -> Callable[[], Any]:
+def ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Path) -> Callable[[], Any]:
     """A function that runs the network once on the inputs, in the target's runtime."""
     if target == "onnxruntime":
-        ready = session(to_onnx(network, inputs, path), threads)
-        fed = feed(ready, inputs)
-        return lambda: ready.run(None, fed)
+        held = session(to_onnx(network, inputs, path), threads)
+        fed = feed(held, inputs)
+        return lambda: held.run(None, fed)
     called: Any = torch.compile(network) if target == "compile" else network
 
     def run() -> Any:
@@ -143,7 +152,7 @@ def _ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Pat
     return run
 
 
-def _batch_of(example_inputs: Any, batch: int) -> Any:
+def batch_of(example_inputs: Any, batch: int) -> Any:
     """Inputs like the example with so many samples, of real numbers: zeros may be quicker."""
     generator = torch.Generator().manual_seed(0)
 

@@ -84,7 +84,7 @@ class Deployable:
             shortcuts_as_convolutions(graph)
         # A remap that selects from what a layer reads costs a copy of the map; columns of zeros cost less.
         rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, never)
-        merge_remaps(graph, rows, _always)
+        merge_remaps(graph, rows, _always, sink=True)
         widen(graph, form.rounded)
         way = "convolution" if form.branches == "mixed" else form.branches
         write_remaps(graph, lambda node: way)

@@ -73,17 +73,20 @@ def _padded(node: Node) -> list[int] | None:
 # -- merging -----------------------------------------------------------------------------------------------
 
 
-def merge_remaps(graph: fx.GraphModule, rows: Choice = never, columns: Choice = never) -> None:
+def merge_remaps(
+    graph: fx.GraphModule, rows: Choice = never, columns: Choice = never, *, sink: bool = False
+) -> None:
     """Merge remaps with what is beside them wherever that makes no layer larger, or where it is asked for.
 
     `rows`: a remap that adds zeros to what a layer gives becomes filters of zeros.  `columns`: a remap that
-    selects from what a layer reads becomes columns of zeros.
+    selects from what a layer reads becomes columns of zeros.  `sink`: a remap that adds zeros moves behind an
+    activation, towards the layers that read it, once it is clear that it is not to become filters.
     """
     changed = True
     while changed:
         changed = False
         for node in [n for n in graph.graph.nodes if n.target is REMAP]:
-            changed |= _merge(graph, node, rows, columns)
+            changed |= _merge(graph, node, rows, columns) or (sink and _sink(graph, node))
     graph.graph.eliminate_dead_code()
 
 
@@ -111,16 +114,21 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
             held.node.args = (x, *held.node.args[1:])
         if merged:
             return True
-    feeding = layer(graph, x)
-    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(x.users) == 1:
+    between, first = [], x
+    while _keeps_zero(first) and len(first.users) == 1:
+        between.append(first)
+        first = first.args[0]
+    feeding = layer(graph, first)
+    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
         selects = min(source) >= 0 and len(source) <= width
         if selects or rows(node):
             bias = None if feeding.bias is None else _taken(feeding.bias, source)
             replace(graph, feeding, _taken(feeding.weight, source), bias)
-            x.meta["val"] = node.meta["val"]
+            for passed in (first, *between):
+                passed.meta["val"] = widened(passed.meta["val"], len(source), dim)
             node.replace_all_uses_with(x)
             return True
-    return _sink(graph, node)
+    return False
 
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:

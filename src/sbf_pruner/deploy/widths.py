@@ -139,7 +139,7 @@ class _Groups:
         if any(shape(x)[1] != width or len(shape(x)) != len(shape(node)) for x in inputs):
             return False
         others = [a for a in node.args if isinstance(a, fx.Node) and a not in inputs]
-        return all(_line(graph, other, width) for other in others)
+        return all(_line(graph, other, node) or _one_number(graph, other) for other in others)
 
     def _join(self, one: Node, other: Node) -> None:
         self.parent[self.root(one)] = self.root(other)
@@ -155,10 +155,18 @@ def _own_tensors(graph: fx.GraphModule, node: Node) -> bool:
     return all(stored(graph, a) is not None and len(a.users) == 1 for a in held)
 
 
-def _line(graph: fx.GraphModule, node: Node, width: int) -> bool:
-    """A stored number per channel that only one operator reads."""
+def _line(graph: fx.GraphModule, node: Node, like: Node) -> bool:
+    """A stored number per channel of a node, that only one operator reads."""
+    held, sizes = stored(graph, node), shape(like)
+    if held is None or len(node.users) > 1 or held.dim() != len(sizes):
+        return False
+    return bool(1 < held.numel() == held.shape[1] == sizes[1])
+
+
+def _one_number(graph: fx.GraphModule, node: Node) -> bool:
+    """A stored number that serves all channels, however many there are."""
     held = stored(graph, node)
-    return held is not None and len(node.users) == 1 and held.dim() > 1 and held.numel() == held.shape[1] == width
+    return held is not None and held.numel() == 1
 
 
 # -- widening ------------------------------------------------------------------------------------------------
@@ -189,7 +197,7 @@ def _widen(graph: fx.GraphModule, group: Group, more: int) -> None:
         if node.target is NORM:
             _widen_norm(graph, node, more)
         elif node.target in _TOGETHER:
-            _widen_lines(graph, node, group.width, more)
+            _widen_lines(graph, node, more)
         elif node.target is REMAP:
             node.args = (node.args[0], [*node.args[1], *[-1] * more], 1)
         elif (one_layer := layer(graph, node)) is not None and one_layer.depthwise:
@@ -209,10 +217,10 @@ def _widen_norm(graph: fx.GraphModule, node: Node, more: int) -> None:
     node.args = tuple(arguments)
 
 
-def _widen_lines(graph: fx.GraphModule, node: Node, width: int, more: int) -> None:
+def _widen_lines(graph: fx.GraphModule, node: Node, more: int) -> None:
     arguments: list[Any] = list(node.args)
     for index, given in enumerate(arguments):
-        if isinstance(given, fx.Node) and _line(graph, given, width):
+        if isinstance(given, fx.Node) and _line(graph, given, node):
             held = stored(graph, given)
             assert held is not None
             arguments[index] = store(graph, node, str(given.target), _longer(held, 1, more))

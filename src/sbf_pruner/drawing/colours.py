@@ -17,7 +17,7 @@ HUES = [
     "#8d5524",
     "#7a7a8c",
 ]
-_DARK_HUES = [
+DARK_HUES = [
     "#ff9a3d",
     "#3fcf9b",
     "#f07ad6",
@@ -39,7 +39,28 @@ SHAPES = (
     "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
     ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
     ".name{font-weight:600}.wire{fill:none;stroke-width:1.4}.follower .shape{stroke-dasharray:4 2.5}"
+    ".gone .shape{stroke-dasharray:3 4;fill-opacity:0}.gone text{opacity:.65}"
+    ".gone .name{text-decoration:line-through}"
+    ".gone .mark,.gone .stripe{display:none}.wire.gone{stroke-dasharray:2 5;opacity:.7}"
 )
+
+
+def tones(*, dark: bool = False) -> dict[str, str]:
+    """The colours by what they are for: paper, ink, soft, wire, line, fill, grey, gate."""
+    return _DARK if dark else _LIGHT
+
+
+def scoped(scope: str) -> str:
+    """The shapes' rules under a selector, for a page that holds other things too.
+
+    >>> scoped(".graph").startswith(".graph text{font:")
+    True
+    """
+    text = ""
+    for rule in SHAPES.split("}")[:-1]:
+        selectors, _, body = rule.partition("{")
+        text += ",".join(f"{scope} {one}" for one in selectors.split(",")) + f"{{{body}}}"
+    return text
 
 
 def style() -> str:
@@ -49,7 +70,7 @@ def style() -> str:
 
 def colours(scope: str, dark: bool = False) -> str:
     """The rules that differ between light and dark, under a selector."""
-    tone, hues = (_DARK, _DARK_HUES) if dark else (_LIGHT, HUES)
+    tone, hues = tones(dark=dark), DARK_HUES if dark else HUES
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",
@@ -63,6 +84,7 @@ def colours(scope: str, dark: bool = False) -> str:
         ".input .shape,.output .shape": f"fill:{tone['ink']};stroke:{tone['ink']}",
         ".input text,.output text": f"fill:{tone['paper']}",
         ".joint .shape": f"fill:{tone['paper']};stroke:{tone['line']}",
+        ".kept": f"fill:{tone['fill']}",
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }

@@ -32,6 +32,8 @@ class Box:
     filters: int = 0
     group: int | None = None  # of layers that share a layout: its place among the groups
     gate: str = ""  # how the layer's own gate works: "affine", "map" or none
+    layer: str = ""  # the name of the layer it stands for, however often that is called
+    kept: int | None = None  # the filters that are left of it, once some are gone
     sources: list[Box] = field(default_factory=list, repr=False)
 
 
@@ -119,6 +121,7 @@ class _Composer:
             filters=node.filters,
             group=group,
             gate=fact.get("gate", ""),
+            layer=name,
         )
 
     def _stands_apart(self, node: Norm) -> bool:
@@ -154,6 +157,25 @@ class _Composer:
                 made.sources = [self.joined[key[:length]], *parts[length:]]
                 break
         self.joined.setdefault(key, made)
+
+
+def to_json(boxes: Sequence[Box]) -> list[dict[str, Any]]:
+    """Boxes as plain values, each with the places of its sources."""
+    place = {box: number for number, box in enumerate(boxes)}
+    return [{**vars(box), "sources": [place[source] for source in box.sources]} for box in boxes]
+
+
+def from_json(plain: Sequence[dict[str, Any]]) -> list[Box]:
+    """The boxes that `to_json` wrote.
+
+    >>> from_json(to_json([Box("input", "image", ("an image",))]))[0].label
+    'image'
+    """
+    boxes: list[Box] = []
+    for fields in plain:
+        sources = [boxes[number] for number in fields["sources"]]
+        boxes.append(Box(**{**fields, "tip": tuple(fields["tip"]), "sources": sources}))
+    return boxes
 
 
 def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contract) -> list[str]:

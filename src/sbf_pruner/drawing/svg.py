@@ -60,7 +60,8 @@ def drawing(boxes: Sequence[Box]) -> tuple[str, float, float]:
         assert upper is not None and lower is not None
         hue = _hue(upper.group) if upper.group == lower.group else ""
         ends = f'data-ends="{number[upper]} {number[lower]}"'
-        parts.append(f'<path class="wire{hue}" {ends} d="{path}"/>')
+        gone = " gone" if 0 in (upper.kept, lower.kept) else ""
+        parts.append(f'<path class="wire{hue}{gone}" {ends} d="{path}"/>')
     parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
     return "".join(parts), picture.width, picture.height
 
@@ -82,7 +83,8 @@ def _box(cell: Cell, number: int, most: int) -> str:
     x, y, w, h = cell.x - cell.width / 2, cell.y, cell.width, cell.height
     tip = escape("\n".join(box.tip))
     group = "" if box.group is None else f' data-group="{box.group}"'
-    open_tag = f'<g class="box {box.kind}{_hue(box.group)}" id="b{number}"{group}><title>{tip}</title>'
+    kind = f"{box.kind} gone" if box.kept == 0 else box.kind
+    open_tag = f'<g class="box {kind}{_hue(box.group)}" id="b{number}"{group}><title>{tip}</title>'
     return f"{open_tag}{_shape(box, x, y, w, h, most)}</g>"
 
 
@@ -102,10 +104,15 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> str:
     strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
     if box.kind == SKIPPED:
         strength = 0.18
+    if box.kept is not None:
+        strength = 0.07  # the part that is kept is drawn over it
     parts = [
         f'<rect class="back" {where} rx="6"/>',
         f'<rect class="shape" {where} rx="6" fill-opacity="{min(strength, 0.62):.2f}"/>',
     ]
+    if box.kept:
+        left = f'x="{x:.1f}" y="{y:.1f}" width="{w * box.kept / box.filters:.1f}" height="{h:.1f}"'
+        parts.append(f'<rect class="kept" {left} rx="6" fill-opacity=".38"/>')
     if box.group is not None:
         parts.append(f'<rect class="stripe" x="{x:.1f}" y="{y + 5:.1f}" width="4" height="{h - 10:.1f}" rx="2"/>')
     parts.append(f'<text class="name" x="{middle:.1f}" y="{y + 15:.1f}">{escape(short(box.label))}</text>')

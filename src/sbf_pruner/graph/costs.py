@@ -1,8 +1,8 @@
 """What a network would cost if it kept the given filters, without extracting it.
 
-A channel graph and masks enter; parameters and multiply-accumulates leave, counted on the layout that surgery
-would cut, so that they are those of the extracted network.  (Where the model's own code insists on sizes,
-surgery keeps more than the layout says, and only extracting tells.)
+A channel graph and masks enter; parameters, multiply-accumulates and stored bytes leave, counted on the layout
+that surgery would cut, so that they are those of the extracted network.  (Where the model's own code insists on
+sizes, surgery keeps more than the layout says, and only extracting tells.)
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from .trace import Value
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters that are used, and the multiply-accumulates of one pass on the example inputs."""
+    """Parameters that are used, multiply-accumulates of one pass on the example inputs, and the bytes of the
+    parameters and buffers that are used."""
 
     params: int
     macs: int
+    size: int = 0
 
 
 def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
@@ -35,7 +37,7 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
     >>> from .build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
     >>> cost(trace(net, torch.rand(1, 3, 5, 5)), {"0": np.arange(8) < 2})
-    Cost(params=16, macs=350)
+    Cost(params=16, macs=350, size=64)
     """
     flow = graph.flow(graph.settle(keep))
     layout, gone = solve(graph, flow), vanished(graph, flow)
@@ -49,11 +51,13 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
             macs += node.out.shape[0] * per_group * filters * math.prod(kernel) * math.prod(pixels)
             if node.groups > 1 and node.stored:
                 grouped[node.weight] = per_group * filters * math.prod(kernel)
-    params = 0
+    params = size = 0
     for value in graph.trace.states.values():
-        if value.trained and value.name.rpartition(".")[0] not in gone:
-            params += grouped[value] if value in grouped else _size(value, layout)
-    return Cost(params, macs)
+        if value.name.rpartition(".")[0] not in gone:
+            entries = grouped[value] if value in grouped else _size(value, layout)
+            params += entries if value.trained else 0
+            size += entries * (value.data.element_size() if value.data is not None else 0)
+    return Cost(params, macs, size)
 
 
 def _size(value: Value, layout: Layout) -> int:

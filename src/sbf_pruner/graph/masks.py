@@ -113,7 +113,7 @@ class Layout:
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
-    present = np.broadcast_to(present, grid)
+    present = present if present.shape == grid else np.broadcast_to(present, grid)
     axes = range(len(grid))
     return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
 
@@ -130,7 +130,7 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
         mask = some(mask, tuple(range(extra)))
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
     mask = some(mask, axes, keepdims=True) if axes else mask
-    return np.broadcast_to(mask, grid)
+    return mask if mask.shape == grid else np.broadcast_to(mask, grid)
 
 
 def whole_groups(mask: Mask, size: int) -> Mask:

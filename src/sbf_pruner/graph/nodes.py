@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ class Node:
     def inputs(self) -> tuple[Value, ...]:
         return self.op.inputs
 
-    @property
+    @cached_property
     def outputs(self) -> list[Value]:
         return [v for v in self.op.outputs if v is not None]
 

@@ -1,9 +1,9 @@
 """What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
 
-A channel graph enters; numbers leave: the difference between the network extracted with all filters and with
-all but that one (a module that surgery has to leave as it is still counts here, as liveness sees it).  A
-filter's absence changes little, so only what it changes is computed: liveness from its gate downwards, then
-need upwards from where liveness changed.
+A channel graph and the filters it keeps enter; numbers leave: the difference between the network extracted with
+these filters and with all of them but one (a module that surgery has to leave as it is still counts here, as
+liveness sees it).  A filter's absence changes little, so only what it changes is computed: liveness from its
+gate downwards, then need upwards from where liveness changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Worth:
 
 
 class Appraiser:
-    """Asks a channel graph what goes when a layer loses its first filter.
+    """Asks a channel graph what goes when a layer loses one filter.
 
     >>> import torch
     >>> from torch import nn
@@ -42,9 +42,10 @@ class Appraiser:
     Worth(macs=80, params=7)
     """
 
-    def __init__(self, graph: ChannelGraph) -> None:
+    def __init__(self, graph: ChannelGraph, keep: Mapping[str, Mask] | None = None) -> None:
         self.graph = graph
-        self.whole = graph.flow({})
+        self.keep = keep or {}
+        self.whole = graph.flow(self.keep)
         self.readers: dict[Value, list[int]] = defaultdict(list)
         self.maker: dict[Value, int] = {}
         for place, node in enumerate(graph.nodes):
@@ -64,12 +65,16 @@ class Appraiser:
 
     def first_filter(self, name: str) -> Worth:
         """What goes when the layer loses its first filter and nothing else changes."""
+        return self.filter(name, 0)
+
+    def filter(self, name: str, place: int) -> Worth:
+        """What goes when the layer loses one filter and nothing else changes."""
         layer = self.graph.layers[name]
         in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
         if in_group or layer.unit > 1:  # groups keep equal numbers, or share statistics: none goes alone
             return Worth(0, 0)
         flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
-        died = self._push(flow, name)
+        died = self._push(flow, name, place)
         idle = self._pull(flow, died)
         places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
         nodes = [self.graph.nodes[place] for place in places if place >= 0]
@@ -93,15 +98,17 @@ class Appraiser:
             return node.weight
         return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
 
-    def _push(self, flow: Flow, name: str) -> list[Value]:
-        keep = np.arange(self.graph.layers[name].filters) > 0
+    def _push(self, flow: Flow, name: str, place: int) -> list[Value]:
+        left = self.keep.get(name, np.ones(self.graph.layers[name].filters, bool)).copy()
+        left[place] = False
+        keep = {**self.keep, name: left}
         changed: list[Value] = []
         todo = list(self.gates[name])
-        for place in _in_order(todo):
-            node = self.graph.nodes[place]
+        for at in _in_order(todo):
+            node = self.graph.nodes[at]
             node.push(flow)
-            if isinstance(node, Boundary) and node.layer == name:
-                node.gate(flow, keep)
+            if isinstance(node, Boundary) and node.layer in keep:
+                node.gate(flow, keep[node.layer])
             for value in node.outputs:
                 if _same(flow.alive, value):
                     continue

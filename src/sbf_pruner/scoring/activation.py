@@ -1,11 +1,13 @@
-"""From logits to scores, and from scores to gates.
+"""From logits to scores.
 
-Logits enter, one number per filter; positive scores leave, and from them yes-or-no gates.  What holds: a
-logit of 0 is a score of exactly 1, so a network whose scores were just attached computes what it did
-before; the gradient is finite for every finite logit and never zero at the start.
+Logits enter, one number per filter; positive scores leave.  What holds: a logit of 0 is a score of exactly 1,
+so a network whose scores were just attached computes what it did before; the gradient is finite for every
+finite logit and never zero at the start.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,10 +26,16 @@ def leaky_exponential(x: Tensor, leak: float = 0.1) -> Tensor:
     return torch.where(x > 0, 1 + leak * x, x.clamp(max=0).exp())
 
 
-def binary_gate(scores: Tensor, threshold: float = 0.5) -> Tensor:
-    """Which filters are kept (Eq. 6): True where the score reaches the threshold.
+def doubled_sigmoid(x: Tensor, leak: float = 0.0) -> Tensor:
+    """A sigmoid that is 1 at 0, to compare with: it is flat on both sides, and never above 2.
 
-    >>> binary_gate(torch.tensor([0.49, 0.5, 1.0]))
-    tensor([False,  True,  True])
+    >>> doubled_sigmoid(torch.tensor([0.0]))
+    tensor([1.])
     """
-    return scores >= threshold
+    return 2 * torch.sigmoid(x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "leaky_exponential": leaky_exponential,
+    "sigmoid": doubled_sigmoid,
+}

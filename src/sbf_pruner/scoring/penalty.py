@@ -16,13 +16,14 @@ from torch import Tensor
 
 from sbf_pruner.errors import PruningError, nearest
 
-Balance = Literal["area", "side", "none"]
+Balance = Literal["area", "side", "none", "cost"]
 
 
 def balance_weights(kind: Balance, spatial: Sequence[tuple[int, ...]]) -> list[float]:
     """One weight per layer, from the spatial size of its input map relative to the smallest map.
 
     `area` compares numbers of pixels, `side` geometric-mean side lengths, `none` gives 1 to every layer.
+    So does `cost`, for whoever weighs layers by what their filters cost to start from.
     A layer that sees no map (a linear layer, `()`) counts as one pixel, just as a convolution on a pooled
     1x1 map does; such layers weigh less than 1 and are left out of the search for the smallest map, or one
     of them would multiply the penalty of all the others.
@@ -32,7 +33,7 @@ def balance_weights(kind: Balance, spatial: Sequence[tuple[int, ...]]) -> list[f
     """
     if kind not in get_args(Balance):
         raise PruningError(f"no balance is called {kind!r}: {nearest(kind, get_args(Balance))}")
-    if kind == "none":
+    if kind in ("none", "cost"):  # costs come from the channel graph, and change as filters go
         return [1.0] * len(spatial)
     sizes = [float(prod(size)) if kind == "area" or not size else prod(size) ** (1 / len(size)) for size in spatial]
     smallest = min((size for size in sizes if size > 1), default=1.0)

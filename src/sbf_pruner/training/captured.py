@@ -84,7 +84,7 @@ class CapturedEngine(Engine):
         if optimizer not in self._steps:
             folded = self._folded()
             assert folded is not None
-            scores = [*self.pruner.projection.parameters, self.pruner.gates.soft]
+            scores = [*self.pruner.score_parameters, self.pruner.gates.soft]
             changed = Changed(self.network, optimizer, scores)
             work = self._score_work(folded, self._taught(teacher))
             self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ def read_run(path: str | Path, otherwise: str = "") -> FinishedRun:
     if not folder.finished:
         raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
     recipe = load_recipe(folder.recipe)
-    config = recipe.model
-
-    def build() -> nn.Module:
-        torch.manual_seed(recipe.seed)
-        offers = {"num_classes": config.num_classes, "in_channels": config.in_channels}
-        return resolve(config.name, **offers, **config.options)
-
+    build = partial(build_dense, recipe)
     summary = folder.read_summary()
     return FinishedRun(folder.path, recipe, summary, build, load(folder.path, build).eval())
+
+
+def build_dense(recipe: Recipe) -> nn.Module:
+    """The dense network of a recipe, with fresh weights."""
+    config = recipe.model
+    torch.manual_seed(recipe.seed)
+    return resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)

@@ -1,9 +1,9 @@
 """The run folder: what is in it, and when it may be written.
 
-A path and a recipe enter; a folder leaves that holds `recipe.toml`, `metrics.jsonl`, `checkpoints/`, and at
-the end `plan.json`, `model.safetensors` and `summary.json`, which comes last: a run with a summary is
-finished.  What holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's
-folder only the files named here are.
+A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.json`, `metrics.jsonl`,
+`scores.jsonl`, `checkpoints/`, and at the end `plan.json`, `model.safetensors`, `report.html` and
+`summary.json`, which comes last: a run with a summary is finished.  What holds: `check` writes nothing; a
+folder that is not a run's is never touched, and of a run's folder only the files named here are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
 TEACHER = "teacher.safetensors"
+SCORED = "scored.safetensors"
 
 
 class RunFolder:
@@ -27,7 +28,9 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.recipe = path / "recipe.toml"
+        self.network = path / "network.json"
         self.metrics = path / "metrics.jsonl"
+        self.scores = path / "scores.jsonl"
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
 
@@ -68,10 +71,12 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
-        stale = ["metrics.jsonl", "plan.json", "model.safetensors", "summary.json", "report.html", "bench.json"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER)]
-        for name in stale:
-            (self.path / name).unlink(missing_ok=True)
+        stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
+        stale += ["summary.json", "report.html", "bench.json"]
+        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER, SCORED)]
+        logs = self.path.glob("tensorboard/events.out.tfevents.*")
+        for path in (*(self.path / name for name in stale), *logs):
+            path.unlink(missing_ok=True)
         write_text(self.recipe, recipe.to_toml())
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -79,8 +84,22 @@ class RunFolder:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def append_scores(self, line: Mapping[str, Any]) -> None:
+        """Add the scores of one epoch."""
+        with self.scores.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def read_scores(self) -> list[dict[str, Any]]:
+        """The scores written so far; a run begun by an older version has none of its first epochs."""
+        text = self.scores.read_text("utf-8") if self.scores.is_file() else ""
+        found = []
+        for line in text.splitlines(keepends=True):
+            if line.endswith("\n"):  # else the run was killed while it was written
+                found.append(json.loads(line))
+        return found
+
     def rewind(self, records: int) -> None:
-        """Forget the metrics written after the checkpoint, so that no epoch stands there twice."""
+        """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
         text = self.metrics.read_text("utf-8") if self.metrics.is_file() else ""
         lines = text.splitlines(keepends=True)
         if len(lines) < records:
@@ -90,6 +109,9 @@ class RunFolder:
             )
         if len(lines) > records:
             write_text(self.metrics, "".join(lines[:records]))
+        if self.scores.is_file():
+            kept = [line for line in self.read_scores() if line["done"] <= records]
+            write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""

@@ -24,15 +24,26 @@ from ..errors import RunError
 from ..export import load, save
 from ..plan import Plan
 from ..pruner import Pruner
+from ..report import leave_report
 from .average import Average
 from .captured import make_engine
 from .checkpoint import NAME, load_checkpoint, save_checkpoint
 from .data import Augment, Batches, Data, Split, load_data
 from .engine import Engine, Tally, make_optimizer, restore_optimizer
-from .folder import INITIAL, TEACHER, RunFolder
+from .folder import INITIAL, SCORED, TEACHER, RunFolder
 from .networks import Networks
 from .recipe import Recipe
-from .schedule import Phase, batch_size, is_taught, learning_rate, optimizer_config, phases, total_epochs
+from .recording import Recording
+from .schedule import (
+    Phase,
+    batch_size,
+    cycles_end,
+    is_taught,
+    learning_rate,
+    optimizer_config,
+    phases,
+    total_epochs,
+)
 from .start import choose_device, cpu_threads
 from .summary import environment, sizes, widths
 from .teacher import Teacher
@@ -118,6 +129,7 @@ class _Run:
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
         self.networks = Networks(model, recipe, data, self.images, device)
+        self.recording = Recording(folder, self.networks, self.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
         self.warmup_accuracy: float | None = None
@@ -131,6 +143,7 @@ class _Run:
     def begin(self) -> None:
         """Write the first files: from here on there is a run to resume."""
         self.folder.begin(self.recipe)
+        self.recording.begin()
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
         if not self.recipe.phases.warmup:
             self._keep_teacher()
@@ -140,11 +153,14 @@ class _Run:
         state = load_checkpoint(self.folder.checkpoints)
         self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
         self.folder.rewind(state["done"])
+        self.recording.begin()
         self.done, self.spent, self.unfinished = state["done"], state["seconds"], state["optimizer"]
         self.unfinished_average = state.get("average")
         self.warmup_accuracy = state["warmup_accuracy"]
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
             self._set_teacher(load_checkpoint(self.folder.checkpoints, TEACHER))
+        if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
+            self._keep_scored()
 
     def go(self) -> Result:
         """Run what is left of the schedule and write the results."""
@@ -154,6 +170,7 @@ class _Run:
         small = self.networks.pruned()
         save(small, self.folder.path)
         summary = self._summary(small)
+        leave_report(self.folder.path, summary)
         self.folder.write_summary(summary)
         return Result(small, self.networks.plan, summary, self.folder.path)
 
@@ -177,6 +194,8 @@ class _Run:
             while self.done < phase.end:
                 record = self._run_epoch(phase, engine, optimizer, average)
                 self.done += 1
+                if phase.kind == "score":
+                    self.networks.closes_in(phase, self.done - phase.first_epoch)
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
                     frozen.close()
@@ -186,8 +205,10 @@ class _Run:
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_teacher()
+                    self._keep_scored()
                 record |= self.networks.cost(phase)
-                # The metrics first: a record too many is cut off on resuming, one too few would be lost.
+                # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
+                self.recording.after_epoch(phase, self.done)
                 self.folder.append(record)
                 self._save(optimizer, average, closed=self.done == phase.end)
                 self.report(record)
@@ -206,7 +227,7 @@ class _Run:
         else:
             config, each = optimizer_config(self.recipe, phase), len(batches)
             steps = range(epoch * each, (epoch + 1) * each)
-            rates = [learning_rate(config, step, each * phase.epochs) for step in steps]
+            rates = [learning_rate(config, step, each * phase.epochs, each) for step in steps]
             rate = rates[0]
             tally = engine.train_epoch(
                 batches, self.done, optimizer, rates, config.label_smoothing, teacher, average
@@ -258,6 +279,14 @@ class _Run:
             save_checkpoint(self.folder.checkpoints, weights, TEACHER)
             self._set_teacher(weights)
 
+    def _keep_scored(self) -> None:
+        """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
+
+        Fine-tuning changes these very weights where it goes on in the gated network.
+        """
+        if self.done == cycles_end(self.recipe):
+            save_checkpoint(self.folder.checkpoints, self.networks.scored(), SCORED)
+
     def _set_teacher(self, weights: dict[str, Any]) -> None:
         network = self.networks.bare_copy()
         network.load_state_dict(weights)
@@ -294,6 +323,7 @@ class _Run:
             "latency_batch": len(batch),
             "cut_error": self.networks.cut_error,
             "layers": widths(self.networks.pruner.graph, self.networks.plan),
+            **self.recording.finish(small),
             "seconds": round(self._seconds(), 1),
             "environment": environment(self.device),
         }

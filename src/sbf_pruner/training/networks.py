@@ -15,8 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import without_attached
-from ..budget import Budget
-from ..errors import RunError
+from ..budget.guards import Guards
+from ..budget.targets import Budget
+from ..errors import PruningError, RunError
+from ..export import saved_bytes
+from ..graph.build import trace
+from ..graph.channels import ChannelGraph
+from ..graph.costs import cost
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
@@ -28,6 +33,7 @@ from .start import check_fit, load_weights
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
+TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
 
@@ -41,20 +47,28 @@ class Networks:
             load_weights(self.dense, Path(recipe.model.weights))
         check_fit(self.dense, images[:2], data)
         self.initial = _snapshot(self.dense)
-        scores = recipe.scores
+        self._recipe = recipe
+        scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
         self.pruner = Pruner(
             self.dense,
             images[:2],
             penalty=scores.penalty,
             projection=scores.projection,  # type: ignore[arg-type]
+            activation=scores.activation,  # type: ignore[arg-type]
             leak=scores.leak,
             balance=scores.balance,  # type: ignore[arg-type]
             lr=scores.lr,
-            speed=scores.speed,
+            speed=self._speed(len(data.train)),
             eps=scores.eps,
             threshold=scores.threshold,
+            freeze_norms=scores.freeze_norms,
+            blocks=scores.blocks,
+            ignore=guards.ignore,
+            couple="streams" if guards.couple == ("streams",) else guards.couple,
+            guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),
+            budget=Budget(budget.params, budget.macs, self._tensor_bytes(budget.size, images[:2])),
+            steer=budget.steer,
         )
-        self._recipe = recipe
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         self._padded: Padded | None = None
@@ -64,20 +78,32 @@ class Networks:
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
 
-    def _budget(self, phase: Phase) -> Budget | None:
-        """What the gates after a score phase may leave: less from cycle to cycle, as the weights follow."""
-        asked = self._recipe.budget
-        if asked.params == asked.macs == 1:
-            return None
-        closing = max(self._recipe.phases.cycles - asked.settled, 1)
-        return Budget(asked.params, asked.macs).eased(phase.cycle / closing)
+    def _speed(self, images: int) -> float:
+        """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
+        scores, budget, lengths = self._recipe.scores, self._recipe.budget, self._recipe.phases
+        if scores.speed or not budget.steer:
+            return scores.speed
+        each = max(images // (scores.batch_size or self._recipe.data.batch_size), 1)
+        return TRAVEL / max((lengths.cycles - budget.settled) * lengths.score * each, 1)
+
+    def _tensor_bytes(self, size: float, inputs: Tensor) -> float:
+        """What a limit on the file of weights leaves for the tensors that pruning can make smaller."""
+        if size == 1:
+            return 1.0
+        graph = trace(self.dense, inputs, self._recipe.guards.ignore)
+        file, aside = file_bytes(self.dense, inputs, graph)
+        left = (size * file if size < 1 else size) - aside
+        if left <= 1:
+            raise PruningError(
+                f"the target size of {size:g} cannot be met: names and numbers that no pruning touches take "
+                f"{aside:,} bytes of the file; ask for more"
+            )
+        return left
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""
         if phase.kind == "control":
             return self._controlled(), None
-        if phase.kind == "score":
-            self.pruner.budget = self._budget(phase)
         if phase.kind != "finetune" or self._finetune_on == "gated":
             return self.dense, self.pruner
         if self._finetune_on == "small":
@@ -104,12 +130,27 @@ class Networks:
         """The dense network as it is now, without gates, to be looked at and not trained."""
         return without_attached(copy.deepcopy(self.dense)).eval().requires_grad_(False)
 
+    def scored(self) -> dict[str, Any]:
+        """The dense network with the scores it has come to, to choose other sizes from; before anything is cut."""
+        return {
+            "dense": self.dense.state_dict(),
+            "scores": self.pruner.scores(),
+            "plan": {name: list(kept) for name, kept in self.plan.keep.items()},
+        }
+
     def cost(self, phase: Phase) -> dict[str, int]:
         """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
         alive, filters = self.pruner.alive()
         cost = self._dense_cost if phase.kind == "control" else self._small_cost
         alive = filters if phase.kind == "control" else alive
         return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
+
+    def closes_in(self, phase: Phase, epochs: int) -> None:
+        """A score phase has come so many epochs far, and what the gates may leave is less from one to the next."""
+        closing = max(self._recipe.phases.cycles - self._recipe.budget.settled, 1)
+        self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
+        if epochs < phase.epochs:  # at the end of the phase the gates are set, and the penalty follows then
+            self.pruner.steer()
 
     def gates_changed(self) -> None:
         """Count anew: a score phase has ended."""
@@ -162,6 +203,13 @@ class Networks:
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
+
+
+def file_bytes(dense: nn.Module, inputs: Tensor, graph: ChannelGraph) -> tuple[int, int]:
+    """The bytes of the dense network's file of weights, and how many of them no pruning touches."""
+    file = saved_bytes(without_attached(dense), inputs, Plan.from_masks(graph.all_filters()))
+    # With filters the list of those kept shrinks too, so what is set aside for it is more than enough.
+    return file, file - cost(graph, {}).size
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:

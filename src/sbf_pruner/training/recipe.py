@@ -96,6 +96,9 @@ class OptimizerConfig(Section):
         default="cosine",
         metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
     )
+    ramp: int = field(
+        default=0, metadata=about("epochs at the start in which the learning rate rises from near 0", least=0)
+    )
     milestones: tuple[float, ...] = field(
         default=(0.5, 0.75), metadata=about("where step multiplies by gamma, as fractions of the phase")
     )
@@ -136,7 +139,11 @@ class ScoresConfig(Section):
 
     projection: str = field(
         default="factored",
-        metadata=about("the paper's matrix, or the few numbers it amounts to", choices=("factored", "literal")),
+        metadata=about(
+            "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
+            "sees no weights",
+            choices=("factored", "literal", "free"),
+        ),
     )
     lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
     eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
@@ -144,28 +151,66 @@ class ScoresConfig(Section):
     penalty: float = field(default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", least=0))
     balance: str = field(
         default="area",
-        metadata=about("weigh layers by the area or side of their maps", choices=("area", "side", "none")),
+        metadata=about(
+            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits",
+            choices=("area", "side", "none", "cost"),
+        ),
     )
     threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
     speed: float = field(
         default=0.0,
         metadata=about(
-            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights",
+            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
+            "or, with budget.steer, as far as it takes",
             least=0,
         ),
     )
     batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    activation: str = field(
+        default="leaky_exponential",
+        metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+    )
+    blocks: bool = field(
+        default=False,
+        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+    )
+    freeze_norms: bool = field(
+        default=True, metadata=about("leave batch norms at their running statistics in score phases")
+    )
 
 
 @dataclass(frozen=True)
 class BudgetConfig(Section):
-    """What may be left of the network, as parts of the dense one; with all at 1 the scores alone decide."""
+    """What may be left of the network: up to 1 a part of it, above 1 a number; with all at 1 the scores decide."""
 
-    params: float = field(default=1.0, metadata=about("part of the parameters to keep at most", above=0, most=1))
-    macs: float = field(default=1.0, metadata=about("part of the MACs to keep at most", above=0, most=1))
+    params: float = field(default=1.0, metadata=about("parameters to keep at most, 0.4 or 350e3", above=0))
+    macs: float = field(default=1.0, metadata=about("MACs to keep at most, 0.5 or 60e6", above=0))
+    size: float = field(
+        default=1.0, metadata=about("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
+    )
     settled: int = field(
         default=2,
         metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
+    )
+    steer: bool = field(
+        default=False,
+        metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
+    )
+
+
+@dataclass(frozen=True)
+class GuardsConfig(Section):
+    """What no score may take away."""
+
+    min_filters: int = field(default=0, metadata=about("filters that every layer keeps at least", least=0))
+    max_removed: float = field(
+        default=1.0, metadata=about("part of a layer's filters that may go at most", least=0, most=1)
+    )
+    round_to: int = field(default=1, metadata=about("layers keep a multiple of this, or all they have", least=1))
+    ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
+    couple: tuple[str, ...] = field(
+        default=(),
+        metadata=about('name patterns of layers that keep the same filters; "streams": all that are added up'),
     )
 
 
@@ -225,7 +270,17 @@ class Recipe(Section):
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
+    guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+
+        >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
+        4
+        """
+        return load_recipe(name_or_path, overrides)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,6 +61,16 @@ def phases(recipe: Recipe) -> list[Phase]:
     return found
 
 
+def cycles_end(recipe: Recipe) -> int | None:
+    """Number of the first epoch after the last cycle; None where nothing is scored.
+
+    >>> from .recipe import load_recipe
+    >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
+    (25, None)
+    """
+    return max((phase.end for phase in phases(recipe) if phase.cycle), default=None)
+
+
 def total_epochs(recipe: Recipe) -> int:
     """All epochs of a run, the control's included."""
     return sum(phase.epochs for phase in phases(recipe))
@@ -93,15 +103,19 @@ def is_taught(recipe: Recipe, phase: Phase) -> bool:
     return recipe.distill.alpha > 0 and phase.kind in kinds[during]
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate at a step of a phase that has `steps` of them.
+def learning_rate(config: OptimizerConfig, step: int, steps: int, each: int = 1) -> float:
+    """The learning rate at a step of a phase that has `steps` of them, `each` of them an epoch.
 
     >>> [learning_rate(OptimizerConfig(lr=1.0), step, 4) for step in (0, 2)]
     [1.0, 0.5]
+    >>> [learning_rate(OptimizerConfig(lr=1.0, schedule="constant", ramp=4), step, 8) for step in (0, 1, 3, 4)]
+    [0.25, 0.5, 1.0, 1.0]
     """
     passed = step / steps
+    rate = config.lr
     if config.schedule == "cosine":
-        return config.lr * (1 + math.cos(math.pi * passed)) / 2
-    if config.schedule == "step":
-        return config.lr * config.gamma ** sum(passed >= milestone for milestone in config.milestones)
-    return config.lr
+        rate *= (1 + math.cos(math.pi * passed)) / 2
+    elif config.schedule == "step":
+        rate *= config.gamma ** sum(passed >= milestone for milestone in config.milestones)
+    rising = config.ramp * each
+    return rate * (step + 1) / rising if step < rising else rate

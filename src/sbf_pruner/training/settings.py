@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import RecipeError, nearest
 
@@ -23,6 +23,7 @@ S = TypeVar("S", bound="Section")
 KIND_NAMES: dict[Any, str] = {
     dict[str, Any]: "table",
     tuple[float, ...]: "list of floats",
+    tuple[str, ...]: "list of texts",
     dict: "table",
 }
 
@@ -176,8 +177,8 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         value = float(value)
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{key}: expected a finite number, got {value}")
-    if kind == tuple[float, ...] and isinstance(value, list | tuple):
-        return tuple(_typed(f"{key}[{index}]", item, float) for index, item in enumerate(value))
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(f"{key}[{index}]", item, get_args(kind)[0]) for index, item in enumerate(value))
     if kind == dict[str, Any] and isinstance(value, dict):
         return _plain(key, value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):

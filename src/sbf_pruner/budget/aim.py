@@ -1,0 +1,107 @@
+"""From scores to gates: by the threshold alone, or as many filters as a budget holds.
+
+A channel graph, a budget and guards enter; for any scores, masks leave that keep the network connected, respect
+the guards and break no limit.  A budget that no choice can meet is refused at once, before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import numpy as np
+
+from ..errors import PruningError
+from ..graph.channels import ChannelGraph
+from ..graph.costs import cost
+from .guards import Guards
+from .landing import Field, Landing, Masks, Values, land
+from .prices import prices
+from .targets import Budget, Limits, Usage
+
+
+class Aim:
+    """What the gates aim at.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from ..graph.build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    >>> aim = Aim(trace(net, torch.zeros(1, 3, 4, 4)), Budget(macs=0.5))
+    >>> aim.choose({"0": np.arange(8.0)}).masks["0"]
+    array([False, False, False, False,  True,  True,  True,  True])
+    """
+
+    def __init__(self, graph: ChannelGraph, budget: Budget | None = None, guards: Guards | None = None) -> None:
+        self.graph = graph
+        shapes = [value.shape for value in graph.trace.inputs]
+        self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
+        self.guards = guards or Guards()
+        self.limits: Limits | None = None
+        if budget is not None and budget.asked:
+            self.limits = budget.limits(self.count({}))
+            self.prices = prices(graph, graph.all_filters())
+            self._check_reachable(self.limits)
+
+    def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
+        """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
+        scores = self.guards.leveled(scores)
+        if self.limits is None:
+            # The paper's gate (Eq. 6).
+            above = {name: values >= threshold for name, values in scores.items()}
+            return Landing(self._finished(above, scores, self.guards), {}, threshold)
+        return land(self._field(scores), self.limits.eased(progress))
+
+    def least(self, scores: Mapping[str, Values]) -> Masks:
+        """The smallest network that may be left, the filters that cannot go chosen by their scores."""
+        return self._finished(_nothing(self.graph), self.guards.leveled(scores), self.guards)
+
+    def scarce(self) -> dict[str, float]:
+        """How much of each resource has to go; of MACs, where nothing is asked for."""
+        if self.limits is None:
+            return {"macs": 1.0}
+        return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
+
+    def count(self, masks: Masks) -> Usage:
+        """What a choice costs, by resource; MACs are those of one sample."""
+        found = asdict(cost(self.graph, masks))
+        return {**found, "macs": found["macs"] / self.samples}
+
+    def _field(self, scores: Mapping[str, Values]) -> Field:
+        return Field(scores, self.count, lambda masks: self._finished(masks, scores, self.guards), self.prices)
+
+    def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+        # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
+        weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
+        masks = dict(masks)
+        while lifelines := self.graph.lifelines(masks, weakest_first):
+            for name in lifelines:
+                best = np.arange(len(scores[name])) == scores[name].argmax()
+                # Where filters are left but meet nothing (the factors of a product), all of them come back.
+                masks[name] = np.ones_like(best) if masks[name].any() else best
+        return guards.complete(masks, scores)
+
+    def _least(self, guards: Guards) -> Usage:
+        """What the smallest network costs that may be left."""
+        scores = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
+        return self.count(self._finished(_nothing(self.graph), scores, guards))
+
+    def _check_reachable(self, limits: Limits) -> None:
+        least = self._least(self.guards)
+        broken = limits.broken(least)
+        if not broken:
+            return
+        contradicted = self.guards != Guards() and not limits.broken(self._least(Guards()))
+        remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
+            "let more layers be pruned"
+        )  # fmt: skip
+        asked = " and ".join(limits.told(name, limits.most) for name in broken)
+        found = " and ".join(limits.told(name, least) for name in broken)
+        raise PruningError(
+            f"the target of {asked} cannot be met: the smallest network that may be left has {found}; ask for "
+            f"more, or {remedy}"
+        )
+
+
+def _nothing(graph: ChannelGraph) -> Masks:
+    return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}

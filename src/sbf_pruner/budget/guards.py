@@ -1,0 +1,121 @@
+"""What a network must not lose, whatever the scores say: the guards around a landing.
+
+Layers and wishes enter; `Guards` leave, which complete any choice of filters: a layer keeps its least number,
+widths are what hardware likes, layers that write into one stream keep the same filters.  What holds: a choice
+only ever grows, by the filters with the highest scores, so what was connected stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PruningError, nearest
+from ..graph.channels import ChannelGraph
+from ..graph.relations import ADD, Relations
+from .landing import Masks
+
+Couple = Literal["none", "streams"]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The least a layer keeps, the widths it may have, and the layers that share their filters.
+
+    >>> guards = Guards(min_filters=2, round_to=4, groups=())
+    >>> guards.complete({"conv": np.array([0, 1, 0, 0, 0, 0], bool)}, {"conv": np.arange(6.0)})["conv"]
+    array([False,  True, False,  True,  True,  True])
+    """
+
+    min_filters: int = 0
+    max_removed: float = 1.0
+    """part of a layer's filters that may go at most"""
+    round_to: int = 1
+    groups: tuple[tuple[str, ...], ...] = ()
+    """layers that keep the same filters"""
+
+    def __post_init__(self) -> None:
+        if self.min_filters < 0:
+            raise PruningError(f"min_filters: a layer cannot keep {self.min_filters} filters; give 0 or more")
+        if not 0 <= self.max_removed <= 1:
+            raise PruningError(f"max_removed is the part that may go, from 0 to 1, not {self.max_removed:g}")
+        if self.round_to < 1:
+            raise PruningError(f"round_to: widths are multiples of a number from 1 on, not of {self.round_to}")
+
+    def told(self) -> str:
+        """The guards that are set, as a user sets them."""
+        unset = Guards()
+        names = {"min_filters": "", "max_removed": "", "round_to": "", "groups": "couple"}
+        return ", ".join(
+            shown or f"{name} = {getattr(self, name):g}"
+            for name, shown in names.items()
+            if getattr(self, name) != getattr(unset, name)
+        )
+
+    def leveled(self, scores: Mapping[str, NDArray[np.floating]]) -> dict[str, NDArray[np.floating]]:
+        """The scores with those of filters that stay or go together replaced by their mean."""
+        found = dict(scores)
+        for group in self.groups:
+            mean = np.stack([scores[name] for name in group]).mean(axis=0)
+            for name in group:
+                found[name] = mean
+        return found
+
+    def complete(self, masks: Masks, scores: Mapping[str, NDArray[np.floating]]) -> Masks:
+        """A choice with what the guards add to it."""
+        found = dict(masks)
+        for group in self.groups:
+            together = np.logical_or.reduce([found[name] for name in group])
+            found |= {name: together.copy() for name in group}
+        for name, mask in found.items():
+            count, size = int(mask.sum()), mask.size
+            wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
+            wanted = min(-(-wanted // self.round_to) * self.round_to, size)
+            if wanted > count:
+                absent = np.where(mask, -np.inf, scores[name])
+                found[name] = mask.copy()
+                found[name][np.argsort(-absent, kind="stable")[: wanted - count]] = True
+        return found
+
+
+def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The groups of layers that are to keep the same filters.
+
+    "streams" couples all layers that write into one stream of additions; a list of name patterns couples, for
+    each pattern, the layers whose names match it.
+    """
+    if isinstance(couple, str):
+        if couple not in get_args(Couple):
+            raise PruningError(
+                f"couple: no way is called {couple!r}, {nearest(couple, get_args(Couple))}; or give a list of name "
+                "patterns"
+            )
+        if couple == "none":
+            return ()
+        met = [group.layers for group in Relations(graph).groups if ADD in group.meet]
+        return tuple(group for layers in met if len(group := tuple(n for n in layers if n in graph.layers)) > 1)
+    return tuple(_matching(graph, pattern) for pattern in couple)
+
+
+def matching(names: Iterable[str], pattern: str) -> tuple[str, ...]:
+    """The names that a pattern with * and ? matches."""
+    return tuple(name for name in names if fnmatch(name, pattern))
+
+
+def _matching(graph: ChannelGraph, pattern: str) -> tuple[str, ...]:
+    group = matching(graph.layers, pattern)
+    if len(group) < 2:
+        raise PruningError(f"couple: {pattern!r} matches {len(group)} layers that can be pruned; two are needed")
+    widths = {graph.layers[name].filters for name in group}
+    if len(widths) > 1:
+        raise PruningError(
+            f"couple: the layers that {pattern!r} matches have different numbers of filters "
+            f"({', '.join(map(str, sorted(widths)))}); couple layers of equal width"
+        )
+    return group

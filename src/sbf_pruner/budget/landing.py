@@ -1,0 +1,142 @@
+"""The filters that fit into a size: landing exactly where was asked.
+
+Scores and limits enter; masks leave that keep the filters with the highest scores, as many as the limits hold.
+What holds: the network these masks make breaks no limit, and either it comes within a point of one of them or
+no filter of those dropped could be added without breaking one.
+
+Of several limits one is reached first, and what the others would still allow is wasted.  Then the ranking is
+tilted towards filters that cost little of what is scarce, no further than it takes to use the rest too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PruningError
+from ..graph.masks import Mask
+from .targets import POINT, Limits, Usage
+
+Masks = dict[str, Mask]
+Values = NDArray[np.floating]
+
+_TILTS = 5  # halvings of the interval of tilts
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where it came down."""
+
+    masks: Masks
+    usage: Usage
+    level: float
+    """the score that separates what stays from what goes"""
+
+
+class Field:
+    """What there is to choose from: every filter, and how a choice is completed and counted.
+
+    `finish` adds what a network must not lose (it is asked before every count), `count` tells what a choice
+    costs, and `prices` what a filter of each layer costs of every resource.
+    """
+
+    def __init__(
+        self,
+        scores: Mapping[str, Values],
+        count: Callable[[Masks], Usage],
+        finish: Callable[[Masks], Masks] = lambda masks: masks,
+        prices: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        self.sizes = {name: len(values) for name, values in scores.items()}
+        self.scores = np.concatenate(list(scores.values())) if scores else np.zeros(0)
+        self.count, self.finish = count, finish
+        self.prices = prices or {}
+        self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
+
+    def masks(self, chosen: Mask) -> Masks:
+        """A flat choice by layer, completed."""
+        cut = {name: chosen[at : at + self.sizes[name]].copy() for name, at in self._starts.items()}
+        return self.finish(cut)
+
+    def flat(self, masks: Masks) -> Mask:
+        """The choice that masks make, in one line."""
+        return np.concatenate([masks[name] for name in self.sizes])
+
+    def scarcity(self, scarce: str, plenty: str) -> Values | None:
+        """What a filter costs of one resource for each part it costs of another, around 1; None if not known."""
+        if scarce not in self.prices or plenty not in self.prices:
+            return None
+        pairs = [(self.prices[scarce].get(name, 0.0), self.prices[plenty].get(name, 0.0)) for name in self.sizes]
+        ratios = np.array([a / b if a > 0 and b > 0 else np.nan for a, b in pairs])
+        if np.isnan(ratios).all():
+            return None
+        ratios = np.where(np.isnan(ratios), 1.0, ratios / np.nanmedian(ratios))
+        return np.repeat(ratios, list(self.sizes.values()))
+
+
+def land(field: Field, limits: Limits) -> Landing:
+    """The filters with the highest scores that keep within the limits."""
+    landing = _ranked(field, limits, field.scores)
+    room = limits.room(landing.usage)
+    if len(room) < 2:
+        return landing
+    scarce, plenty = min(room, key=room.__getitem__), max(room, key=room.__getitem__)
+    dearness = field.scarcity(scarce, plenty)
+    if room[plenty] <= POINT or room[scarce] > POINT or dearness is None:
+        return landing
+    least, most = 0.0, 1.0
+    for _ in range(_TILTS):
+        tilt = (least + most) / 2
+        tried = _ranked(field, limits, field.scores / dearness**tilt)
+        left = limits.room(tried.usage)
+        if left[plenty] < room[plenty] and left[scarce] <= POINT:
+            landing, room = tried, left
+        if left[plenty] <= POINT:
+            most = tilt  # enough; perhaps less would do
+        else:
+            least = tilt
+    return landing
+
+
+def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
+    """As many filters as fit, the highest keys first; then single ones that still fit."""
+    order = np.argsort(-keys, kind="stable")
+
+    def first(count: int) -> Masks:
+        chosen = np.zeros(len(order), bool)
+        chosen[order[:count]] = True
+        return field.masks(chosen)
+
+    least, most = 0, len(order)
+    masks = first(most)
+    usage = field.count(masks)
+    if limits.hold(usage):
+        return Landing(masks, usage, float(field.scores.min(initial=np.inf)))
+    masks = first(least)
+    usage = field.count(masks)
+    if not limits.hold(usage):
+        raise PruningError(f"no network keeps within {', '.join(limits.broken(usage))} as asked; ask for more")
+    while most - least > 1:
+        middle = (least + most) // 2
+        tried = first(middle)
+        found = field.count(tried)
+        if limits.hold(found):
+            least, masks, usage = middle, tried, found
+        else:
+            most = middle
+    level = float(field.scores[order[least]])
+    for filter_ in order[least:]:
+        if min(limits.room(usage).values()) <= POINT:
+            break
+        chosen = field.flat(masks)
+        if chosen[filter_]:
+            continue
+        chosen[filter_] = True
+        more = field.masks(chosen)
+        found = field.count(more)
+        if limits.hold(found):
+            masks, usage = more, found
+    return Landing(masks, usage, level)

@@ -1,0 +1,130 @@
+"""A size asked for: parameters, MACs, bytes, each as a part of the whole or as a number.
+
+What a user asks for enters; `Limits` leave, in the units things are counted in, once the whole network is
+known.  What holds: a limit is never above the whole, and a budget on the way to another is never below it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from ..errors import PruningError, nearest
+
+Usage = Mapping[str, float]  # what a network has of each resource
+
+POINT = 0.01  # of the whole: nearer than this a target counts as met without waste
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+_WRITTEN = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(%|[kmg]?i?)(b?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most a network may keep of each resource: up to 1 a part of the whole, above 1 a number.
+
+    >>> Budget(macs=0.5, size=2e5).limits({"params": 100_000, "macs": 1e6, "size": 400_000}).most
+    {'macs': 500000.0, 'size': 200000.0}
+    """
+
+    params: float = 1.0
+    macs: float = 1.0
+    """of one sample"""
+    size: float = 1.0
+    """bytes of the weights"""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:  # written so that nan is refused too
+                raise PruningError(
+                    f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {value:g}"
+                )
+
+    @property
+    def asked(self) -> bool:
+        """Is there anything that it limits?"""
+        return any(value != 1 for value in asdict(self).values())
+
+    def limits(self, whole: Usage) -> Limits:
+        """The limits in numbers, for a network that has `whole` with all its filters."""
+        wanted = {name: value for name, value in asdict(self).items() if value != 1}
+        most = {name: value * whole[name] if value < 1 else value for name, value in wanted.items()}
+        return Limits({name: min(value, whole[name]) for name, value in most.items()}, dict(whole))
+
+    @classmethod
+    def parse(cls, texts: list[str]) -> Budget:
+        """A budget as it is written on a command line.
+
+        >>> Budget.parse(["macs=50%", "size=1.5MB"])
+        Budget(params=1.0, macs=0.5, size=1500000.0)
+        """
+        found: dict[str, float] = {}
+        known = [field.name for field in fields(cls)]
+        for text in texts:
+            name, _, value = (part.strip() for part in text.partition("="))
+            if name not in known:
+                raise PruningError(
+                    f"target {text!r}: {nearest(name, known)}; write NAME=VALUE, such as macs=0.5 or size=1MB"
+                )
+            if name in found:
+                raise PruningError(f"target {name} is given twice; give each target once")
+            found[name] = _number(text, name, value)
+        return cls(**found)
+
+
+_EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB"}
+
+
+def _number(text: str, name: str, value: str) -> float:
+    match = _WRITTEN.fullmatch(value)
+    scale = match[3].lower() if match else "?"
+    wrong_unit = bool(match and match[4]) and name != "size"
+    if match is None or wrong_unit or scale not in (*_SCALES, "%"):
+        raise PruningError(
+            f"target {text!r}: write a part such as {name}=0.5 or {name}=50%, or a number such as "
+            f"{name}={_EXAMPLES[name]}"
+        )
+    number = float(match[1]) * 10.0 ** int(match[2] or 0)
+    number *= 0.01 if scale == "%" else _SCALES[scale]
+    if not number or (scale == "%" and number > 1):
+        raise PruningError(f"target {text!r}: it is what to keep, more than nothing and at most all of it")
+    return number
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most a network may have of each resource that is limited, in numbers."""
+
+    most: dict[str, float]
+    whole: dict[str, float]
+
+    def eased(self, progress: float) -> Limits:
+        """Limits on the way to these: the whole at 0, these from 1 on.
+
+        >>> Limits({"macs": 50.0}, {"macs": 100.0}).eased(0.5).most
+        {'macs': 75.0}
+        """
+        share = min(max(progress, 0.0), 1.0)
+        return Limits({n: self.whole[n] + share * (v - self.whole[n]) for n, v in self.most.items()}, self.whole)
+
+    def hold(self, usage: Usage) -> bool:
+        """Does a network that has this fit?"""
+        return all(usage[name] <= value for name, value in self.most.items())
+
+    def room(self, usage: Usage) -> dict[str, float]:
+        """What is left of each limit, as a part of the whole; below 0 where it is broken."""
+        return {name: (value - usage[name]) / self.whole[name] for name, value in self.most.items()}
+
+    def broken(self, usage: Usage) -> list[str]:
+        """The limits that a network breaks."""
+        return [name for name, value in self.most.items() if usage[name] > value]
+
+    def told(self, name: str, usage: Usage) -> str:
+        """An amount of a resource in words.
+
+        >>> Limits({}, {"macs": 2e6}).told("macs", {"macs": 5e5})
+        '500,000 macs (25.0%)'
+        """
+        unit = "bytes" if name == "size" else name
+        return f"{usage[name]:,.0f} {unit} ({usage[name] / self.whole[name]:.1%})"

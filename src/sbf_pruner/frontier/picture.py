@@ -1,0 +1,68 @@
+"""The figures of a frontier in; a picture (.svg) or a page (.html) out.
+
+Every size that was reached is a point on one line; the run's own filters stand beside it, before and, if the
+run is finished, after fine-tuning, and so does the dense network as it was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from ..report.against import Point, against, standalone
+from ..report.chart import Figure
+from ..report.page import HEADLINE, figure_parts, page
+
+_WORDS = {"macs": "multiply-accumulates", "params": "parameters"}
+
+
+def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
+    """The drawing as the text of a file with this ending."""
+    title = f"{result['name']}, seed {result['seed']}: accuracy against size"
+    if ending == ".svg":
+        return standalone(_figure(result, "macs"), title, f"{_WORDS['macs']} of one image")
+    figures = [_figure(result, key) for key in _WORDS]
+    facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
+    facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
+    head = f"<p class=facts>{escape(facts)}</p><h1>{escape(title)}</h1><p class=lead>{escape(result['said'])}</p>"
+    return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
+
+
+def _figure(result: Mapping[str, Any], key: str) -> Figure:
+    dense, own = result["dense"], result["own"]
+    chosen = [
+        Point(
+            f"{100 * p['share']:.4g} % asked for",
+            p["accuracy"],
+            p[key],
+            "chosen",
+            f"{100 * p['share']:.3g} %",
+            True,
+        )
+        for p in result["points"]
+        if p["reached"]
+    ]
+    whole = Point("all filters", dense["accuracy"], dense[key], "chosen", "all", True)
+    line = sorted([whole, *chosen], key=lambda point: point.size)
+    legend = [("dot chosen", "chosen by score, recalibrated")]
+    points, joined = [*line], [("accent", line)]
+    trained, known = "dense control", dense["control_accuracy"]
+    if known is None:
+        trained, known = "dense, after the warm-up", dense["warmup_accuracy"]
+    if known is not None:
+        points.append(Point(trained, known, dense[key], "whole"))
+        legend.append(("dot whole", trained))
+    before = Point("the run's own filters", own["accuracy"], own[key], "own")
+    points.append(before)
+    legend.append(("dot own", "the run's own filters, recalibrated"))
+    if own["finetuned_accuracy"] is not None:
+        after = Point("the run's own filters, fine-tuned", own["finetuned_accuracy"], own[key], "tuned")
+        points.append(after)
+        joined.append(("dashed", [before, after]))
+        legend.append(("dot tuned", "the same, fine-tuned"))
+    caption = (
+        "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
+        "training after the cut; what fine-tuning does is shown for the run&#x27;s own filters alone."
+    )
+    return against(f"against-{key}", _WORDS[key], points, caption, first="filters", joined=joined, legend=legend)

@@ -1,0 +1,190 @@
+"""One set of scores, many sizes: what each would leave, and how good it is before any retraining.
+
+A scored network and the sizes asked for enter; plain data leaves, all of it JSON.  For each size the filters
+are chosen as a run with that budget would choose them, the network is really cut, its batch-norm statistics
+are taken anew on training images, and it is judged.  A size that cannot be reached is listed with the smallest
+that can.  What holds: nothing is trained, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..budget.aim import Aim
+from ..budget.landing import Masks
+from ..budget.targets import Budget
+from ..errors import PruningError, nearest
+from ..export import saved_bytes
+from ..measuring import measure
+from ..plan import Plan
+from ..surgery import extract
+from ..training.engine import Engine
+from ..training.networks import file_bytes
+from ..training.start import cpu_threads
+from .scored import Scored, read_scored
+
+USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
+BATCHES = 32
+RESOURCES = tuple(field.name for field in fields(Budget))
+NEAR = 1.0  # points of accuracy that count as no loss worth speaking of
+Report = Callable[[str], None]
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: of which resource how much is to be left, and how it is tried."""
+
+    of: str = "macs"
+    at: Sequence[str] = USUAL
+    batches: int = BATCHES
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in RESOURCES:
+            raise PruningError(f"--of: no resource is called {self.of!r}; {nearest(self.of, RESOURCES)}")
+        if self.batches < 1:
+            raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
+        if not self.at:
+            raise PruningError("--at: name at least one size, such as 0.5,0.3")
+        self.sizes()
+
+    def sizes(self) -> list[float]:
+        """The sizes as numbers: up to 1 a part, above 1 an amount."""
+        read = (getattr(Budget.parse([f"{self.of}={text}"]), self.of) for text in self.at)
+        return list(dict.fromkeys(read))
+
+
+def frontier(
+    path: str | Path, request: Request | None = None, report: Report = lambda line: None
+) -> dict[str, Any]:
+    """Accuracy against size for the run in a folder."""
+    request = request or Request()
+    with torch.random.fork_rng():
+        report("reading the run")
+        scored = read_scored(path, request.device)
+        with cpu_threads(scored.recipe.threads):
+            return _Sweep(scored, request, report).run()
+
+
+class _Sweep:
+    def __init__(self, scored: Scored, request: Request, report: Report) -> None:
+        self.scored, self.request, self.report = scored, request, report
+        pruner = scored.networks.pruner
+        self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
+        self.free = Aim(self.graph, None, self.guards)
+        self.least = self.free.least(scored.scores)
+        self.file, self.aside = file_bytes(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.tried: dict[Plan, Point] = {}
+        self.smallest: Point | None = None
+
+    def run(self) -> dict[str, Any]:
+        scored = self.scored
+        self.dense = self._figures(scored.networks.bare_copy(), self.graph.all_filters())
+        whole = self._judged("all filters", self.graph.all_filters())
+        warm = [record for record in scored.records if record["phase"] == "warmup"]
+        summary = scored.summary
+        points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
+        own = self._judged("the run's own filters", scored.plan.masks(self.graph))
+        own["finetuned_accuracy"] = scored.accuracy_of(_told(summary["pruned"])) if summary else None
+        batches = min(self.request.batches, len(scored.train))
+        result = {
+            "run": os.fspath(scored.folder.path),
+            "name": scored.recipe.name,
+            "seed": scored.recipe.seed,
+            "finished": summary is not None,
+            "of": self.request.of,
+            "judged_on": scored.judged_on,
+            "judged_images": len(scored.judged.labels),
+            "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
+            "dense": {
+                **whole,
+                "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
+                "control_accuracy": scored.accuracy_of(_told(summary["dense"])) if summary else None,
+            },
+            "points": points,
+            "own": own,
+            "smallest": self.smallest,
+        }
+        return {**result, "said": _said(result)}
+
+    def _point(self, size: float) -> Point:
+        """What one size leaves."""
+        asked: Point = {"asked": size, "share": self._share(size)}
+        masks = self._chosen(size)
+        if masks is None:
+            self.smallest = self.smallest or self._judged("the smallest", self.least)
+            return {**asked, "reached": False}
+        return {**asked, "reached": True, **self._judged(f"{asked['share']:.1%}", masks)}
+
+    def _chosen(self, size: float) -> Masks | None:
+        """The filters that a size holds; None where even the fewest that must stay are more."""
+        of = self.request.of
+        if of == "size" and size != 1:
+            # What no pruning touches in the file is set aside, as it is for a run with this budget.
+            size = (size * self.file if size < 1 else size) - self.aside
+            if size <= 1:
+                return None
+        budget = Budget(**{of: size})
+        if not budget.asked:
+            return self.graph.all_filters()
+        if budget.limits(self.free.count({})).broken(self.free.count(self.least)):
+            return None
+        return Aim(self.graph, budget, self.guards).choose(self.scored.scores).masks
+
+    def _judged(self, name: str, masks: Masks) -> Point:
+        """A choice of filters cut for real, recalibrated and judged; equal choices once."""
+        masks = self.graph.settle(masks)
+        plan = Plan.from_masks(masks)
+        if plan not in self.tried:
+            self.report(f"judging {name}")
+            scored = self.scored
+            small = extract(scored.networks.dense, self.inputs, plan, self.graph)
+            engine = Engine(small, scored.device)
+            engine.recalibrate(scored.train, 0, self.request.batches)
+            self.tried[plan] = {
+                **self._figures(small, masks),
+                "accuracy": engine.evaluate(scored.judged).accuracy,
+            }
+        found = self.tried[plan]
+        return {**found, "left": {key: found[key] / self.dense[key] for key in RESOURCES}}
+
+    def _figures(self, network: nn.Module, masks: Masks) -> Point:
+        cost = measure(network, self.scored.networks.images[:1])
+        return {
+            "macs": cost.macs,
+            "params": cost.params,
+            "size": saved_bytes(network, self.inputs, Plan.from_masks(masks)),
+            "filters": sum(int(mask.sum()) for mask in masks.values()),
+        }
+
+    def _share(self, size: float) -> float:
+        whole = {**self.free.count({}), "size": self.file}[self.request.of]
+        return size if size <= 1 else min(size / whole, 1.0)
+
+
+def _told(part: dict[str, Any]) -> dict[str, Any]:
+    """A summary's part in the words of a record."""
+    return {**part, "test_accuracy": part["accuracy"]}
+
+
+def _said(result: dict[str, Any]) -> str:
+    """One sentence: how far down it costs little."""
+    reached = [point for point in result["points"] if point["reached"]]
+    if not reached:
+        return "None of these sizes can be reached."
+    cut = [result["dense"], result["own"], *reached]
+    best = max(point["accuracy"] for point in cut)
+    near = [point for point in cut if point["accuracy"] >= best - NEAR]
+    least = min((point["left"] for point in near), key=lambda left: float(left["macs"]))
+    return (
+        f"Before any retraining, the smallest of these within {NEAR:g} point of the best ({best:.2f} %) has "
+        f"{100 * least['macs']:.0f} % of the MACs ({100 * least['params']:.0f} % of the parameters)."
+    )

@@ -1,0 +1,32 @@
+"""A run folder in; one self-contained HTML page out, of one run or of several side by side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import write_text
+from .comparison import comparison_page
+from .data import read_run
+from .page import run_page
+
+NAME = "report.html"
+COMPARISON = "comparison.html"
+
+
+def write_report(folders: Sequence[str | Path], to: str | Path | None = None) -> Path:
+    """Draw one run, into its own folder, or several beside each other; `to` names another file."""
+    runs = [read_run(folder) for folder in folders]
+    target = Path(to) if to is not None else runs[0].folder / NAME if len(runs) == 1 else Path(COMPARISON)
+    write_text(target, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
+    return target
+
+
+def leave_report(folder: Path, summary: dict[str, Any]) -> None:
+    """Draw a run whose summary is about to be written; whatever goes wrong, the run goes on."""
+    try:
+        write_text(folder / NAME, run_page(read_run(folder, summary)))
+    except Exception as error:
+        logging.getLogger("sbf_pruner").warning("no report was drawn (%s: %s)", type(error).__name__, error)

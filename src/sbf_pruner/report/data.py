@@ -1,0 +1,219 @@
+"""A run folder in; all that a report shows of it out, as plain values.
+
+Only files are read, so a run that is still going, was killed, or was made elsewhere is read like a finished
+one: what is not there yet is empty, and `missing` says why.  A last line cut short by a kill does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..drawing.scene import Box, from_json
+from ..errors import RunError
+from .older import checkpointed_plan, inspected
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A phase: epochs in which the same thing is trained in the same way."""
+
+    kind: str  # "warmup", "score", "weights", "finetune" or "control"
+    cycle: int
+    first: int  # number of its first epoch, from 0
+    epochs: int
+
+
+@dataclass(frozen=True)
+class LayerKept:
+    """A prunable layer before and after."""
+
+    name: str
+    before: int
+    after: int
+    macs_share: float | None = None  # percent of the dense network's
+
+
+@dataclass
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    name: str
+    recipe: Record
+    schedule: list[Stretch]
+    records: list[Record] = field(default_factory=list)  # of the network that is pruned
+    control: list[Record] = field(default_factory=list)
+    summary: Record | None = None
+    layers: list[LayerKept] = field(default_factory=list)
+    scores: list[Record] = field(default_factory=list)
+    refinement: list[Record] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    followers: dict[str, list[str]] = field(default_factory=dict)
+    environment: Record = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # part of the report -> why it is not there
+
+    @property
+    def finished(self) -> bool:
+        """Has the run come to its end?"""
+        return self.summary is not None
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the network that is pruned, those to come included."""
+        return max((s.first + s.epochs for s in self.schedule if s.kind != "control"), default=0)
+
+    @property
+    def last(self) -> Record | None:
+        """The latest epoch, the control's included."""
+        records = self.control or self.records
+        return records[-1] if records else None
+
+    @property
+    def title(self) -> str:
+        """The network and the data."""
+        return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
+
+
+def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool = True) -> Run:
+    """Read a run folder; `summary` stands for one that is about to be written.
+
+    Where the network is not stored it is built anew, if `rebuild` is set.
+    """
+    path = Path(folder)
+    recipe = _recipe(path)
+    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, schedule(recipe))
+    records = _lines(path / "metrics.jsonl")
+    run.records = [r for r in records if r["phase"] != "control"]
+    run.control = [r for r in records if r["phase"] == "control"]
+    run.scores = _lines(path / "scores.jsonl")
+    run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
+    network = _object(path / "network.json", "environment") or (_without_network(path, recipe) if rebuild else {})
+    run.environment = (run.summary or network).get("environment", {})
+    facts: Record = network.get("facts", {})
+    if facts:
+        run.boxes = from_json(network["boxes"])
+        run.skipped = {fact["name"]: fact["reason"] for fact in facts["skipped"]}
+        run.followers = {fact["name"]: fact["follows"] for fact in facts["followers"]}
+    else:
+        run.missing["network"] = f"The network cannot be drawn: {network.get('undrawn', 'it is not stored yet')}."
+        run.skipped = (run.summary or {}).get("skipped", {})
+    run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
+    run.refinement = _refinement(run)
+    _explain_missing(run)
+    return run
+
+
+def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
+    """The phases of a resolved recipe in order, as the run goes through them."""
+    lengths = recipe["phases"]
+    planned = [("warmup", 0, lengths["warmup"])]
+    for cycle in range(1, lengths["cycles"] + 1):
+        planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
+    planned.append(("finetune", 0, lengths["finetune"]))
+    if recipe.get("dense_control"):
+        planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
+    found, first = [], 0
+    for kind, cycle, epochs in planned:
+        if epochs:
+            found.append(Stretch(kind, cycle, first, epochs))
+        first += epochs
+    return found
+
+
+def _recipe(path: Path) -> Record:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise RunError(f"{path} {what}; name the folder of a run, such as runs/digits-seed0")
+    try:
+        recipe = tomllib.loads((path / "recipe.toml").read_text("utf-8"))
+        known = all(key in recipe["phases"] for key in ("warmup", "cycles", "score", "weights", "finetune"))
+        known = known and "name" in recipe["model"] and "name" in recipe["data"]
+    except FileNotFoundError:
+        raise RunError(f"{path} holds no run (no recipe.toml); name a folder that sbf run wrote") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path / 'recipe.toml'} cannot be read ({error}); put back the run's own") from error
+    if not known:
+        raise RunError(f"{path / 'recipe.toml'} is not the recipe of a run; put back the run's own")
+    return recipe
+
+
+def _lines(path: Path) -> list[Record]:
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else []
+    found: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):  # it is being written, or the run was killed just then
+            break
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number} is damaged; put the file back, or run again") from error
+    return found
+
+
+def _object(path: Path, *keys: str) -> Record | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not set(keys) <= set(found):
+        raise RunError(f"{path} is damaged; remove it, and --resume to write it anew")
+    return found
+
+
+def _without_network(path: Path, recipe: Record) -> Record:
+    """Folders of older versions hold no network: it is built anew, if that can be done here."""
+    try:
+        return inspected(recipe)
+    except Exception as error:  # a network of the user's own may fail to build in any way
+        return {"undrawn": f"it is not stored in {path.name} and cannot be built here ({error})"}
+
+
+def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
+    last = run.records[-1] if run.records else None
+    if run.summary is not None:
+        stored = run.summary["layers"]
+        before = {name: layer["before"] for name, layer in stored.items()}
+        after = {name: layer["after"] for name, layer in stored.items()}
+    else:
+        before = {name: fact["filters"] for name, fact in facts.items()}
+        held = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
+        if held is None and last is not None and last["filters"] < last["filters_total"]:
+            held = checkpointed_plan(run.folder)
+            if held is None:
+                return []
+        after = {name: (held or before).get(name, width) for name, width in before.items()}
+    shares = {name: fact["macs_share"] for name, fact in facts.items()}
+    return [LayerKept(name, before[name], after[name], shares.get(name)) for name in before]
+
+
+def _refinement(run: Run) -> list[Record]:
+    if run.summary is not None and run.summary.get("refinement"):
+        return list(run.summary["refinement"])
+    return next((line["refinement"] for line in reversed(run.scores) if line.get("refinement")), [])
+
+
+def _explain_missing(run: Run) -> None:
+    scored = any(record["phase"] == "score" for record in run.records)
+    older = "The run was made by an older version, which did not store "
+    if not run.layers:
+        run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
+    if not run.scores:
+        run.missing["scores"] = f"{older}the scores." if scored else "No epoch of scores has been run yet."
+    if not run.refinement:
+        if any("kept" in line for line in run.scores):
+            said = "No residual block was measured: none has a branch that ends in a prunable layer."
+        elif scored and not run.scores:
+            said = f"{older}how blocks refine."
+        else:
+            said = "How blocks refine is measured whenever a phase of scores ends, and none has ended yet."
+        run.missing["refinement"] = said

@@ -1,0 +1,149 @@
+"""The first thing a report says: what the run came to, in one sentence and a handful of numbers.
+
+A run enters; HTML leaves.  Of a run that is not finished it tells how far it is and what is there by now.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from .course import STAGES
+from .data import Run
+from .numbers import change, count, duration, milliseconds, percent, short, signed, tiny
+
+
+def sentence(run: Run) -> str:
+    """The run in one sentence."""
+    if run.summary is None:
+        return _so_far(run)
+    dense, pruned = run.summary["dense"], run.summary["pruned"]
+    left = [f"{100 * pruned[key] / dense[key]:.0f} % of the {words}" for key, words in _SIZES if dense[key]]
+    said = f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are right"
+    if dense["accuracy"] is None:
+        known = dense.get("warmup_accuracy")
+        return said + (f" ({percent(known)} after the dense warm-up)." if known is not None else ".")
+    gap = pruned["accuracy"] - dense["accuracy"]
+    if abs(gap) < 0.005:
+        return said + ", as many as with the dense control."
+    return f"{said}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
+
+
+_EXACT = 1e-10  # of the largest output, in float64: rounding and nothing else
+_SIZES = (("params", "parameters"), ("macs", "multiply-accumulates"))
+
+
+def _so_far(run: Run) -> str:
+    last = run.last
+    if last is None:
+        return "The run is about to begin: nothing has been trained yet."
+    stage = "the dense control" if last["phase"] == "control" else STAGES[last["phase"]]
+    cycle = f" of cycle {last['cycle']}" if last["cycle"] else ""
+    seconds = [record["seconds"] for record in [*run.records, *run.control]][-20:]
+    left = (last["total"] - last["done"]) * sum(seconds) / len(seconds)
+    return (
+        f"Epoch {last['done']} of {last['total']} has ended, {last['epoch']} of {last['epochs']} of "
+        f"{stage}{cycle}; at this pace {duration(left)} are left."
+    )
+
+
+def headline(run: Run) -> str:
+    """The sentence and the cards."""
+    facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
+    state, progress, last = "finished", "", run.last
+    if run.summary is not None:
+        machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
+        facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
+    else:
+        state = "not finished"
+        share = 100 * last["done"] / last["total"] if last is not None else 0
+        progress = f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{share:.0f} %</progress>'
+    cards = _finished(run) if run.finished else _unfinished(run)
+    told = escape(" · ".join(filter(None, facts)))
+    return (
+        f'<p class=facts><span class="state {state.split()[0]}">{state}</span> {told}</p>'
+        f"<h1>{escape(run.name)}</h1><p class=lead>{escape(sentence(run))}</p>{progress}"
+        f"<dl class=cards>{''.join(cards)}</dl>"
+    )
+
+
+def _card(
+    label: str, value: str, was: str, note: str = "", share: float | None = None, good: bool | None = None
+) -> str:
+    mood = "" if good is None else " good" if good else " bad"
+    meter = ""
+    if share is not None:
+        bar = f'<i style="width:{min(100 * share, 100):.1f}%"></i>'
+        meter = f"<span class=meter aria-hidden=true>{bar}</span>"
+    return (
+        f"<div class=card><dt>{escape(label)}</dt><dd><b>{escape(value)}</b>"
+        f'<span class="note{mood}">{escape(note)}</span>{meter}<small>{escape(was)}</small></dd></div>'
+    )
+
+
+def _finished(run: Run) -> list[str]:
+    assert run.summary is not None
+    dense, pruned = run.summary["dense"], run.summary["pruned"]
+    judged, note = dense["accuracy"], ""
+    if judged is None:
+        was = f"no dense control; {percent(dense.get('warmup_accuracy'))} after warm-up"
+    else:
+        was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
+    cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
+    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries do not tell
+    spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
+    timed = f" · {run.environment.get('device', '')}"
+    timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
+    sizes = [
+        ("Parameters", "params", short, ""),
+        ("Multiply-accumulates", "macs", short, ""),
+        ("File", "file_bytes", _bytes, ""),
+        (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
+    ]
+    for label, key, spell, more in sizes:
+        before, after = dense.get(key), pruned.get(key)
+        if before and after:
+            share, good = after / before, after <= before
+            noise = max((part for part in spread if part is not None), default=0.0) if key == "latency_ms" else 0.0
+            mood = None if abs(after - before) < noise else good  # a difference within the spread is none
+            cards.append(
+                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, mood)
+            )
+        else:
+            cards.append(_card(label, spell(after), "dense: not stored"))
+    error = run.summary.get("cut_error")
+    exact = error is not None and error < _EXACT
+    was = "largest difference of their outputs, float64"
+    cards.append(_card("Masked = extracted", tiny(error), was, "exact" if exact else "", good=exact or None))
+    return cards
+
+
+def _stored_bytes(run: Run) -> int | None:
+    stored = run.folder / "model.safetensors"
+    return stored.stat().st_size if stored.is_file() else None
+
+
+def _unfinished(run: Run) -> list[str]:
+    if not run.records:
+        return []
+    start, now = run.records[0], run.records[-1]
+    judged = next((r["test_accuracy"] for r in reversed(run.records) if r["test_accuracy"] is not None), None)
+    cards = [
+        _card("Test accuracy", percent(judged), "latest that was taken"),
+        _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
+    ]
+    for label, key, spell in (
+        ("Filters alive", "filters", count),
+        ("Parameters", "params", short),
+        ("Multiply-accumulates", "macs", short),
+    ):
+        before = now["filters_total"] if key == "filters" else start[key]
+        note = change(before, now[key]) if now[key] != before else ""
+        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
+    if run.control:
+        known = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
+        cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs"))
+    return cards
+
+
+def _bytes(value: float | None) -> str:
+    return short(value, "B")

@@ -1,0 +1,70 @@
+"""The filters each layer keeps: the paper's Figure 4, with the numbers on every bar.
+
+Layers before and after enter; a bar per layer leaves: its outline is what there was, its filling what is
+kept, and a layer that is gone is a sign at the bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
+from .data import LayerKept, Run
+from .numbers import DASH, percent
+
+_HEIGHT = 190.0
+_LABELLED = 26  # so many bars have room for a number each
+
+
+def kept(run: Run) -> Figure:
+    """The figure of one run."""
+    key, title = "kept", "Filters kept per layer"
+    if not run.layers:
+        return Figure(key, title, missing=run.missing["kept"])
+    before, after = sum(one.before for one in run.layers), sum(one.after for one in run.layers)
+    gone = sum(not one.after for one in run.layers)
+    said = f"{after:,} of {before:,} filters are kept"
+    said += f"; {gone} of {len(run.layers)} layers are gone altogether." if gone else "."
+    said += " Nobody set these widths: they come out of the scores."
+    legend = [("block kept", "kept"), ("block before", "removed")]
+    if gone:
+        legend.append(("cross", "layer gone"))
+    return Figure(key, title, said, bars(run.layers, title), numbers(run.layers), legend)
+
+
+def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT, start: int = 0) -> str:
+    """A bar per layer; `start` is the table's row of the first one."""
+    each = 100 / len(layers)
+    scale = Scale(0, max(one.before for one in layers) * 1.06, height)
+    parts = [grid(scale, 0, most=4)]
+    for place, one in enumerate(layers):
+        left, width = each * (place + 0.12), each * 0.76
+        whole, rest = scale(one.before), scale(one.after)
+        across = f'x="{left:.3f}%" width="{width:.3f}%"'
+        parts.append(f'<rect class=before {across} y="{whole:.1f}" height="{height - whole:.1f}"/>')
+        if one.after:
+            parts.append(f'<rect class=kept {across} y="{rest:.1f}" height="{height - rest:.1f}"/>')
+            if len(layers) <= _LABELLED:
+                middle = f'x="{left + width / 2:.3f}%" y="{rest - 4:.1f}"'
+                parts.append(f"<text class=value {middle}>{one.after}</text>")
+        else:
+            parts.append(f'<text class=cross x="{left + width / 2:.3f}%" y="{height - 4:.1f}">\u00d7</text>')
+    for place in range(len(layers)):
+        parts.append(column("", start + place, each * place, each, 0, height))
+    parts.append(parts_of_the_network([one.name for one in layers], height))
+    return picture("bars", height, "".join(parts), label)
+
+
+def numbers(layers: Sequence[LayerKept]) -> Table:
+    """A row per layer."""
+    rows = [
+        [
+            one.name,
+            str(one.after),
+            str(one.before),
+            percent(100 * one.after / one.before, 0),
+            DASH if one.macs_share is None else percent(one.macs_share, 1),
+        ]
+        for one in layers
+    ]
+    return Table(["layer", "filters kept", "filters before", "share kept", "share of the dense MACs"], rows)

@@ -1,0 +1,193 @@
+"""The report of a run while it trains, at an address of this machine alone.
+
+A run folder enters; a small server on 127.0.0.1 leaves, which answers GET and HEAD and nothing else.  It only
+reads the folder, when it is asked and something has changed.  A request whose Host is not this very address
+is refused, so that no page elsewhere can reach it under a name of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..errors import PruningError, RunError
+from .data import read_run
+from .page import HEADLINE, SECTIONS, page, page_title, run_parts
+
+PORT = 8321
+_NEWS = "/parts.json"
+_FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "summary.json")
+_PATIENCE = 4.0  # seconds at most to let an open page see the end
+_ALONE = "this address is for this machine alone\n"
+_WAITING = '<p class=facts><span class="state not">not finished</span></p><h1>{}</h1><p class=lead>{}</p>'
+
+
+@contextmanager
+def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator[str]:
+    """Serve a run's page while the context lasts; yields its address.
+
+    If the run is to start `fresh`, what an earlier one left in the folder is not shown.
+    """
+    view = _View(folder, time.time() if fresh else 0.0)
+    try:
+        server = _Server(("127.0.0.1", port), view)
+    except OverflowError:
+        raise PruningError(f"--live {port}: a port is a number from 1 to 65535") from None
+    except OSError as error:
+        raise PruningError(
+            f"--live {port}: port {port} cannot be used ({error.strerror or error}); name another one"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+        view.wait_until_seen(_PATIENCE)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+class _View:
+    """The folder's page, drawn anew when a file has changed."""
+
+    def __init__(self, folder: Path, since: float) -> None:
+        self.folder, self.since = folder, since
+        self.lock = threading.Lock()
+        self.stamp: Any = None
+        self.drawn: dict[str, str] = {}
+        self.title, self.finished = "", False
+        self.history: dict[str, dict[str, int]] = {}  # a hash of every part, by version
+        self.asked, self.shown = 0.0, False
+
+    def page(self) -> str:
+        """The page as it is now."""
+        with self.lock:
+            self._refresh()
+            parts = dict.fromkeys((HEADLINE, *SECTIONS), "") | self.drawn
+            return page(self.title, "", parts, live=_NEWS, version=self._version())
+
+    def news(self, seen: str) -> dict[str, Any]:
+        """The parts that differ from those of a version the page has."""
+        with self.lock:
+            self._refresh()
+            self.shown = self.finished
+            before, version = self.history.get(seen, {}), self._version()
+            parts = {key: part for key, part in self.drawn.items() if before.get(key) != hash(part)}
+            return {"version": version, "title": self.title, "finished": self.finished, "parts": parts}
+
+    def _version(self) -> str:
+        """A name for what is shown now; it is remembered, so that a page can say what it has."""
+        self.asked = time.monotonic()
+        held = {key: hash(part) for key, part in self.drawn.items()}
+        version = f"{hash(frozenset(held.items())) & 0xFFFFFFFFFFFF:x}"
+        self.history[version] = held
+        return version
+
+    def wait_until_seen(self, seconds: float) -> None:
+        """Give a page that is open the time to see how the run ended."""
+        if not (self.folder / "summary.json").is_file():
+            return
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and time.monotonic() - self.asked < 5 and not self.shown:
+            time.sleep(0.05)
+        if self.shown:
+            time.sleep(0.1)  # the answer is still on its way
+
+    def _refresh(self) -> None:
+        stamp = [_stamp(self.folder / name) for name in _FILES]
+        if stamp == self.stamp:
+            return
+        began = stamp[0] is not None and stamp[0][0] >= self.since - 1
+        try:
+            if not began:
+                raise RunError("The run is about to begin.")
+            run = read_run(self.folder, rebuild=False)
+            self.drawn, self.finished = run_parts(run), run.finished
+            self.title = page_title(run)
+            self.stamp = stamp
+        except Exception as error:  # a file that is being written, or was changed by hand: the next look may tell
+            said = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
+            self.drawn = {HEADLINE: _WAITING.format(escape(self.folder.name), escape(said))}
+            self.title, self.finished = self.folder.name, False
+
+
+def _stamp(path: Path) -> tuple[float, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime, found.st_size
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], view: _View) -> None:
+        self.view = view
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed while it was answered is nobody's fault."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "sbf"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self) -> None:
+        port = self.server.server_port
+        hosts = {f"127.0.0.1:{port}", f"localhost:{port}"} | ({"127.0.0.1", "localhost"} if port == 80 else set())
+        if self.headers.get("Host", "").lower() not in hosts:
+            return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", _ALONE)
+        address = urlsplit(self.path)
+        if address.path == "/":
+            return self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
+        if address.path == _NEWS:
+            seen = parse_qs(address.query).get("seen", [""])[0]
+            return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.news(seen)))
+        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page here: /\n")
+
+    do_HEAD = do_GET
+
+    def _refuse(self) -> None:
+        self.close_connection = True
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", "this page can only be read\n")
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["Allow"] = "GET, HEAD"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the terminal belongs to the run."""

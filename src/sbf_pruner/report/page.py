@@ -1,0 +1,98 @@
+"""Parts in; one self-contained HTML page out, that opens without a network and asks for nothing.
+
+page.html, page.css and page.js beside this file are put into one text.  Every part stands in a section of its
+own, so that a live page can put a new one in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from ..drawing.colours import DARK_HUES, HUES, colours, scoped
+from .chart import Figure
+from .course import course
+from .data import Run
+from .headline import headline, sentence
+from .kept import kept
+from .network import network
+from .refinement import refinement
+from .scores import scores
+from .settings import environment, recipe, skipped
+
+HEADLINE = "headline"
+_FIGURES = {
+    "course": course,
+    "kept": kept,
+    "refinement": refinement,
+    "scores": scores,
+    "network": network,
+    "skipped": skipped,
+    "environment": environment,
+    "recipe": recipe,
+}
+SECTIONS = tuple(_FIGURES)
+_WIDE = ("scores", "network", "recipe")
+
+
+def run_parts(run: Run) -> dict[str, str]:
+    """The inside of every section of a run's page, in order."""
+    return {HEADLINE: headline(run)} | {key: draw(run).html() for key, draw in _FIGURES.items()}
+
+
+def run_page(run: Run) -> str:
+    """A run's page."""
+    return page(page_title(run), sentence(run), run_parts(run))
+
+
+def page_title(run: Run) -> str:
+    """What the browser calls the page."""
+    return f"{run.name}: {run.title}"
+
+
+def page(
+    title: str,
+    description: str,
+    parts: Mapping[str, str],
+    wide: Collection[str] = _WIDE,
+    *,
+    live: str = "",
+    version: str = "",
+) -> str:
+    """The page as text; `live` is where, on the page's own server, newer parts than `version` are to be had."""
+    head, *rest = parts
+    sections = "".join(
+        f'<section id="{key}"{" class=wide" if key in wide else ""}>{parts[key]}</section>' for key in rest
+    )
+    dark = colours(".graph", dark=True) + _points(DARK_HUES)
+    style = _read("page.css") + scoped(".graph") + colours(".graph") + _points(HUES)
+    return Template(_read("page.html")).substitute(
+        title=escape(title),
+        description=escape(description),
+        style=f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}",
+        connect="'self'" if live else "'none'",
+        live=escape(live),
+        version=escape(version),
+        headline=parts[head],
+        sections=sections,
+        script=_read("page.js"),
+    )
+
+
+def figure_parts(figures: Sequence[Figure]) -> dict[str, str]:
+    """The inside of the figures' sections."""
+    return {figure.key: figure.html() for figure in figures}
+
+
+def _points(hues: Sequence[str]) -> str:
+    """The colours of points in a figure; a hollow one is the dense network."""
+    return "".join(
+        f".point.h{n}{{fill:{hue};stroke:{hue}}}.point.dense.h{n}{{fill:none;stroke-width:2}}"
+        for n, hue in enumerate(hues)
+    )
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")

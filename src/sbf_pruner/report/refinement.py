@@ -1,0 +1,88 @@
+"""How residual blocks refine what passes them: Lemma 1 of the paper, put right, beside what was measured.
+
+Records per block enter; one figure leaves.  With scores S in front of the addition, |S.f(x)|^2 / |x|^2 lies
+between delta^2 and (1 + eps)^2 times what it would be without scores, where delta and 1 + eps are the least
+and the greatest score of the branch's last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
+from .data import Run
+from .numbers import DASH
+
+_HEIGHT = 190.0
+_CAPTION = (
+    "The energy a block adds, as a part of what arrives: |S·f(x)|² / |x|² on test images. Under continuous scores "
+    "it must lie between δ² and (1+ε)² times the value without scores, where δ and 1+ε are the least and the "
+    "greatest score of the branch's last layer: the paper's Lemma 1, put right."
+)
+
+
+def refinement(run: Run) -> Figure:
+    """The figure."""
+    key, title = "refinement", "How much each residual block refines"
+    blocks = run.refinement
+    if not blocks:
+        return Figure(key, title, missing=run.missing["refinement"])
+    seen = [value for block in blocks for value in _measured(block) if value] or [1.0]
+    # Lower bounds may be next to nothing: what was measured sets the scale, and they go on below it.
+    high = max(block["top"] ** 2 * block["unscored"] if "top" in block else 0.0 for block in blocks)
+    scale = Scale(min(seen) / 3, max(*seen, high) * 1.4, _HEIGHT, logarithmic=True)
+    each = 100 / len(blocks)
+    parts = [grid(scale, 0)]
+    for place, block in enumerate(blocks):
+        middle = each * (place + 0.5)
+        low, high, bare = _bounds(block)
+        if high is not None and low is not None and bare is not None:
+            top, bottom = scale(high), scale(max(low, scale.low))
+            width = min(each * 0.6, 4.0)
+            across = f'x="{middle - width / 2:.3f}%" width="{width:.3f}%"'
+            parts.append(f'<rect class=bounds {across} y="{top:.1f}" height="{max(bottom - top, 1):.1f}" rx=3 />')
+            ends = f'x1="{middle - width / 2:.3f}%" x2="{middle + width / 2:.3f}%"'
+            parts.append(f'<line class=bare {ends} y1="{scale(bare):.1f}" y2="{scale(bare):.1f}"/>')
+            parts.append(f'<circle class=scored cx="{middle:.3f}%" cy="{scale(block["scored"]):.1f}" r=3.5 />')
+        pruned = block.get("pruned")
+        if pruned:
+            parts.append(f'<circle class=final cx="{middle:.3f}%" cy="{scale(pruned):.1f}" r=3.5 />')
+        elif pruned == 0:
+            parts.append(f'<text class=cross x="{middle:.3f}%" y="{_HEIGHT - 3:.0f}">\u00d7</text>')
+    parts += [column("", row, each * row, each, 0, _HEIGHT) for row in range(len(blocks))]
+    parts.append(parts_of_the_network([block["block"] for block in blocks], _HEIGHT))
+    legend = [
+        ("block bounds", "the lemma's bounds"),
+        ("bar bare", "without scores"),
+        ("dot scored", "under the scores"),
+    ]
+    if any(block.get("pruned") is not None for block in blocks):
+        legend += [("dot final", "at the end, pruned and fine-tuned")]
+    if any(block.get("pruned") == 0 for block in blocks):
+        legend += [("cross", "block gone")]
+    return Figure(key, title, _CAPTION, picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
+
+
+def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
+    if "unscored" not in block:
+        return None, None, None
+    bare = block["unscored"]
+    return block["delta"] ** 2 * bare, block["top"] ** 2 * bare, bare
+
+
+def _measured(block: Mapping[str, Any]) -> tuple[float | None, ...]:
+    return block.get("unscored"), block.get("scored"), block.get("pruned")
+
+
+def _table(run: Run) -> Table:
+    def said(value: float | None) -> str:
+        return DASH if value is None else f"{value:.3g}"
+
+    head = ["block", "lower bound", "under the scores", "upper bound", "without scores", "least score"]
+    rows = []
+    for block in run.refinement:
+        low, high, bare = _bounds(block)
+        row = [low, block.get("scored"), high, bare, block.get("delta"), block.get("top"), block.get("pruned")]
+        rows.append([block["block"], *map(said, row)])
+    return Table([*head, "greatest score", "at the end"], rows)

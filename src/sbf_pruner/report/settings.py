@@ -1,0 +1,70 @@
+"""How a run was made: its resolved recipe, the machine and the versions, and what was left alone and why.
+
+A run enters; figures without pictures leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from .chart import Figure
+from .data import Run
+
+
+def skipped(run: Run) -> Figure:
+    """The layers without scores of their own."""
+    rows = [(name, reason) for name, reason in run.skipped.items()]
+    rows += [(name, f"follows {', '.join(leaders)}") for name, leaders in run.followers.items()]
+    if not rows and "network" in run.missing and not run.summary:
+        return Figure("skipped", "Left alone", missing="Which layers are left alone is not stored in this folder.")
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(reason)}</dd>" for name, reason in rows)
+    body = f"<dl class=pairs>{listed}</dl>" if rows else "<p>Nothing: every layer with filters can be pruned.</p>"
+    missing = [why for part, why in run.missing.items() if part != "network"]
+    if missing:
+        body += f"<h3>Not in this report</h3><ul>{''.join(f'<li>{escape(why)}</li>' for why in missing)}</ul>"
+    return Figure("skipped", "Left alone", body)
+
+
+def environment(run: Run) -> Figure:
+    """The machine and the versions."""
+    if not run.environment:
+        return Figure(
+            "environment", "Environment", missing="It is stored when a run ends, and this one has not ended."
+        )
+    rows = "".join(
+        f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
+        for key, value in run.environment.items()
+        if value is not None
+    )
+    return Figure("environment", "Environment", f"<dl class=pairs>{rows}</dl>")
+
+
+def recipe(run: Run) -> Figure:
+    """Every setting, as it was resolved."""
+    plain = {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}
+    parts = [_section("", plain)]
+    parts += [_section(key, value) for key, value in run.recipe.items() if isinstance(value, Mapping)]
+    return Figure("recipe", "Recipe", f"<div class=sections>{''.join(parts)}</div>", wide=True)
+
+
+def _section(name: str, values: Mapping[str, Any]) -> str:
+    heading = f"<h3>{escape(name)}</h3>" if name else ""
+    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(spelled(value))}</dd>" for key, value in values.items())
+    return f"<div>{heading}<dl class=pairs>{rows}</dl></div>"
+
+
+def spelled(value: Any) -> str:
+    """A setting as text; what is empty shows as such.
+
+    >>> spelled(True), spelled(""), spelled([0.5, 0.75]), spelled({})
+    ('yes', 'none', '0.5, 0.75', 'none')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(spelled, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {spelled(item)}" for key, item in value.items()) or "none"
+    return str(value) if value != "" else "none"

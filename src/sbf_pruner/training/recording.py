@@ -1,0 +1,74 @@
+"""What a run writes down besides its metrics: the network it began with, its scores, and how blocks refine.
+
+The networks of a run enter; `network.json` leaves when it begins, a line of `scores.jsonl` after every epoch
+of scores.  They are read from the pruner between epochs, never inside a step.  A picture that cannot be made
+is a reason written down, not a run lost.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..drawing.scene import compose, to_json
+from ..files import write_text
+from ..overview import inspect
+from .folder import RunFolder
+from .networks import Networks
+from .refinement import joined, under_scores, when_pruned
+from .schedule import Phase
+from .summary import environment
+
+
+class Recording:
+    """The network, the scores and the refinement of one run."""
+
+    def __init__(self, folder: RunFolder, networks: Networks, images: Tensor, device: torch.device) -> None:
+        self.folder, self.networks, self.images, self.device = folder, networks, images, device
+
+    def begin(self) -> None:
+        """Write down the network, if that has not been done."""
+        if self.folder.network.is_file():
+            return
+        pruner = self.networks.pruner
+        written: dict[str, Any] = {"environment": environment(self.device)}
+        try:
+            seen = inspect(pruner.model, self.images[:1], pruner.graph)
+            written |= {"facts": seen.facts, "boxes": to_json(compose(seen))}
+        except Exception as error:  # whatever a user's network does, it can still be trained
+            written["undrawn"] = f"{type(error).__name__}: {error}"
+        write_text(self.folder.network, json.dumps(written) + "\n")
+
+    def after_epoch(self, phase: Phase, done: int) -> None:
+        """Write down the scores after an epoch of them, and after the last one what the gates let through."""
+        if phase.kind != "score":
+            return
+        pruner = self.networks.pruner
+        scores = {name: [round(s, 3) for s in held.tolist()] for name, held in pruner.scores().items()}
+        line: dict[str, Any] = {"done": done, "cycle": phase.cycle, "scores": scores}
+        if done == phase.end:
+            kept = self.networks.plan.widths()
+            line["kept"] = {name: kept.get(name, len(held)) for name, held in scores.items()}
+            line["refinement"] = self._under_scores()
+        self.folder.append_scores(line)
+
+    def finish(self, small: nn.Module) -> dict[str, Any]:
+        """What the summary tells of layers left alone, and of the blocks' refinement at the end."""
+        graph = self.networks.pruner.graph
+        found: dict[str, Any] = next(
+            (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
+        )
+        try:
+            pruned = when_pruned(self.networks.pruner, small, self.images)
+        except Exception:  # an analysis beside the run
+            pruned = {}
+        return {"skipped": dict(graph.skipped), "refinement": joined(found.get("refinement", []), pruned)}
+
+    def _under_scores(self) -> list[dict[str, Any]]:
+        try:
+            return under_scores(self.networks.pruner, self.images)
+        except Exception:  # an analysis beside the run
+            return []

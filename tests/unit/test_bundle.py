@@ -1,0 +1,250 @@
+"""A run as an exported folder: what is in it, that it is whole, and that damage is found before it is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import sbf_pruner as sbf
+from sbf_pruner.deploy import bundle
+from sbf_pruner.deploy import choose as choosing
+from sbf_pruner.deploy.bundle import Request, export_run
+from sbf_pruner.deploy.forms import Form
+from sbf_pruner.deploy.onnx import run, session
+from sbf_pruner.errors import DataError, PruningError, RunError
+from sbf_pruner.manifest import MANIFEST, digest
+from sbf_pruner.models import resolve
+from sbf_pruner.training.recipe import load_recipe
+
+pytest.importorskip("onnxruntime")
+
+RECIPE = """
+name = "tiny"
+[model]
+name = "zoo:OptionA"
+num_classes = 4
+in_channels = 3
+[data]
+name = "synthetic"
+image_size = 8
+channels = 3
+samples = 64
+"""
+IMAGES = torch.rand(5, 3, 8, 8)
+QUICK = Request(seconds=0.1, batch=2, threads=1)
+
+
+def dense():
+    torch.manual_seed(0)
+    return resolve("zoo:OptionA", num_classes=4, in_channels=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_forms():
+    """Fewer forms than there are: each takes a second to be written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(choosing.FORMS, "onnxruntime", (Form("zeros", 4, shortcuts=True), Form("gather")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder as a finished run leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "recipe.toml").write_text(load_recipe(folder / "recipe.toml").to_toml())
+    model = dense()
+    graph = sbf.trace(model, IMAGES[:1])
+    keep = {name: range(0, layer.filters, 2) for name, layer in graph.layers.items() if name.endswith("conv1")}
+    small = sbf.extract(model, IMAGES[:1], sbf.Plan(keep), graph)
+    sbf.save(small, folder)
+    sizes = {name: sbf.measure(net, IMAGES[:1]) for name, net in (("dense", model), ("pruned", small))}
+    figures = {name: {"accuracy": 50.0, "params": s.params, "macs": s.macs} for name, s in sizes.items()}
+    (folder / "summary.json").write_text(json.dumps({**figures, "layers": {}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(finished) -> Path:
+    export_run(finished, request=QUICK)
+    return finished / "export"
+
+
+@pytest.fixture
+def copy(exported, tmp_path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "export"))
+
+
+def expected(finished) -> torch.Tensor:
+    return sbf.load(finished, dense).eval()(IMAGES).detach()
+
+
+def test_the_folder_holds_what_was_asked_for_and_the_manifest_knows_it(exported):
+    names = {path.name for path in exported.iterdir()}
+    wanted = {"network.onnx", "network.pt2", "model.safetensors", "plan.json", "recipe.toml", "README.md"}
+    assert names == wanted | {MANIFEST}
+    manifest = json.loads((exported / MANIFEST).read_text())
+    assert set(manifest["files"]) == wanted
+    for name, held in manifest["files"].items():
+        assert held == {"bytes": (exported / name).stat().st_size, "sha256": digest(exported / name)}
+    assert manifest["target"] == "onnxruntime" and "the fastest of" in manifest["chosen"]["why"]
+    assert manifest["chosen"]["form"]["branches"] in ("zeros", "gather")
+    assert manifest["versions"]["torch"] == torch.__version__ and "onnxruntime" in manifest["versions"]
+    assert max(manifest["differences"].values()) < 1e-4 and len(manifest["differences"]) == 2
+
+
+def test_every_file_gives_what_the_run_does(finished, exported):
+    wanted = expected(finished)
+    torch.testing.assert_close(run(session(exported / "network.onnx"), IMAGES)[0], wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sbf.load(exported)(IMAGES).detach(), wanted, rtol=0, atol=1e-4)  # without the code
+    torch.testing.assert_close(sbf.load(exported, dense).eval()(IMAGES).detach(), wanted, rtol=0, atol=0)
+
+
+def test_the_card_says_what_it_is(finished, exported):
+    text = (exported / "README.md").read_text()
+    summary = json.loads((finished / "summary.json").read_text())
+    for part in (f"{summary['dense']['params']:,}", f"{summary['pruned']['macs']:,}", "50.00 %", "synthetic"):
+        assert part in text
+    assert 'sbf.load(".", lambda: resolve("zoo:OptionA", num_classes=4, in_channels=3))' in text
+    assert f"| `network.onnx` | {(exported / 'network.onnx').stat().st_size:,} |" in text
+    assert "batch x 3 x 8 x 8; pixels in 0..1, less the mean (" in text
+    assert str(finished) not in text
+
+
+@pytest.mark.parametrize("name", ["network.pt2", "model.safetensors", "plan.json"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_damage_is_found_before_a_file_is_read(copy, name, damage):
+    path = copy / name
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-10] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(RunError, match=f"{name} is (missing|not the file that was exported)"):
+        sbf.load(copy, None if name == "network.pt2" else dense)
+
+
+def test_a_forged_archive_with_its_checksum_still_runs_nothing(copy, tmp_path):
+    """Whoever can write the folder can write the manifest too: so the archive must be harmless by itself."""
+    trap = tmp_path / "trap"
+
+    class Payload:
+        def __reduce__(self):
+            return Path.touch, (trap,)
+
+    torch.save(Payload(), copy / "network.pt2")
+    manifest = json.loads((copy / MANIFEST).read_text())
+    held = {"bytes": (copy / "network.pt2").stat().st_size, "sha256": digest(copy / "network.pt2")}
+    manifest["files"]["network.pt2"] = held
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"is not read, because it holds 'data\.pkl', which no network needs"):
+        sbf.load(copy)
+    assert not trap.exists()
+
+
+def test_a_damaged_manifest_is_named(copy):
+    (copy / MANIFEST).write_text("{")
+    with pytest.raises(
+        RunError, match=r"export\.json is damaged; export the run again with: sbf export RUN --force"
+    ):
+        sbf.load(copy)
+    (copy / MANIFEST).write_text("[]")
+    with pytest.raises(RunError, match="is no manifest of this version"):
+        sbf.load(copy)
+
+
+def test_without_the_code_only_an_exported_folder_loads(finished, copy):
+    with pytest.raises(RunError, match="is no exported folder; give the function that builds the dense network"):
+        sbf.load(finished)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["files"]["network.pt2"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"was exported without network\.pt2 \(it holds README.md, "):
+        sbf.load(copy)
+
+
+def test_an_export_is_replaced_only_when_asked_and_other_folders_never(finished, exported, tmp_path):
+    with pytest.raises(RunError, match=r"holds an export already; replace it \(--force\) or name another folder"):
+        export_run(finished, request=QUICK)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(RunError, match="holds files but no export; name another folder"):
+            export_run(finished, tmp_path / "mine", Request(force=force))
+    with pytest.raises(RunError, match="is the run itself"):
+        export_run(finished, finished)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file; name a folder"):
+        export_run(finished, tmp_path / "file")
+
+
+def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "choose", lambda *given, **named: pytest.fail("nothing is to be timed"))
+    manifest = export_run(finished, tmp_path / "out", Request(formats=("safetensors",)))
+    assert set(manifest["files"]) == {"model.safetensors", "plan.json", "recipe.toml", "README.md"}
+    assert manifest["folder"] == str(tmp_path / "out")
+    again = export_run(finished, tmp_path / "out", Request(formats=("safetensors",), force=True))
+    assert again["files"] == manifest["files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path):
+    manifest = export_run(finished, tmp_path / "out", Request(formats=("int8",), seconds=0.1, batch=2, threads=1))
+    assert set(manifest["files"]) == {"network-int8.onnx", "recipe.toml", "README.md"}
+    facts = manifest["int8"]
+    assert facts["images"] == 64 and 0 <= facts["accuracy"] <= 100 and 0 <= facts["float_accuracy"] <= 100
+    (found,) = run(session(tmp_path / "out" / "network-int8.onnx"), IMAGES)
+    wanted = expected(finished)
+    assert 0 < (found - wanted).abs().max() < 0.2 * wanted.abs().max()
+    assert f"{facts['accuracy']:.2f} % of the test images" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_failure_leaves_nothing_behind_and_the_old_export_whole(finished, copy, monkeypatch):
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    monkeypatch.setattr(bundle, "card", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_run(finished, copy, Request(formats=("safetensors",), force=True))
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_a_file_that_gives_something_else_is_not_exported(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "TOLERANCE", 1e-12)
+    with pytest.raises(PruningError, match=r"network\.pt2 gives outputs that are .* and nothing was exported"):
+        export_run(finished, tmp_path / "out", Request(formats=("pt2",), seconds=0.1, batch=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_cannot_be_exported_are_named(finished, tmp_path):
+    with pytest.raises(RunError, match=r"there is no run in .*; name the folder of a finished run"):
+        export_run(tmp_path)
+    half = Path(
+        shutil.copytree(finished, tmp_path / "half", ignore=shutil.ignore_patterns("summary.json", "export"))
+    )
+    with pytest.raises(RunError, match="is not finished; let it end"):
+        export_run(half)
+    away = Path(shutil.copytree(finished, tmp_path / "away", ignore=shutil.ignore_patterns("export")))
+    text = (away / "recipe.toml").read_text().replace('name = "synthetic"', 'name = "npz"')
+    (away / "recipe.toml").write_text(text.replace('path = ""', 'path = "nowhere.npz"'))
+    with pytest.raises(DataError, match=r"nowhere\.npz"):
+        export_run(away, request=Request(formats=("int8",)))
+    assert "input" in export_run(away, request=Request(formats=("safetensors",)))  # the card does without
+    assert "scaled as in training" in (away / "export" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"formats": ("onx",)}, r"no format is called 'onx'; did you mean 'onnx'\?"),
+        ({"formats": ()}, "name at least one format: onnx, pt2, safetensors, int8"),
+        ({"target": "egaer"}, r"no runtime is called 'egaer'; did you mean 'eager'\?"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(given, sentence):
+    with pytest.raises(PruningError, match=f"^{sentence}$"):
+        Request(**given)

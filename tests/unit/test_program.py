@@ -1,0 +1,216 @@
+"""torch.export archives: written plainly, read back, and never a way to run somebody's code."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sbf_pruner.deploy.captured import exported
+from sbf_pruner.errors import RunError
+from sbf_pruner.program import read_program, write_program
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+
+
+@pytest.fixture(scope="module")
+def archive(network, tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "network.pt2"
+    write_program(exported(network, torch.rand(2, 3, 6, 6)), path)
+    return path
+
+
+def changed(archive: Path, tmp_path: Path, edit) -> Path:
+    """A copy of the archive after `edit` has had its members in its hands."""
+    with zipfile.ZipFile(archive) as held:
+        members = {info.filename: held.read(info) for info in held.infolist()}
+    root = next(iter(members)).partition("/")[0]
+    edit(members, root)
+    path = tmp_path / "network.pt2"
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in members.items():
+            new.writestr(name, content)
+    return path
+
+
+def program_of(members, root):
+    return json.loads(members[f"{root}/models/model.json"])
+
+
+def test_what_is_written_is_read_back(network, archive):
+    again = read_program(archive)
+    for batch in (1, 5):
+        images = torch.rand(batch, 3, 6, 6)
+        torch.testing.assert_close(again(images), network(images), rtol=0, atol=1e-6)
+
+
+def test_the_archive_names_no_folder_of_this_machine_and_holds_no_pickle(archive):
+    with zipfile.ZipFile(archive) as held:
+        for info in held.infolist():
+            content = held.read(info)
+            assert b"site-packages" not in content and not content.startswith(b"\x80")
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def pickled(path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Payload(path), buffer)
+    return buffer.getvalue()
+
+
+def refused(path, match):
+    with pytest.raises(RunError, match=match):
+        read_program(path)
+
+
+def test_torch_itself_would_run_the_payload(archive, tmp_path):
+    """So that the tests below are about something."""
+    trap = tmp_path / "trap"
+
+    def edit(members, root):
+        members[f"{root}/data/sample_inputs/model.pt"] = pickled(trap)
+
+    path = changed(archive, tmp_path, edit)
+    with pytest.raises(Exception):  # noqa: B017
+        torch.export.load(path)
+    assert trap.exists()
+
+
+def test_pickled_inputs_are_not_read(archive, tmp_path):
+    trap = tmp_path / "trap"
+    path = changed(
+        archive, tmp_path, lambda m, root: m.update({f"{root}/data/sample_inputs/model.pt": pickled(trap)})
+    )
+    refused(path, r"network\.pt2 is not read, because it holds pickled inputs; nothing in it was run")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("kind", ["weights", "constants"])
+def test_pickled_tensors_are_not_read(archive, tmp_path, kind):
+    trap = tmp_path / "trap"
+
+    def edit(members, root):
+        name = f"{root}/data/{kind}/model_{kind}_config.json"
+        config = json.loads(members[name])
+        entry = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
+        config["config"]["0.weight"] = entry
+        members[name] = json.dumps(config).encode()
+        members[f"{root}/data/weights/weight_0"] = pickled(trap)
+
+    refused(changed(archive, tmp_path, edit), "its tensor '0.weight' is pickled")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["data/aotinductor/model/lib.so", "data/constants/custom_obj_0", "../../evil", "code.py", "extra/x"]
+)
+def test_members_that_no_network_needs_are_refused(archive, tmp_path, name):
+    path = changed(archive, tmp_path, lambda m, root: m.update({f"{root}/{name}": pickle.dumps(1)}))
+    refused(path, "which no network needs")
+
+
+def edited_program(archive, tmp_path, edit):
+    def change(members, root):
+        program = program_of(members, root)
+        edit(program)
+        members[f"{root}/models/model.json"] = json.dumps(program).encode()
+
+    return changed(archive, tmp_path, change)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("torch.os.system", "os.system", "builtins.eval", "torch.ops.aten.from_file.default", "torch.load"),
+        *("_operator.methodcaller", "torch.ops.aten.save.default", "torch.ops.loaded.evil.default"),
+    ],
+)
+def test_operators_that_do_more_than_compute_are_refused(archive, tmp_path, target):
+    def edit(program):
+        program["graph_module"]["graph"]["nodes"][0]["target"] = target
+
+    refused(edited_program(archive, tmp_path, edit), "its target is ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('pathlib').Path('trap').touch()",
+        "Symbol('x').__class__",
+        "eval('1')",
+        "Symbol(open('trap', 'w'))",
+        "[x for x in ()]",
+        "(" * 300,
+    ],
+)
+def test_expressions_are_arithmetic_of_sizes(archive, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+
+    def edit(program):
+        values = program["graph_module"]["graph"]["tensor_values"].values()
+        sizes = [size for value in values for size in value["sizes"] if "as_expr" in size]
+        sizes[0]["as_expr"]["expr_str"] = text
+
+    refused(edited_program(archive, tmp_path, edit), "its expr_str is ")
+    assert not (tmp_path / "trap").exists()
+
+
+def test_names_guards_notes_and_nests_are_plain(archive, tmp_path):
+    def first_node(program):
+        return program["graph_module"]["graph"]["nodes"][0]
+
+    def rename(program):
+        first_node(program)["outputs"][0]["as_tensor"]["name"] = "x = __import__('os')"
+
+    def note(program):
+        first_node(program)["metadata"] = {"stack_trace": "anything"}
+
+    def guard(program):
+        program["guards_code"] = ["print(1)"]
+
+    def nest(program):
+        signature = next(c["signature"] for c in program["graph_module"]["module_call_graph"] if c["signature"])
+        signature["in_spec"] = signature["in_spec"].replace("builtins.tuple", "os.system")
+
+    refused(edited_program(archive, tmp_path, rename), "its name is ")
+    refused(edited_program(archive, tmp_path, note), "it has metadata")
+    refused(edited_program(archive, tmp_path, guard), "it has guards_code")
+    refused(edited_program(archive, tmp_path, nest), "its in_spec is ")
+
+
+def test_damaged_archives_are_named(archive, tmp_path):
+    path = tmp_path / "network.pt2"
+    path.write_bytes(archive.read_bytes()[:-200])
+    refused(path, "is damaged or cut short")
+    path.write_bytes(b"nothing of the kind")
+    refused(path, "is damaged or cut short")
+    refused(tmp_path / "none.pt2", "cannot be read")
+    refused(
+        changed(archive, tmp_path, lambda m, root: m.pop(f"{root}/models/model.json")), "has no readable models"
+    )
+
+
+def test_a_program_of_another_version_says_what_else_there_is(archive, tmp_path):
+    def edit(program):
+        program["schema_version"]["major"] = 1
+
+    refused(edited_program(archive, tmp_path, edit), r"written by torch .*; use the ONNX file, or give")

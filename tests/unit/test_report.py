@@ -1,0 +1,405 @@
+"""The report's data and figures: what is read from a folder, what is drawn, and what is said where it is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import EPOCHS, small_run
+from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
+from sbf_pruner.errors import RunError
+from sbf_pruner.report import leave_report, write_report
+from sbf_pruner.report.chart import Scale, Table
+from sbf_pruner.report.comparison import comparison_page
+from sbf_pruner.report.course import course
+from sbf_pruner.report.data import LayerKept, Run, read_run, schedule
+from sbf_pruner.report.headline import headline, sentence
+from sbf_pruner.report.kept import kept
+from sbf_pruner.report.network import marked, network
+from sbf_pruner.report.numbers import DASH, MINUS
+from sbf_pruner.report.page import SECTIONS, run_page, run_parts
+from sbf_pruner.report.refinement import refinement
+from sbf_pruner.report.scores import scores
+from sbf_pruner.report.settings import recipe, skipped
+from sbf_pruner.training.recipe import bundled_recipes, load_recipe
+from sbf_pruner.training.schedule import phases
+
+
+class Killed(BaseException):
+    """What ends a run in the middle."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "small"
+    small_run(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run killed in its second phase of scores."""
+
+    def kill(record: dict[str, Any]) -> None:
+        if record["done"] == 6:
+            raise Killed
+
+    path = tmp_path_factory.mktemp("runs") / "cut-short"
+    with pytest.raises(Killed):
+        small_run(path, report=kill)
+    return path
+
+
+@pytest.fixture
+def run(folder: Path) -> Run:
+    return read_run(folder)
+
+
+def copy_of(folder: Path, to: Path, *without: str) -> Path:
+    """A folder as an older version would have left it."""
+    shutil.copytree(folder, to)
+    for name in without:
+        (to / name).unlink()
+    return to
+
+
+class Parsed(HTMLParser):
+    """Elements with their attributes, and whether they are closed in order."""
+
+    VOID = frozenset(["meta", "link", "br"])
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def of_class(self, kind: str) -> list[dict[str, str | None]]:
+        return [attrs for _, attrs in self.found if kind in (attrs.get("class") or "").split()]
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_read_whole(run: Run) -> None:
+    assert run.finished and run.name == "small" and run.epochs == EPOCHS == len(run.records) == len(run.control)
+    assert [line["done"] for line in run.scores] == [3, 4, 6, 7]
+    assert run.summary is not None
+    assert {one.name: one.after for one in run.layers} == {
+        name: layer["after"] for name, layer in run.summary["layers"].items()
+    }
+    assert [block["block"] for block in run.refinement] == ["blocks.0", "blocks.1"]
+    assert run.skipped == {"fc": "its filters are the network's outputs"}
+    assert {box.layer for box in run.boxes if box.kind == LAYER} == {one.name for one in run.layers}
+    assert run.missing == {}
+
+
+def test_an_unfinished_run_shows_what_is_there(unfinished: Path) -> None:
+    run = read_run(unfinished)
+    assert not run.finished and len(run.records) == 6 and run.summary is None
+    assert sum(one.after for one in run.layers) == run.records[-1]["filters"] < run.records[-1]["filters_total"]
+    assert run.refinement and "pruned" not in run.refinement[0]
+    assert "Epoch 6 of 20 has ended, 1 of 2 of scores of cycle 2" in sentence(run)
+    assert run.environment["torch"]
+    Parsed(run_page(run))
+
+
+def test_a_run_that_has_just_begun(unfinished: Path, tmp_path: Path) -> None:
+    young = copy_of(unfinished, tmp_path / "run", "metrics.jsonl", "scores.jsonl")
+    run = read_run(young)
+    assert sentence(run) == "The run is about to begin: nothing has been trained yet."
+    page = run_page(run)
+    for said in ("No epoch has ended yet.", "No epoch of scores has been run yet.", "none has ended yet"):
+        assert said in page
+    assert all(one.after == one.before for one in run.layers)
+
+
+def test_an_older_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path) -> None:
+    older = copy_of(folder, tmp_path / "older", "network.json", "scores.jsonl")
+    summary = json.loads((older / "summary.json").read_text())
+    for key in ("refinement", "skipped"):
+        del summary[key]
+    for part in ("dense", "pruned"):
+        for key in ("file_bytes", "latency_iqr_ms"):
+            del summary[part][key]
+    (older / "summary.json").write_text(json.dumps(summary))
+    run = read_run(older)
+    assert "did not store the scores" in run.missing["scores"]
+    assert "did not store how blocks refine" in run.missing["refinement"]
+    assert "cannot be built here" in run.missing["network"], "the network is a test's own"
+    page = run_page(run)
+    Parsed(page)
+    for reason in run.missing.values():
+        assert reason in page.replace("&#x27;", "'")
+    assert "dense: not stored" in page
+    assert "class=kept" in page, "the widths are in the summary"
+
+
+def test_the_network_of_an_older_folder_is_built_anew_and_the_plan_read_from_the_checkpoint(
+    unfinished: Path, tmp_path: Path
+) -> None:
+    older = copy_of(unfinished, tmp_path / "older", "network.json", "scores.jsonl")
+    assert read_run(older).layers == [] and "kept" in read_run(older).missing, "it names no module"
+    text = (older / "recipe.toml").read_text()
+    (older / "recipe.toml").write_text(text.replace("tests:Small", "runs:Small"))
+    rebuilt, stored = read_run(older), read_run(unfinished)
+    assert [box.label for box in rebuilt.boxes] == [box.label for box in stored.boxes]
+    assert rebuilt.layers == stored.layers and rebuilt.skipped == stored.skipped
+    assert any(one.after < one.before for one in rebuilt.layers)
+    (older / "checkpoints/last.safetensors").write_bytes(b"cut short")
+    assert read_run(older).layers == []
+
+
+def test_a_last_line_cut_short_does_not_count(folder: Path, tmp_path: Path) -> None:
+    torn = copy_of(folder, tmp_path / "torn")
+    for name in ("metrics.jsonl", "scores.jsonl"):
+        with (torn / name).open("a") as file:
+            file.write('{"done": 99, "ph')
+    assert len(read_run(torn).control) == EPOCHS and len(read_run(torn).scores) == 4
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_the_schedule_is_the_one_that_is_run(name: str) -> None:
+    recipe = load_recipe(name)
+    expected = [(p.kind, p.cycle, p.first_epoch, p.epochs) for p in phases(recipe)]
+    assert [(s.kind, s.cycle, s.first, s.epochs) for s in schedule(recipe.to_dict())] == expected
+
+
+def refused(match: str, folder: Path) -> None:
+    with pytest.raises(RunError, match=match):
+        write_report([folder])
+
+
+def test_what_is_no_run_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+    refused("does not exist; name the folder of a run", tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    refused(r"holds no run \(no recipe.toml\); name a folder that sbf run wrote", tmp_path / "empty")
+    (tmp_path / "file").touch()
+    refused("is a file; name the folder", tmp_path / "file")
+    broken = copy_of(folder, tmp_path / "broken", "report.html")
+    (broken / "metrics.jsonl").write_text("{nonsense}\n")
+    refused("metrics.jsonl, line 1 is damaged", broken)
+    (broken / "metrics.jsonl").unlink()
+    (broken / "summary.json").write_text("[]")
+    refused("summary.json is damaged; remove it", broken)
+    (broken / "summary.json").unlink()
+    (broken / "recipe.toml").write_text("name = 3\n")
+    refused("recipe.toml cannot be read", broken)
+    assert not (broken / "report.html").exists(), "nothing half-written"
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [course, kept, refinement, scores])
+def test_every_mark_has_a_row_of_numbers(draw: Any, run: Run) -> None:
+    figure = draw(run)
+    marks = Parsed(figure.html()).of_class("hit")
+    assert figure.table is not None
+    assert [int(mark["data-row"] or -1) for mark in marks] == list(range(len(figure.table.rows)))
+    assert all(len(row) == len(figure.table.head) for row in figure.table.rows)
+
+
+def test_the_course_shows_every_epoch_and_every_phase(run: Run) -> None:
+    figure = course(run)
+    parsed = Parsed(figure.html())
+    assert len(parsed.of_class("epoch")) == EPOCHS
+    assert len(parsed.of_class("score")) == 2 + 1 and len(parsed.of_class("tune")) == 1 + 1  # and the legend
+    assert len(parsed.of_class("curve")) == 3 + 2 + 1
+    assert figure.table is not None
+    last, record = figure.table.rows[-1], run.records[-1]
+    assert last[:2] == ["10", "fine-tuning"] and last[4] == f"{record['test_accuracy']:.2f} %"
+    assert last[-1] == f"{run.control[-1]['test_accuracy']:.2f} %"
+
+
+def test_a_run_whose_accuracy_is_taken_rarely_has_a_curve_all_the_same(run: Run) -> None:
+    for record in [*run.records, *run.control]:
+        if record["done"] % 5:
+            record["test_accuracy"] = None
+    assert "M" in course(run).picture and DASH in course(run).html()
+
+
+def test_the_bars_are_as_high_as_the_layers_are_wide() -> None:
+    layers = [LayerKept("a.one", 16, 8, 50.0), LayerKept("a.two", 16, 0, 25.0), LayerKept("b", 32, 32)]
+    run = Run(Path("x"), "x", {"model": {"name": "n"}, "data": {"name": "d"}}, [], layers=layers)
+    parsed = Parsed(kept(run).html())
+    before = [float(bar["height"] or 0) for bar in parsed.of_class("before") if "height" in bar]
+    after = [float(bar["height"] or 0) for bar in parsed.of_class("kept") if "height" in bar]
+    assert before[0] == before[1] == pytest.approx(before[2] / 2, abs=0.1)
+    assert after == pytest.approx([before[0] / 2, before[2]], abs=0.1), "what is gone has no bar"
+    assert "1 of 3 layers are gone altogether" in kept(run).caption
+    table = kept(run).table
+    assert table is not None and table.rows[1] == ["a.two", "0", "16", "0 %", "25.0 %"]
+
+
+def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
+    figure = scores(run)
+    parsed = Parsed(figure.html())
+    assert len(parsed.of_class("tile")) == len(run.layers)
+    assert figure.table is not None
+    now = run.scores[-1]["scores"]["stem"]
+    assert figure.table.rows[0][:3] == ["stem", "8", str(sum(score >= 0.5 for score in now))]
+    for path in parsed.of_class("span"):
+        if "d" in path:
+            numbers = [int(n) for n in re.findall(r"-?\d+", path["d"] or "")]
+            across, down = (list(accumulate(numbers[start::2])) for start in (0, 1))
+            assert min(across) == 0 and max(across) == 300, "from the start to the last epoch there will be"
+            assert min(down) >= 0 and max(down) <= 140
+            assert down[0] == down[-1] == pytest.approx(140 * (1 - 1 / 1.1), abs=1), "all scores start at 1"
+
+
+def test_scores_an_older_version_did_not_store_are_left_out_and_told(run: Run) -> None:
+    run.scores = run.scores[2:]
+    assert "The first 2 epochs were run by an older version" in scores(run).caption
+
+
+def test_the_refinement_figure_shows_bounds_ratios_and_blocks_that_are_gone(run: Run) -> None:
+    run.refinement[0]["pruned"], run.refinement[1]["pruned"] = 0.1, 0.0
+    parsed = Parsed(refinement(run).html())
+    assert len(parsed.of_class("bounds")) == 2 + 1 and len(parsed.of_class("scored")) == 2 + 1
+    assert len(parsed.of_class("final")) == 1 + 1 and len(parsed.of_class("cross")) == 1 + 1
+    bars = [bar for bar in parsed.of_class("bounds") if "y" in bar]
+    dots = [dot for dot in parsed.of_class("scored") if "cy" in dot]
+    for bar, dot in zip(bars, dots, strict=True):
+        top, height = float(bar["y"] or 0), float(bar["height"] or 0)
+        assert top <= float(dot["cy"] or 0) <= top + height, "measured within the bounds"
+
+
+def test_the_network_is_filled_as_far_as_it_is_kept() -> None:
+    first = Box("input", "image", ("an image",))
+    conv = Box(LAYER, "conv", ("conv", "a layer"), "16 · 8x8 · 3 %", 16, layer="conv", sources=[first])
+    last = Box(LAYER, "gone", ("gone", "a layer"), "16 · 8x8 · 3 %", 16, layer="gone", sources=[conv])
+    boxes = marked([first, conv, last], {"conv": 4, "gone": 0})
+    assert [box.note for box in boxes] == ["", "16 → 4 · 8x8 · 3 %", "16 → 0 · 8x8 · 3 %"]
+    assert boxes[2].sources == [boxes[1]] and conv.kept is None, "the originals are untouched"
+    run = Run(Path("x"), "x", {}, [], boxes=[first, conv, last])
+    run.layers = [LayerKept("conv", 16, 4), LayerKept("gone", 16, 0)]
+    parsed = Parsed(network(run).html())
+    whole = next(float(e["width"] or 0) for e in parsed.of_class("shape") if e.get("rx") == "6")
+    left = [float(e["width"] or 0) for e in parsed.of_class("kept") if "width" in e]
+    assert left == [pytest.approx(whole / 4, abs=0.1)]
+    assert len([e for e in parsed.of_class("gone") if "box" in (e["class"] or "")]) == 1
+
+
+def test_layers_that_follow_go_with_those_they_follow() -> None:
+    def box(name: str, kind: str, *sources: Box) -> Box:
+        return Box(kind, name, (name,), "8 · 4x4 · 1 %", 8, layer=name, sources=list(sources))
+
+    first = box("expand", LAYER)
+    second = box("depthwise", FOLLOWER, first)
+    other = box("other", LAYER)
+    last = box("gate", FOLLOWER, other, first)
+    run = Run(Path("x"), "x", {}, [], boxes=[first, second, other, last])
+    run.followers = {"depthwise": ["expand"], "gate": ["expand", "other"]}
+    run.layers = [LayerKept("expand", 8, 0), LayerKept("other", 8, 2)]
+    said = network(run).html()
+    assert said.count("8 → 0") == 2 and said.count("8 → 2") == 1, "what follows two is not simply one of them"
+    run.layers = [LayerKept("expand", 8, 3), LayerKept("other", 8, 0)]
+    assert network(run).html().count("8 → 3") == 2
+
+
+def test_the_headline_tells_before_and_after(run: Run) -> None:
+    assert run.summary is not None
+    run.summary["dense"] |= {"accuracy": 90.0, "params": 1000, "macs": 2_000_000, "file_bytes": 4096}
+    run.summary["pruned"] |= {"accuracy": 89.5, "params": 250, "macs": 1_000_000, "file_bytes": 2048}
+    assert sentence(run) == (
+        "25 % of the parameters and 50 % of the multiply-accumulates are left, and 89.50 % of the test images are "
+        "right, 0.50 points fewer than with the dense control."
+    )
+    said = headline(run).replace(MINUS, "-")
+    for words in ("89.50 %", "-0.50", "-75.0 %", "-50.0 %", "4.10 kB", "2.05 kB", "Masked = extracted", "exact"):
+        assert words in said
+    run.summary["dense"]["accuracy"] = None
+    assert "after the dense warm-up" in sentence(run) and "no dense control" in headline(run)
+
+
+def test_the_recipe_and_what_was_left_alone_are_told(run: Run) -> None:
+    assert "<dt>penalty</dt><dd>0.02</dd>" in recipe(run).html()
+    assert "<dt>fc</dt><dd>its filters are the network&#x27;s outputs</dd>" in skipped(run).html()
+    run.followers = {"depthwise": ["conv"]}
+    assert "<dt>depthwise</dt><dd>follows conv</dd>" in skipped(run).html()
+
+
+def test_scales() -> None:
+    scale = Scale(0, 50, 100)
+    assert (scale(0), scale(25), scale(50)) == (100, 50, 0)
+    logarithmic = Scale(0.01, 1, 100, True)
+    assert logarithmic(0.1) == pytest.approx(50) and logarithmic(0) == 100, "below the scale is its bottom"
+    for low, high in ((0, 0.004), (80, 100), (0, 1), (93.1, 93.4)):
+        ticks = Scale(low, high, 1).ticks()
+        assert 2 <= len(ticks) <= 11 and all(low - 1e-9 <= value <= high + 1e-9 for value in ticks)
+
+
+def test_names_are_escaped(run: Run) -> None:
+    run.name = "<script>alert(1)</script>"
+    run.skipped = {"<b>": "why & how"}
+    page = run_page(run)
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "<dt>&lt;b&gt;</dt>" in page
+    assert "<td>&lt;i&gt;</td>" in Table(["a", "b"], [["x", "<i>"]]).html()
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_stands_alone_and_is_small(run: Run, folder: Path) -> None:
+    page = (folder / "report.html").read_text("utf-8")
+    assert page == run_page(run), "the run wrote the same page as `sbf report` does"
+    assert len(page.encode()) < 200_000
+    parsed = Parsed(page)
+    links = [attrs for _, attrs in parsed.found if attrs.get("src") or (attrs.get("href") or "#")[0] not in "#d"]
+    assert links == [] and "url(" not in page and "@import" not in page
+    ids = [attrs["id"] for _, attrs in parsed.found if "id" in attrs]
+    assert set(SECTIONS) <= set(ids)
+    assert [tag for tag, _ in parsed.found].count("h1") == 1
+    assert "prefers-color-scheme" in page and "@media print" in page
+    assert set(run_parts(run)) == {"headline", *SECTIONS}
+
+
+def test_a_report_goes_where_it_is_asked_to(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert write_report([folder]) == folder / "report.html"
+    assert write_report([folder], tmp_path / "deep/page.html").is_file()
+    monkeypatch.chdir(tmp_path)
+    assert write_report([folder, folder]) == Path("comparison.html")
+
+
+def test_a_summary_that_cannot_be_drawn_is_no_failure(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leave_report(folder / "nowhere", {})
+    assert "no report was drawn (RunError" in caplog.text
+
+
+# -- comparison ----------------------------------------------------------------------------------------------
+
+
+def test_runs_are_compared(folder: Path, unfinished: Path, tmp_path: Path) -> None:
+    small_run(tmp_path / "other", scores={"lr": 3e-3, "penalty": 0.1}, dense_control=False, seed=1)
+    runs = [read_run(path) for path in (folder, tmp_path / "other", unfinished)]
+    page = comparison_page(runs)
+    parsed = Parsed(page)
+    assert "2 of 3 runs are finished." in page and "6/20" in page
+    assert "A  small, seed 0 (" in page and "B  small, seed 1" in page, "what looks alike is told apart"
+    points = [p for p in parsed.of_class("point") if "cx" in p]
+    dense = [p for p in points if "dense" in (p["class"] or "").split()]
+    assert len(points) == 2 * 4 and len(dense) == 2, "three runs and one control, against MACs and parameters"
+    assert "<th scope=row>scores.penalty</th><td>0.02</td><td>0.1</td><td>0.02</td>" in page
+    assert "<th scope=row>phases.warmup</th>" not in page, "only what differs"
+    assert all(f'id="kept-{sign}"' in page for sign in "ABC")
+    assert len(page.encode()) < 200_000
