@@ -17,8 +17,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# One process per core, and a file in one of them: its fixtures and caches are made once.
 tests: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 slow: $(READY)  ## the long tests: thousands of random networks
 	$(BIN)/python -m pytest -m slow

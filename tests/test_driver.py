@@ -33,8 +33,11 @@ threads = 1
 name = "resnet20"
 in_channels = 1
 [data]
-name = "digits"
-batch_size = 128
+name = "synthetic"
+image_size = 8
+channels = 1
+samples = 256
+batch_size = 64
 [phases]
 warmup = 2
 cycles = 1
@@ -42,7 +45,7 @@ score = 1
 weights = 1
 finetune = 3
 [scores]
-speed = 0.1
+speed = 0.5
 penalty = 1e-3
 [finetune]
 ema = 0.9
@@ -56,6 +59,7 @@ EPOCHS = 7
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("driver.POLL_SECONDS", 0.1)
     (tmp_path / "small.toml").write_text(RECIPE)
     (tmp_path / "jobs.toml").write_text('[[job]]\nrecipe = "small.toml"\nseeds = [0, 1]\n')
     return tmp_path
