@@ -9,6 +9,7 @@ network is done.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from resnet50 import ResNet50
-from saving import save_result
+from saving import RESULTS, save_result
 from torch import nn
 
 from sbf_pruner import Plan, Pruner, extract
@@ -53,6 +54,13 @@ NETWORKS: dict[str, tuple[Callable[[Path], Subject], tuple[int, ...]]] = {
 }
 
 
+def kept(plan: str) -> dict[str, Any]:
+    """What is saved of other networks, if it was measured with the same plan."""
+    path = RESULTS / "speed.json"
+    saved = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return dict(saved["networks"]) if saved.get("plan") == plan else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
@@ -61,7 +69,7 @@ def main() -> int:
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--quick", action="store_true", help="one pair of ResNet-56 in eager torch, nothing saved")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    found = kept(args.plan.stem)
     for name in ["resnet56"] if args.quick else args.networks.split(","):
         build, batches = NETWORKS[name]
         runtimes = ("eager",) if args.quick else tuple(args.runtimes.split(","))

@@ -61,8 +61,8 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
         "batch 1, operator by operator on the CPU: of 6 ms the MACs do not explain 3",
         "  100 %: layers too narrow to be quick: 0.8 GMAC/s against 2 when dense, 1 of 1 with a width that is no "
         "multiple of 4; worst body.0 (16x32 to 16x13: 4 to 5 ms)",
-        "what helps: a higher penalty, which takes whole blocks rather than a little of each; filters kept in "
-        "multiples of 8",
+        "what helps: scores for whole blocks (scores.blocks), coupled layers (guards.couple) or widths in "
+        "multiples of 8 (guards.round_to)",
     ]
     cause, helps = advise(weak, {1: sides(layers=2.0, moves=3.0)}, 2.0, QUIET)[2:]
     assert cause == "  100 %: 1 moves of channels, where layers that meet keep different filters"
