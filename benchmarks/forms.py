@@ -1,8 +1,8 @@
 """What the form of a compact network is worth: every form that `sbf export` tries, beside the dense network.
 
-ResNet-56 with a plan at half the MACs whose layers keep filters of their own, and ResNet-50 with half the
-channels of every layer.  Per runtime and batch, the dense network in its fastest form and the compact one in all
-its forms take turns; a speed-up is the median over the rounds of dense divided by compact.
+ResNet-56 with the plan of a real run at half the MACs, whose layers keep filters of their own, and ResNet-50 with
+half the channels of every layer.  Per runtime and batch, the dense network in its fastest form and the compact one
+in all its forms take turns; a speed-up is the median over the rounds of dense divided by compact.
 
 python benchmarks/forms.py [--plan runs/X/plan.json] [--rounds 100] [--networks resnet56,resnet50]
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from saving import save_result
-from speed import resnet50, resnet56
+from speed import PLAN, resnet50, resnet56
 
 from sbf_pruner.bench.subject import Subject
 from sbf_pruner.deploy.choose import FORMS, batch_of, fastest, ready, written
@@ -64,7 +64,7 @@ def forms_of(subject: Subject, target: str, batch: int, threads: int, rounds: in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--plan", type=Path, help="plan.json of a run of ResNet-56, instead of a made-up one")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="plan.json of a run of ResNet-56")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one round of ResNet-56 in eager torch, nothing saved")
@@ -89,8 +89,7 @@ def main() -> int:
                     for form, speed in row["speedup"].items():
                         print(f"{name} {target} b{batch} {form}: {speed['median']:.2f}", flush=True)
             if not args.quick:
-                made_up = "made up, at half the MACs" if args.plan is None else "of a run"
-                save_result("forms", {"plan": made_up, "rounds": args.rounds, "networks": found})
+                save_result("forms", {"plan": args.plan.stem, "rounds": args.rounds, "networks": found})
     return 0
 
 

@@ -1,13 +1,15 @@
 """What removal is worth in time: dense against compact on the CPU, in every runtime, as `sbf bench` times it.
 
-ResNet-56 with a plan at half the MACs whose layers keep filters of their own, and ResNet-50 with every layer at
-half its channels; small and large batches, 100 alternating pairs each.  The compiler, ONNX Runtime and eager
-torch run what they run fastest, of the dense network too.  Saved as soon as a network is done.
+ResNet-56 with the plan of a real run at half the MACs (plans/), whose layers keep filters of their own, and
+ResNet-50 with every layer at half its channels; small and large batches, 100 alternating pairs each.  The
+compiler, ONNX Runtime and eager torch run what they run fastest, of the dense network too.  Saved as soon as a
+network is done.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import half_plan
 from resnet50 import ResNet50
-from saving import save_result
+from saving import RESULTS, save_result
 from torch import nn
 
 from sbf_pruner import Plan, Pruner, extract
@@ -27,18 +28,16 @@ from sbf_pruner.bench.subject import Subject
 from sbf_pruner.models import resolve
 from sbf_pruner.terminal import bench_lines
 
+PLAN = Path(__file__).parent / "plans" / "cifar10-resnet56-best-medium-seed0.json"
 RUNTIMES = ("eager", "compile", "onnxruntime")
 
 
-def resnet56(plan: Path | None) -> Subject:
+def resnet56(plan: Path) -> Subject:
     model, images = resolve("resnet56"), torch.zeros(1, 3, 32, 32)
-    pruner = Pruner(model, images)
-    chosen = half_plan(pruner) if plan is None else Plan.load(plan)
-    dense = pruner.detach()
-    return Subject.of("ResNet-56, 32x32", dense, extract(dense, images, chosen))
+    return Subject.of("ResNet-56, 32x32", model, extract(model, images, Plan.load(plan)))
 
 
-def resnet50(plan: Path | None) -> Subject:
+def resnet50(plan: Path) -> Subject:
     model, images = ResNet50(), torch.zeros(1, 3, 224, 224)
     return Subject.of("ResNet-50, 224x224", model, extract(model, images, half_the_channels(model, images)))
 
@@ -49,21 +48,28 @@ def half_the_channels(model: nn.Module, images: torch.Tensor) -> Plan:
     return Plan({name: tuple(range(layer.filters // 2)) for name, layer in layers.items()})
 
 
-NETWORKS: dict[str, tuple[Callable[[Path | None], Subject], tuple[int, ...]]] = {
+NETWORKS: dict[str, tuple[Callable[[Path], Subject], tuple[int, ...]]] = {
     "resnet56": (resnet56, (1, 64)),
     "resnet50": (resnet50, (1, 8)),
 }
 
 
+def kept(plan: str) -> dict[str, Any]:
+    """What is saved of other networks, if it was measured with the same plan."""
+    path = RESULTS / "speed.json"
+    saved = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return dict(saved["networks"]) if saved.get("plan") == plan else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--plan", type=Path, help="plan.json of a run of ResNet-56, instead of a made-up one")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="plan.json of a run of ResNet-56")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--quick", action="store_true", help="one pair of ResNet-56 in eager torch, nothing saved")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    found = kept(args.plan.stem)
     for name in ["resnet56"] if args.quick else args.networks.split(","):
         build, batches = NETWORKS[name]
         runtimes = ("eager",) if args.quick else tuple(args.runtimes.split(","))
@@ -76,8 +82,7 @@ def main() -> int:
         found[name] = {**result, "load": environment["load"], "seconds": round(time.perf_counter() - began, 1)}
         print("\n".join(bench_lines({**result, "environment": environment})), flush=True)
         if not args.quick:
-            made_up = "made up, at half the MACs" if args.plan is None else "of a run"
-            save_result("speed", {"plan": made_up, "networks": found, "environment": environment})
+            save_result("speed", {"plan": args.plan.stem, "networks": found, "environment": environment})
     return 0
 
 

@@ -46,8 +46,11 @@ def scores(run: Run) -> Figure:
         rows.append([name, str(width), str(over), *(f"{level:.2f}" for level in now)])
     said = (
         f"Each picture is a layer and runs over {len(run.scores)} epochs of scores, from the start at 1 on the "
-        f"left; below {tick(threshold)} (the dotted line) a filter is closed."
+        f"left; below {tick(threshold)} (the dotted line) a filter is closed"
     )
+    budget = run.recipe.get("budget", {})
+    asked = any(budget.get(name, 1) != 1 for name in ("params", "macs", "size"))
+    said += ", unless the size that was asked for puts the cut elsewhere." if asked else "."
     if missed:
         said += f" The first {missed} epochs were run by an older version, which did not store them."
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
