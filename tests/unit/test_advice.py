@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from sbf_pruner.bench.advice import advise, fixed_share, verdict
+from sbf_pruner.bench.advice import _REMEDIES, advise, fixed_share, verdict
 from sbf_pruner.bench.anatomy import LAYERS, MOVES, REST, Part
+from sbf_pruner.training.recipe import settings
 
 QUIET = {"load": 0.1, "cores": 2}
 
@@ -61,15 +62,15 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
         "batch 1, operator by operator on the CPU: of 6 ms the MACs do not explain 3",
         "  100 %: layers too narrow to be quick: 0.8 GMAC/s against 2 when dense, 1 of 1 with a width that is no "
         "multiple of 4; worst body.0 (16x32 to 16x13: 4 to 5 ms)",
-        "what helps: scores for whole blocks (scores.blocks), coupled layers (guards.couple) or widths in "
-        "multiples of 8 (guards.round_to)",
+        "what helps: whole branches removed rather than a little of each (scores.blocks=true), or filters kept in "
+        "multiples (guards.round_to=8)",
     ]
     cause, helps = advise(weak, {1: sides(layers=2.0, moves=3.0)}, 2.0, QUIET)[2:]
     assert cause == "  100 %: 1 moves of channels, where layers that meet keep different filters"
-    assert helps == "what helps: the same filters kept in all layers that meet (`sbf inspect` lists them)"
+    assert helps == "what helps: the same filters kept in all layers that meet (guards.couple)"
     cause, helps = advise(weak, {1: sides(layers=2.0, rest=2.0)}, 2.0, QUIET)[2:]
     assert cause.startswith("  100 %: additions, activations and pooling")
-    assert helps == "what helps: channels that all layers of a stream drop, or fewer blocks"
+    assert helps == "what helps: channels that all layers of a stream drop (guards.couple), or fewer blocks"
 
 
 def test_the_larger_cause_comes_first_and_small_ones_are_left_out() -> None:
@@ -109,3 +110,10 @@ def test_a_busy_machine_wrong_outputs_and_page_faults_are_said_first() -> None:
     assert wrong == "eager, batch 1 (1.90x): the outputs are off by 5e-01 of the largest; do not use it"
     assert faults.startswith("eager, batch 1: 16,000 page faults in a dense pass") and "MALLOC_MMAP" in faults
     assert len(advise([{**odd, "difference": float("nan")}], {}, 2.0, {"load": None, "cores": 2})) == 2
+
+
+def test_the_settings_that_help_are_settings_of_a_recipe() -> None:
+    named = {
+        word.strip("(),").partition("=")[0] for text in _REMEDIES.values() for word in text.split() if "." in word
+    }
+    assert named == {"scores.blocks", "guards.round_to", "guards.couple"} <= set(settings())
