@@ -62,8 +62,8 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
         "batch 1, operator by operator on the CPU: of 6 ms the MACs do not explain 3",
         "  100 %: layers too narrow to be quick: 0.8 GMAC/s against 2 when dense, 1 of 1 with a width that is no "
         "multiple of 4; worst body.0 (16x32 to 16x13: 4 to 5 ms)",
-        "what helps: scores for whole blocks (scores.blocks), coupled layers (guards.couple) or widths in "
-        "multiples of 8 (guards.round_to)",
+        "what helps: whole branches removed rather than a little of each (scores.blocks=true), or filters kept in "
+        "multiples (guards.round_to=8)",
     ]
     cause, helps = advise(weak, {1: sides(layers=2.0, moves=3.0)}, 2.0, QUIET)[2:]
     assert cause == "  100 %: 1 moves of channels, where layers that meet keep different filters"
@@ -113,5 +113,7 @@ def test_a_busy_machine_wrong_outputs_and_page_faults_are_said_first() -> None:
 
 
 def test_the_settings_that_help_are_settings_of_a_recipe() -> None:
-    named = {word.strip("(),") for text in _REMEDIES.values() for word in text.split() if "." in word}
+    named = {
+        word.strip("(),").partition("=")[0] for text in _REMEDIES.values() for word in text.split() if "." in word
+    }
     assert named == {"scores.blocks", "guards.round_to", "guards.couple"} <= set(settings())

@@ -165,8 +165,8 @@ def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str
 
 
 _REMEDIES = {
-    "layers too narrow": "scores for whole blocks (scores.blocks), coupled layers (guards.couple) or widths in "
-    "multiples of 8 (guards.round_to)",
+    "layers too narrow": "whole branches removed rather than a little of each (scores.blocks=true), or filters "
+    "kept in multiples (guards.round_to=8)",
     "moves of channels": "the same filters kept in all layers that meet (guards.couple)",
     "additions, activations": "channels that all layers of a stream drop (guards.couple), or fewer blocks",
     "the start of operators": "larger batches, fewer blocks, or a runtime that joins operators (compile, "
