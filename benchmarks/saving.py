@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sbf_pruner.training.summary import environment
+from sbf_pruner.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 

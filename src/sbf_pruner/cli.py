@@ -235,7 +235,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.batch < 1 or (arguments.threads or 1) < 1:
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
-    from .deploy.bundle import Request, export_run
+    from .bundle.export import Request, export_run
     from .terminal import export_lines
 
     request = Request(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..training.summary import environment
+from ..environment import environment
 from .runtimes import RUNTIMES
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..environment import environment
 from ..errors import RunError
 from ..export import load, save
 from ..plan import Plan
@@ -45,7 +46,7 @@ from .schedule import (
     total_epochs,
 )
 from .start import choose_device, cpu_threads
-from .summary import environment, sizes, widths
+from .summary import sizes, widths
 from .teacher import Teacher
 
 Report = Callable[[dict[str, Any]], None]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..drawing.scene import compose, to_json
+from ..environment import environment
 from ..files import write_text
 from ..overview import inspect
 from .folder import RunFolder
 from .networks import Networks
 from .refinement import joined, under_scores, when_pruned
 from .schedule import Phase
-from .summary import environment
 
 
 class Recording:

@@ -5,9 +5,6 @@ Two networks, their graph and a plan enter; plain dictionaries leave, of which `
 
 from __future__ import annotations
 
-import platform
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import __version__
 from ..export import MODEL, save
 from ..graph.channels import ChannelGraph
 from ..measuring import Latency, latency, measure
@@ -54,26 +50,3 @@ def widths(graph: ChannelGraph, plan: Plan) -> dict[str, dict[str, int]]:
         name: {"before": layer.filters, "after": kept.get(name, layer.filters)}
         for name, layer in graph.layers.items()
     }
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions a run used."""
-    packages = ("torch", "numpy", "safetensors")
-    return {
-        "python": platform.python_version(),
-        "sbf-pruner": __version__,
-        **{name: version(name) for name in packages},
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-    }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or f"{platform.machine()} ({sys.platform})"

@@ -19,6 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..deploy.captured import exported
+from ..deploy.choose import SECONDS, TARGETS, choose
+from ..deploy.int8 import accuracy, quantise
+from ..deploy.onnx import require, run, session, to_onnx
+from ..environment import environment
 from ..errors import DataError, PruningError, RunError, nearest
 from ..export import PROGRAM, save
 from ..files import write_text
@@ -27,12 +32,7 @@ from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
 from ..training.data import Batches, Data, Split, load_data
 from ..training.finished import FinishedRun, read_run
-from ..training.summary import environment
-from .captured import exported
 from .card import card
-from .choose import SECONDS, TARGETS, choose
-from .int8 import accuracy, quantise
-from .onnx import require, run, session, to_onnx
 
 FORMATS = ("onnx", "pt2", "safetensors", "int8")
 USUAL = ("onnx", "pt2", "safetensors")
