@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import sbf_pruner as sbf
+from sbf_pruner.bundle import export as bundle
 from sbf_pruner.bundle.export import Request, export_run
-from sbf_pruner.deploy import bundle
 from sbf_pruner.deploy import choose as choosing
 from sbf_pruner.deploy.forms import Form
 from sbf_pruner.deploy.onnx import run, session
