@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
-from .budget.aim import Aim
-from .budget.guards import Couple, Guards, coupled
+from .budget.aim import Aim, Clock
+from .budget.guards import Couple, Guards, coupled, whole_branches
 from .budget.landing import Landing
 from .budget.steering import Steering
 from .budget.targets import Budget
@@ -77,6 +77,7 @@ class Pruner:
         guards: Guards | None = None,
         budget: Budget | None = None,
         steer: bool = True,
+        clock: Clock | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
@@ -99,8 +100,9 @@ class Pruner:
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
-        guards = dataclasses.replace(guards or Guards(), groups=coupled(self.graph, couple))
-        self.aim = Aim(self.graph, budget, guards)
+        together = {"groups": coupled(self.graph, couple), "branches": whole_branches(self.graph, couple)}
+        guards = dataclasses.replace(guards or Guards(), **together)
+        self.aim = Aim(self.graph, budget, guards, clock)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Protocol
 
 import numpy as np
 
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
-from ..graph.costs import cost
+from ..graph.costs import Laid, cost_of, lay_out
+from ..graph.masks import Mask
 from .guards import Guards
 from .landing import Field, Landing, Masks, Values, land
-from .prices import prices
-from .targets import Budget, Limits, Usage
+from .prices import Prices, prices
+from .targets import MICROSECONDS, Budget, Limits, Usage
+
+
+class Clock(Protocol):
+    """Knows how long networks take."""
+
+    def seconds(self, laid: Laid) -> float:
+        """Seconds of one pass of a network that is laid out."""
+
+    def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
+        """By layer, the part of the dense network's time that one of its filters takes."""
 
 
 class Aim:
@@ -32,15 +44,27 @@ class Aim:
     array([False, False, False, False,  True,  True,  True,  True])
     """
 
-    def __init__(self, graph: ChannelGraph, budget: Budget | None = None, guards: Guards | None = None) -> None:
+    def __init__(
+        self,
+        graph: ChannelGraph,
+        budget: Budget | None = None,
+        guards: Guards | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.graph = graph
+        self.clock = clock if budget is not None and budget.latency != 1 else None
+        if budget is not None and budget.latency != 1 and clock is None:
+            raise PruningError(
+                "a target for the latency needs to know how long layers take; measure it with `sbf latency` and give "
+                "the file (clock=, latency.table)"
+            )
         shapes = [value.shape for value in graph.trace.inputs]
         self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
             self.limits = budget.limits(self.count({}))
-            self.prices = prices(graph, graph.all_filters())
+            self.prices = self.priced(graph.all_filters())
             self._check_reachable(self.limits)
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
@@ -64,8 +88,17 @@ class Aim:
 
     def count(self, masks: Masks) -> Usage:
         """What a choice costs, by resource; MACs are those of one sample."""
-        found = asdict(cost(self.graph, masks))
-        return {**found, "macs": found["macs"] / self.samples}
+        laid = lay_out(self.graph, masks)
+        found = asdict(cost_of(self.graph, laid))
+        timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
+        return {**found, "macs": found["macs"] / self.samples, **timed}
+
+    def priced(self, keep: Mapping[str, Mask]) -> Prices:
+        """What a filter of each layer costs of every resource, among the filters that are there."""
+        found = prices(self.graph, keep)
+        if self.clock is not None:
+            found["latency"] = self.clock.prices(lay_out(self.graph, keep), keep)
+        return found
 
     def _field(self, scores: Mapping[str, Values]) -> Field:
         return Field(scores, self.count, lambda masks: self._finished(masks, scores, self.guards), self.prices)

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from ..errors import PruningError, nearest
 from ..graph.channels import ChannelGraph
 from ..graph.relations import ADD, Relations
+from ..graph.residual import residual_blocks
 from .landing import Masks
 
-Couple = Literal["none", "streams"]
+WITHIN = 1e-6  # of the difference of scores is left between the filters of one branch
+Couple = Literal["none", "streams", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Guards:
     round_to: int = 1
     groups: tuple[tuple[str, ...], ...] = ()
     """layers that keep the same filters"""
+    branches: tuple[tuple[str, ...], ...] = ()
+    """layers of one residual branch, which stays or goes as a whole, but for the one that the limits cut through"""
 
     def __post_init__(self) -> None:
         if self.min_filters < 0:
@@ -51,7 +55,7 @@ class Guards:
     def told(self) -> str:
         """The guards that are set, as a user sets them."""
         unset = Guards()
-        names = {"min_filters": "", "max_removed": "", "round_to": "", "groups": "couple"}
+        names = {"min_filters": "", "max_removed": "", "round_to": "", "groups": "couple", "branches": "couple"}
         return ", ".join(
             shown or f"{name} = {getattr(self, name):g}"
             for name, shown in names.items()
@@ -65,6 +69,11 @@ class Guards:
             mean = np.stack([scores[name] for name in group]).mean(axis=0)
             for name in group:
                 found[name] = mean
+        for branch in self.branches:
+            # Among themselves the filters of a branch keep their order, for the one that is cut through.
+            mean = np.mean([found[name].mean() for name in branch])
+            for name in branch:
+                found[name] = mean + WITHIN * (found[name] - mean)
         return found
 
     def complete(self, masks: Masks, scores: Mapping[str, NDArray[np.floating]]) -> Masks:
@@ -96,11 +105,24 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
                 f"couple: no way is called {couple!r}, {nearest(couple, get_args(Couple))}; or give a list of name "
                 "patterns"
             )
-        if couple == "none":
+        if couple != "streams":
             return ()
         met = [group.layers for group in Relations(graph).groups if ADD in group.meet]
         return tuple(group for layers in met if len(group := tuple(n for n in layers if n in graph.layers)) > 1)
     return tuple(_matching(graph, pattern) for pattern in couple)
+
+
+def whole_branches(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The residual branches that are to stay or go as a whole: all of them if asked for "blocks"."""
+    if couple != "blocks":
+        return ()
+    found: dict[str, tuple[str, ...]] = {}
+    for block in residual_blocks(graph):
+        mine = tuple(name for name in block.layers if name not in found)
+        found |= dict.fromkeys(mine, mine)
+    if not found:
+        raise PruningError("couple: there are no residual branches to keep or drop as a whole; couple nothing")
+    return tuple(dict.fromkeys(found.values()))
 
 
 def matching(names: Iterable[str], pattern: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A size asked for: parameters, MACs, bytes, each as a part of the whole or as a number.
+"""A size asked for: parameters, MACs, bytes, time, each as a part of the whole or as a number.
 
 What a user asks for enters; `Limits` leave, in the units things are counted in, once the whole network is
 known.  What holds: a limit is never above the whole, and a budget on the way to another is never below it.
@@ -14,10 +14,13 @@ from ..errors import PruningError, nearest
 
 Usage = Mapping[str, float]  # what a network has of each resource
 
+MICROSECONDS = 1e6  # what a time above 1 is counted in, so that none is taken for a part
 POINT = 0.01  # of the whole: nearer than this a target counts as met without waste
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 _WRITTEN = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(%|[kmg]?i?)(b?)", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_TIME = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(s|ms|us|µs)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Budget:
     """of one sample"""
     size: float = 1.0
     """bytes of the weights"""
+    latency: float = 1.0
+    """microseconds of a pass"""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -57,7 +62,9 @@ class Budget:
         """A budget as it is written on a command line.
 
         >>> Budget.parse(["macs=50%", "size=1.5MB"])
-        Budget(params=1.0, macs=0.5, size=1500000.0)
+        Budget(params=1.0, macs=0.5, size=1500000.0, latency=1.0)
+        >>> Budget.parse(["latency=5ms"]).latency
+        5000.0
         """
         found: dict[str, float] = {}
         known = [field.name for field in fields(cls)]
@@ -73,13 +80,17 @@ class Budget:
         return cls(**found)
 
 
-_EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB"}
+_EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB", "latency": "5ms"}
 
 
 def _number(text: str, name: str, value: str) -> float:
+    if name == "latency" and (time := _TIME.fullmatch(value)):
+        return _duration(text, float(time[1]) * 10.0 ** int(time[2] or 0) * _SECONDS[time[3].lower()])
     match = _WRITTEN.fullmatch(value)
     scale = match[3].lower() if match else "?"
     wrong_unit = bool(match and match[4]) and name != "size"
+    if name == "latency" and match is not None and (scale not in ("", "%") or wrong_unit or _above_one(match)):
+        match = None  # a time has a unit
     if match is None or wrong_unit or scale not in (*_SCALES, "%"):
         raise PruningError(
             f"target {text!r}: write a part such as {name}=0.5 or {name}=50%, or a number such as "
@@ -90,6 +101,16 @@ def _number(text: str, name: str, value: str) -> float:
     if not number or (scale == "%" and number > 1):
         raise PruningError(f"target {text!r}: it is what to keep, more than nothing and at most all of it")
     return number
+
+
+def _above_one(match: re.Match[str]) -> bool:
+    return match[3] == "" and float(match[1]) * 10.0 ** int(match[2] or 0) > 1
+
+
+def _duration(text: str, seconds: float) -> float:
+    if not seconds > 1 / MICROSECONDS:
+        raise PruningError(f"target {text!r}: no network runs in a microsecond; ask for more time")
+    return MICROSECONDS * seconds
 
 
 @dataclass(frozen=True)
@@ -126,5 +147,7 @@ class Limits:
         >>> Limits({}, {"macs": 2e6}).told("macs", {"macs": 5e5})
         '500,000 macs (25.0%)'
         """
+        if name == "latency":
+            return f"{1e3 * usage[name] / MICROSECONDS:.3g} ms ({usage[name] / self.whole[name]:.1%})"
         unit = "bytes" if name == "size" else name
         return f"{usage[name]:,.0f} {unit} ({usage[name] / self.whole[name]:.1%})"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .channels import ChannelGraph
 from .edges import owner
 from .layout import solve, vanished
-from .masks import Layout, Mask
+from .masks import Flow, Layout, Mask
 from .nodes import Contract
 from .trace import Value
 
@@ -39,8 +39,27 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
     >>> cost(trace(net, torch.rand(1, 3, 5, 5)), {"0": np.arange(8) < 2})
     Cost(params=16, macs=350, size=64)
     """
+    return cost_of(graph, lay_out(graph, keep))
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The network that a choice of filters would leave: what is alive, what is there, and the modules that are not."""
+
+    flow: Flow
+    layout: Layout
+    gone: set[str]
+
+
+def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
+    """Lay a network out as surgery would cut it."""
     flow = graph.flow(graph.settle(keep))
-    layout, gone = solve(graph, flow), vanished(graph, flow)
+    return Laid(flow, solve(graph, flow), vanished(graph, flow))
+
+
+def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
+    """What a network that is laid out costs."""
+    layout, gone = laid.layout, laid.gone
     macs, grouped = 0, {}
     for node in graph.nodes:
         if isinstance(node, Contract) and owner(node.op) not in gone:

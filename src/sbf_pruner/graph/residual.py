@@ -24,6 +24,7 @@ class ResidualBlock:
     addition: int  # its place among all additions of two tensors, in the order in which they run
     branch: int  # which operand is the branch: 0 or 1
     layer: str  # the prunable layer whose filters the branch's channels are; "" where there is no single one
+    layers: tuple[str, ...] = ()  # all prunable layers of the branch, in the order in which they run
 
 
 def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
@@ -44,15 +45,16 @@ def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
         op = node.op
         if op.position not in places or not isinstance(node, Elementwise) or len(op.inputs) != 2:
             continue
-        layers = walk.layers_since_fork(*op.inputs)
-        if layers is None or layers[0] == layers[1]:
+        counts = walk.layers_since_fork(*op.inputs)
+        if counts is None or counts[0] == counts[1]:
             continue
-        branch = int(layers[1] > layers[0])
+        branch = int(counts[1] > counts[0])
         layer = walk.owner(op.inputs[branch])
         name = (op.call.module if op.call is not None else "") or layer or op.where
         taken[name] = taken.get(name, 0) + 1
         again = f" ({taken[name]})" if taken[name] > 1 else ""
-        found.append(ResidualBlock(name + again, places[op.position], branch, layer))
+        inside = walk.layers_of(op.inputs[branch], op.inputs[1 - branch])
+        found.append(ResidualBlock(name + again, places[op.position], branch, layer, inside))
     return found
 
 
@@ -87,6 +89,12 @@ class _Walk:
                 return None
         one, two = (sum(isinstance(self.graph.nodes[p], Contract) for p in places - shared) for places in above)
         return one, two
+
+    def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
+        """The prunable layers a branch has passed that the shortcut has not."""
+        places = sorted(self._above(branch) - self._above(shortcut))
+        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], Contract)]
+        return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
 
     def owner(self, value: Value) -> str:
         """The prunable layer whose filters a tensor's channels are, with nothing but per-channel steps since."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..budget.aim import Aim
 from ..budget.landing import Landing
-from ..budget.prices import Mix, prices
+from ..budget.prices import Mix
 from ..budget.steering import Steering
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask
@@ -70,7 +70,7 @@ class Pressure:
 
     def _costs(self, mix: Mix, keep: Mapping[str, Mask]) -> Tensor:
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
-        return self._spread(mix.weights(prices(self.graph, keep), filters))
+        return self._spread(mix.weights(self.aim.priced(keep), filters))
 
     def _spread(self, weights: Sequence[float]) -> Tensor:
         return per_filter(weights, [layer.filters for layer in self.graph.layers.values()])

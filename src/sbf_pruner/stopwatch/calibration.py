@@ -1,0 +1,174 @@
+"""From a table of layers to a model that is right about whole networks, and says how right.
+
+A network enters; its layers are measured, then some networks that are really cut from it, in all three ways and
+several sizes, each in its compact forms and in turns with the dense one; a `LatencyModel` leaves with the
+coefficients that fit them.  Its error is stated for networks it has not seen: each is foretold by a fit to all the
+others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..budget.aim import Aim
+from ..budget.guards import Guards
+from ..graph.channels import ChannelGraph
+from ..graph.costs import Laid, lay_out
+from ..graph.masks import Mask
+from ..latency.fitting import fit
+from ..latency.model import BLOCKWISE, Conditions, LatencyModel
+from ..latency.predictor import TERMS, Predictor, Terms
+from ..latency.table import Table
+from ..latency.ways import WAYS, guarded, made_up
+from ..plan import Plan
+from ..surgery import extract
+from ..timing import using_threads
+from .layers import time_layers
+from .whole import JOINS, passes, time_beside
+
+SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, in the networks it is fitted to
+ROUNDS = 15
+SWEEPS = 3  # times that every layer is measured, far apart: what else the machine does comes in bursts
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A network that was really cut and timed."""
+
+    way: str
+    share: float
+    terms: dict[str, Terms]
+    seconds: dict[str, float]
+    """measured, by form"""
+
+
+def measure_layers(
+    table: Table, predictor: Predictor, least: Laid, conditions: Conditions, report: Report
+) -> int:
+    """Measure what the table lacks; how many layers that were."""
+    missing = table.missing(predictor.wanted(least))
+    count = sum(map(len, missing.values()))
+    if not count:
+        return 0
+    report(f"measuring {count} layers in {conditions.told()}")
+    held = conditions
+    found: dict[Any, dict[Any, float]] = {site: {} for site in missing}
+    with using_threads(held.threads):
+        for _ in range(SWEEPS):
+            for site, widths in missing.items():
+                taken = time_layers(held.runtime, site, widths, held.batch, held.threads)
+                found[site] = {pair: min(s, found[site].get(pair, s)) for pair, s in taken.items()}
+    for site, seconds in found.items():
+        table.add(site, seconds)
+    return count
+
+
+def calibrate(
+    model: nn.Module,
+    example: Any,
+    graph: ChannelGraph,
+    table: Table,
+    conditions: Conditions,
+    report: Report = lambda line: None,
+) -> LatencyModel:
+    """The model of a network's time, fitted to networks that were cut from it."""
+    predictor = Predictor(graph, table, conditions.batch)
+    timed: list[Timed] = []
+    dense_seconds = float("inf")
+    with using_threads(conditions.threads):
+        timer = Timer(model, example, graph, conditions)
+        for way, share, keep in samples(graph):
+            report(f"timing {way}, {share:.0%} left")
+            seconds, beside = timer.joins(keep)
+            dense_seconds = min(dense_seconds, beside)
+            terms = predictor.reckon(lay_out(graph, graph.settle(keep))).terms
+            timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
+    dense = predictor.reckon(lay_out(graph, {})).terms
+    timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
+    coefficients = _fitted(timed)
+    networks = _foretold(timed)
+    calibration = {"networks": networks, **_errors(networks)}
+    return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
+
+
+def new_table(runtime: str) -> Table:
+    """A table without any layer."""
+    return Table(blocks=runtime in BLOCKWISE)
+
+
+class Timer:
+    """Cuts networks for real and times them beside the dense one."""
+
+    def __init__(self, model: nn.Module, example: Any, graph: ChannelGraph, conditions: Conditions) -> None:
+        self.model, self.example, self.graph, self.conditions = model, example, graph, conditions
+        self.dense = self._passes(model)["zeros"]
+
+    def joins(self, keep: dict[str, Mask]) -> tuple[dict[str, float], float]:
+        """The seconds of a cut network by form, and of the dense one."""
+        small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
+        return time_beside(self.dense, self._passes(small), ROUNDS)
+
+    def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
+        held = self.conditions
+        forms = JOINS[held.runtime]
+        return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
+
+
+def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
+    """The networks to time: in every way there is, several sizes."""
+    found = []
+    for way in WAYS:
+        guards = guarded(graph, Guards(), way)
+        if guards is None:
+            continue
+        scores = guards.leveled(made_up(graph, guards))
+        aim = Aim(graph, guards=guards)
+        for share in SHARES:
+            # Of all filters that may go in this way, the highest scores: the level that leaves the share.
+            inside = {n for branch in guards.branches for n in branch} or set(scores)
+            level = float(np.quantile(np.concatenate([scores[n] for n in inside]), 1 - share))
+            found.append((way, share, aim.choose(scores, level).masks))
+    return found
+
+
+def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
+    rows = [terms for one in timed for terms in one.terms.values()]
+    seconds = [one.seconds[form] for one in timed for form in one.terms]
+    return fit(rows, seconds, TERMS)
+
+
+def _foretold(timed: Sequence[Timed]) -> list[dict[str, Any]]:
+    """Every cut network, as measured and as a fit to all the others foretells it, as parts of the dense one."""
+    (dense,) = (one for one in timed if one.way == "dense")
+    found = []
+    for one in timed:
+        if one is dense:
+            continue
+        others = _fitted([other for other in timed if other is not one])
+
+        def reckoned(terms: Terms, coefficients: dict[str, float] = others) -> float:
+            return sum(coefficients[name] * value for name, value in terms.items())
+
+        found.append(
+            {
+                "way": one.way,
+                "share": one.share,
+                "measured": min(one.seconds.values()) / dense.seconds["zeros"],
+                "foretold": min(map(reckoned, one.terms.values())) / reckoned(dense.terms["zeros"]),
+                "seconds": dict(one.seconds),
+                "terms": one.terms,
+            }
+        )
+    return found
+
+
+def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    apart = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
+    return {"mean_error": statistics.fmean(apart), "worst_error": max(apart)} if apart else {}
