@@ -19,7 +19,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for add in (_add_run, _add_report, _add_inspect, _add_bench, _add_export, _add_frontier, _add_data):
+    added = (_add_run, _add_report, _add_inspect, _add_bench, _add_latency, _add_export, _add_frontier, _add_data)
+    for add in added:
         add(commands)
     return parser
 
@@ -36,7 +37,7 @@ def _add_run(commands: _Commands) -> None:
         action="append",
         default=[],
         metavar="NAME=SIZE",
-        help="what to keep at most: macs=0.5, params=400k, size=1MB; several may be given",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB, latency=5ms; several may be given",
     )
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
@@ -107,6 +108,26 @@ def _add_bench(commands: _Commands) -> None:
     _add_json(bench)
     bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
     bench.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_latency(commands: _Commands) -> None:
+    latency = commands.add_parser("latency", help="measure what layers and networks take here, for latency targets")
+    latency.description = (
+        "Measure a network's layers, and networks cut from it, on this machine; say how well the time of others is "
+        "foretold, and what a target for the latency would leave. What was measured is kept and used again."
+    )
+    latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
+    latency.add_argument("--input", action="append", metavar="C,H,W", help="size of one input, as in inspect")
+    latency.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="as in inspect")
+    latency.add_argument(
+        "--runtime", default="onnxruntime", metavar="NAME", help="onnxruntime or torch (onnxruntime)"
+    )
+    latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
+    latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")
+    latency.add_argument("--out", metavar="FILE", help="write the .json file that latency.table takes")
+    latency.add_argument("--again", action="store_true", help="measure anew what is known already")
+    _add_json(latency)
+    latency.add_argument("--quiet", action="store_true", help="print the result only")
 
 
 def _add_export(commands: _Commands) -> None:

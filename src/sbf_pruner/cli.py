@@ -204,6 +204,28 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
+def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
+    out = _target("--out", arguments.out, (".json",))
+    shapes = [_shape(text) for text in arguments.input] if arguments.input else None
+    options = dict(_option(text) for text in arguments.option)
+
+    from .bench.latency import Request, known_by, latency, measured
+    from .terminal import latency_lines
+
+    request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
+    network, example, ignore = known_by(arguments.subject, shapes or [_shape(_usual(arguments.subject))], options)
+    said = _said if not arguments.quiet else lambda line: None
+    model = measured(network, example, ignore, request, said)
+    result = latency(arguments.subject, model)
+    text = json.dumps(result, indent=2)
+    table = json.dumps(model.to_dict(), indent=1)
+    _write({path: f"{content}\n" for path, content in ((out, table), (facts, text)) if path is not None})
+    pretty = sys.stdout.isatty()
+    print(text if arguments.json == STDOUT else "\n".join(latency_lines(result, pretty=pretty)))
+    return 0
+
+
 def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
     drawing = _target("--draw", arguments.draw, (".svg", ".html"))
@@ -323,6 +345,7 @@ _COMMANDS = {
     "frontier": _frontier,
     "inspect": _inspect,
     "bench": _bench,
+    "latency": _latency,
     "export": _export,
     "report": _report,
     "data": _data,

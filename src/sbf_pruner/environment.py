@@ -1,12 +1,14 @@
-"""The machine that figures were measured on: its processor, the versions that ran, and the threads.
+"""The machine that figures were measured on: its processor, the versions that ran, the threads, and how busy it is.
 
 A device enters; plain data leaves, which stands beside every figure that is saved.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,3 +40,28 @@ def cpu() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or f"{platform.machine()} ({sys.platform})"
+
+
+def load(seconds: float = 0.3) -> float | None:
+    """How many cores others keep busy while we do nothing; None where the system does not tell.
+
+    The load average would still count what ended a minute ago, and our own start.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] == before[1]:
+        return None
+    return (os.cpu_count() or 1) * (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _ticks() -> tuple[int, int] | None:
+    """The time all cores together were busy, and in all, since the system started."""
+    try:
+        user, nice, system, idle, wait, *rest = map(
+            int, Path("/proc/stat").read_text("ascii").split("\n")[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return None
+    busy = user + nice + system + sum(rest)
+    return busy, busy + idle + wait

@@ -100,8 +100,8 @@ class Pruner:
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
-        together = {"groups": coupled(self.graph, couple), "branches": whole_branches(self.graph, couple)}
-        guards = dataclasses.replace(guards or Guards(), **together)
+        groups, whole = coupled(self.graph, couple), whole_branches(self.graph, couple)
+        guards = dataclasses.replace(guards or Guards(), groups=groups, branches=whole)
         self.aim = Aim(self.graph, budget, guards, clock)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
@@ -193,6 +193,12 @@ class Pruner:
         masks = plan.masks(self.graph)
         self.graph.check_connected(masks)
         self._hold(masks)
+
+    def land(self) -> None:
+        """Set the gates from the scores once more, after the limits or the clock have changed."""
+        self._check_attached()
+        scores = {name: values.cpu().numpy() for name, values in self.scores().items()}
+        self._hold(self.aim.choose(scores, self.threshold, self.progress).masks)
 
     def extract(self) -> nn.Module:
         """A new, smaller module that computes what the gated model computes."""

@@ -153,9 +153,21 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
         said = "there was no warm-up" if known is None else f"{known:.2f} % after the warm-up"
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     lines.append(f"filters kept: {after:,} of {before:,}")
+    if "latency" in summary:
+        lines.append(_timed(summary["latency"]))
     lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _timed(latency: Mapping[str, Any]) -> str:
+    """What became of a target for the time."""
+    if latency["measured"] is None:
+        found = f"{latency['foretold']:.1%} foretold, not measured (another machine, or no such runtime here)"
+    else:
+        found = f"{latency['measured']:.1%} measured beside the dense one"
+    way = f"; way: {latency['way']}"
+    return f"time asked for: {latency['asked']:.1%} in {latency['runtime']}, batch {latency['batch']}; {found}{way}"
 
 
 def export_lines(manifest: Mapping[str, Any]) -> list[str]:
@@ -246,6 +258,33 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
         )
     lines += [f"{m['runtime']} on {m['device']}: left out, {m['reason']}" for m in result["missing"]]
     return lines + [said if said.startswith(" ") else f"- {said}" for said in result["advice"]]
+
+
+def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
+    """The tables of `sbf latency`: foretold against measured, and what a target would leave."""
+    draw = _boxed if pretty else table
+    rows = [["cut for real", "filters or branches", "measured", "foretold", "error"]]
+    for one in result["networks"]:
+        off = f"{one['foretold'] / one['measured'] - 1:+.1%}"
+        rows.append([one["way"], f"{one['share']:.0%}", f"{one['measured']:.3f}", f"{one['foretold']:.3f}", off])
+    lines = [*draw(rows, "<>>>>"), ""]
+    ways = list(result["targets"][0]["macs_left"])
+    rows = [["time asked for", *(f"MACs left, {way}" for way in ways), "chosen"]]
+    for target in result["targets"]:
+        left = [target["macs_left"][way] for way in ways]
+        shown = ["cannot" if share is None else f"{share:.1%}" for share in left]
+        rows.append([f"{target['asked']:.0%}", *shown, target["way"]])
+    lines += [*draw(rows, "<" + ">" * len(ways) + "<"), ""]
+    lines.append(
+        f"dense: {result['dense_ms']:.3g} ms in {result['runtime']}, batch {result['batch']}, {result['threads']} "
+        f"threads, {result['machine']['cpu']}"
+    )
+    if result["mean_error"] is not None:
+        lines.append(
+            f"foretold by a fit to the others, from {result['layers']} measured layers: off by "
+            f"{result['mean_error']:.1%} on average, {result['worst_error']:.1%} at most"
+        )
+    return lines
 
 
 def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:

@@ -55,8 +55,8 @@ class Aim:
         self.clock = clock if budget is not None and budget.latency != 1 else None
         if budget is not None and budget.latency != 1 and clock is None:
             raise PruningError(
-                "a target for the latency needs to know how long layers take; measure it with `sbf latency` and give "
-                "the file (clock=, latency.table)"
+                "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` "
+                "and give the file (clock=, or latency.table in a recipe)"
             )
         shapes = [value.shape for value in graph.trace.inputs]
         self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere

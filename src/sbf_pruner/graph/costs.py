@@ -44,7 +44,7 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
 
 @dataclass(frozen=True)
 class Laid:
-    """The network that a choice of filters would leave: what is alive, what is there, and the modules that are not."""
+    """What a choice of filters would leave: the channels alive, those there, and the modules that are not."""
 
     flow: Flow
     layout: Layout

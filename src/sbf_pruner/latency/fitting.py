@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 Row = Mapping[str, float]
 
 
-def fit(rows: Sequence[Row], seconds: Sequence[float], terms: Sequence[str]) -> dict[str, float]:
-    """The coefficients of the terms.
+_ROUNDS = 20
+PULL = 0.2  # towards what is expected: as much as a network that is off by this part
+ORDINARY = 0.03  # an error larger than this counts in proportion, not as its square: a machine may have hiccups
+
+
+def fit(
+    rows: Sequence[Row], seconds: Sequence[float], terms: Sequence[str], expected: Row | None = None
+) -> dict[str, float]:
+    """The coefficients of the terms; those that the rows say little about stay near what is expected.
 
     >>> found = fit([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 2.0}], [3.0, 4.0], ["a", "b"])
     >>> {name: round(value, 6) for name, value in found.items()}
@@ -24,9 +31,20 @@ def fit(rows: Sequence[Row], seconds: Sequence[float], terms: Sequence[str]) -> 
     """
     wanted = np.asarray(seconds, float)
     matrix = np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / wanted[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    found = nonnegative(matrix / scale, np.ones(len(wanted))) / scale
-    return {name: float(value) for name, value in zip(terms, found, strict=True)}
+    ones = np.ones(len(wanted))
+    scale = np.maximum(np.abs(matrix).mean(axis=0), 1e-300)
+    matrix = matrix / scale  # now a coefficient is the part of a usual network's time that its term makes
+    pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
+    if expected is not None:
+        pulled = PULL * np.eye(len(terms))
+        towards = PULL * np.array([expected.get(name, 0.0) for name in terms]) * scale
+    weights = np.ones(len(wanted))
+    for _ in range(_ROUNDS):
+        found = nonnegative(
+            np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards])
+        )
+        weights = np.sqrt(ORDINARY / np.maximum(np.abs(matrix @ found - ones), ORDINARY))
+    return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
 def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:

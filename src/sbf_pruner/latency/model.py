@@ -26,6 +26,7 @@ from .predictor import PLAIN, Predictor
 from .table import Table
 
 KIND = "sbf-pruner latency"
+_REMEDY = "measure again with `sbf latency`"
 BLOCKWISE = ("onnxruntime",)  # runtimes in which the inputs of a layer count in blocks
 
 
@@ -129,26 +130,28 @@ class LatencyModel:
 
 def read_model(path: str | Path, graph: ChannelGraph) -> LatencyModel:
     """The model in a file, for a network it was measured for."""
-    remedy = "measure again with `sbf latency`"
     try:
         written = json.loads(Path(path).read_text("utf-8"))
     except FileNotFoundError:
         raise PruningError(f"latency.table: {path} does not exist; make it with `sbf latency --out`") from None
     except (OSError, ValueError) as error:
-        raise PruningError(f"latency.table: {path} cannot be read ({error}); {remedy}") from None
+        raise PruningError(f"latency.table: {path} cannot be read ({error}); {_REMEDY}") from None
+    return from_dict(written, graph, str(path))
+
+
+def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measured") -> LatencyModel:
+    """The model that `to_dict` wrote, for a network it was measured for."""
     try:
         if written["kind"] != KIND:
             raise ValueError(written["kind"])
         table = Table.from_dict(written["table"], written["runtime"] in BLOCKWISE)
         conditions = Conditions(written["runtime"], written["batch"], written["threads"], written["machine"])
-        known, dense = written["network"], float(written["dense_seconds"])
-        if known == signature(Predictor(graph, table, conditions.batch)):
+        dense = float(written["dense_seconds"])
+        if written["network"] == signature(Predictor(graph, table, conditions.batch)):
             return LatencyModel(graph, table, conditions, dense, written["coefficients"], written["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PruningError(
-            f"latency.table: {path} is no file of `sbf latency` ({error!r}); {remedy}"
-        ) from None
-    raise PruningError(f"latency.table: {path} was measured for another network, or other images; {remedy}")
+        raise PruningError(f"latency.table: {source} is no file of `sbf latency` ({error!r}); {_REMEDY}") from None
+    raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
 
 
 def signature(predictor: Predictor) -> str:

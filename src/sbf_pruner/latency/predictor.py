@@ -54,10 +54,9 @@ class Predictor:
             rows, columns = sides.setdefault(layer.site, (set(), set()))
             rows.update(widths_of(i, gone or low < i, groups))
             columns.update(widths_of(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
-        return {
-            site: [(n, n) for n in sorted(rows)] if site.groups == 0 else list(product(sorted(rows), sorted(columns)))
-            for site, (rows, columns) in sides.items()
-        }
+        grids = {site: list(product(sorted(rows), sorted(columns))) for site, (rows, columns) in sides.items()}
+        depthwise = {site: [(n, n) for n in sorted(rows)] for site, (rows, _) in sides.items() if site.groups == 0}
+        return grids | depthwise
 
     def reckon(self, laid: Laid) -> Reckoned:
         """The terms of a network that is laid out."""

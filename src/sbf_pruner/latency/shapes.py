@@ -15,6 +15,7 @@ from ..graph.nodes import Contract
 Sizes = tuple[int, ...]
 WIDE = 64  # from here on widths are measured sparsely
 UNIT = 8  # of narrow widths all multiples of this
+SMALL, FINE = 16, 4  # and of the smallest, below SMALL, all multiples of FINE
 _PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a wide one these
 _NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) groups (\d+) on (\S+)")
 
@@ -51,8 +52,8 @@ class Site:
         match = _NAME.fullmatch(text)
         if match is None:
             raise ValueError(text)
-        kind, *sizes, groups, size = match.groups()
-        return cls(kind, *map(_sizes, sizes), int(groups), _sizes(size))
+        kernel, stride, padding, dilation = (_sizes(match[place]) for place in (2, 3, 4, 5))
+        return cls(match[1], kernel, stride, padding, dilation, int(match[6]), _sizes(match[7]))
 
     @classmethod
     def of(cls, node: Contract, samples: int) -> Site:
@@ -75,16 +76,25 @@ def widths_of(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
     """The widths at which a side of a layer is measured: all steps of a narrow one, few of a wide one.
 
     >>> widths_of(20, True), widths_of(256, True), widths_of(3, False)
-    ([8, 16, 20], [32, 64, 128, 192, 256], [3])
+    ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
     """
     if not may_shrink:
         return [full]
     if full <= WIDE:
-        found = [*range(UNIT, full, UNIT), full]
+        found = [*range(FINE, min(SMALL, full), FINE), *range(SMALL, full, UNIT), full]
     else:
         found = [round_up(round(full * part), 2 * UNIT) for part in _PARTS[:-1]] + [full]
     multiple = max(multiple, 1)
     return sorted({min(round_up(width, multiple), full) for width in found})
+
+
+def stepped(width: int) -> int:
+    """The width that a runtime which works in blocks computes, as far as widths are measured.
+
+    >>> [stepped(width) for width in (3, 13, 17, 25)]
+    [4, 16, 24, 32]
+    """
+    return round_up(width, FINE if width <= SMALL else UNIT)
 
 
 def round_up(width: int, unit: int) -> int:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .shapes import UNIT, Site, round_up
+from .shapes import Site, stepped
 
 Widths = tuple[int, int]  # inputs, filters
 
@@ -89,7 +89,7 @@ class Table:
 
 def _stepped(width: int, known: list[int]) -> int:
     """The width a block-wise runtime computes; the full one is what it is."""
-    return min(round_up(width, UNIT), known[-1])
+    return min(stepped(width), known[-1])
 
 
 def _bracket(known: list[int], width: int) -> tuple[int, int, float]:

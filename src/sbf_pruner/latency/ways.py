@@ -1,4 +1,4 @@
-"""Three ways to take filters away, worth very different time at equal MACs: which keeps the most for the time asked.
+"""Three ways to take filters away, worth very different time at equal MACs: which keeps the most in a given time.
 
 A graph, a clock and limits enter; a way leaves, with what each would keep: "filters" of every layer by itself,
 "streams" (layers that are added up keep the same ones, so the stream gets narrower), or "blocks" (whole residual
@@ -90,7 +90,7 @@ def made_up(graph: ChannelGraph, guards: Guards, seed: int = 0) -> dict[str, Val
         name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
     }
     for group in guards.groups:
-        scores |= {name: scores[group[0]] for name in group}
+        scores |= dict.fromkeys(group, scores[group[0]])
     if guards.branches:
         inside = {name for branch in guards.branches for name in branch}
         scores |= {name: 2 + values for name, values in scores.items() if name not in inside}

@@ -23,7 +23,7 @@ from ..graph.costs import Laid, lay_out
 from ..graph.masks import Mask
 from ..latency.fitting import fit
 from ..latency.model import BLOCKWISE, Conditions, LatencyModel
-from ..latency.predictor import TERMS, Predictor, Terms
+from ..latency.predictor import PLAIN, TERMS, Predictor, Terms
 from ..latency.table import Table
 from ..latency.ways import WAYS, guarded, made_up
 from ..plan import Plan
@@ -49,9 +49,7 @@ class Timed:
     """measured, by form"""
 
 
-def measure_layers(
-    table: Table, predictor: Predictor, least: Laid, conditions: Conditions, report: Report
-) -> int:
+def measure_layers(table: Table, predictor: Predictor, least: Laid, conditions: Conditions, report: Report) -> int:
     """Measure what the table lacks; how many layers that were."""
     missing = table.missing(predictor.wanted(least))
     count = sum(map(len, missing.values()))
@@ -108,16 +106,21 @@ class Timer:
 
     def __init__(self, model: nn.Module, example: Any, graph: ChannelGraph, conditions: Conditions) -> None:
         self.model, self.example, self.graph, self.conditions = model, example, graph, conditions
-        self.dense = self._passes(model)["zeros"]
+        self.dense = next(iter(self._passes(model).values()))
 
     def joins(self, keep: dict[str, Mask]) -> tuple[dict[str, float], float]:
-        """The seconds of a cut network by form, and of the dense one."""
+        """The seconds of a cut network by the way branches are joined, and of the dense one."""
         small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
-        return time_beside(self.dense, self._passes(small), ROUNDS)
+        found, dense = time_beside(self.dense, self._passes(small), ROUNDS)
+        least: dict[str, float] = {}
+        for name, seconds in found.items():
+            join = name.partition(" ")[0]
+            least[join] = min(seconds, least.get(join, seconds))
+        return least, dense
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
         held = self.conditions
-        forms = JOINS[held.runtime]
+        forms = {f"{join} {form}": form for join, group in JOINS[held.runtime].items() for form in group}
         return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
 
 
@@ -141,7 +144,7 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
 def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     rows = [terms for one in timed for terms in one.terms.values()]
     seconds = [one.seconds[form] for one in timed for form in one.terms]
-    return fit(rows, seconds, TERMS)
+    return fit(rows, seconds, TERMS, PLAIN)
 
 
 def _foretold(timed: Sequence[Timed]) -> list[dict[str, Any]]:

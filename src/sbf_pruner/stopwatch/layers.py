@@ -97,7 +97,7 @@ def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: i
 
 
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of a profile, pass by pass: the time of the layer in the middle, with what brings its input into its layout."""
+    """Of a profile, pass by pass: the time of the layer in the middle, with what lays its input out for it."""
     found: list[float] = []
     since, layers = 0.0, 0
     ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]

@@ -1,8 +1,8 @@
 """Whole networks on the clock: the dense one and what is left of it, in turns, in their compact forms.
 
-A network and example inputs enter; calls leave, one per form, that run it once in the runtime asked for; and of two
-networks the ratio of their times, pair by pair.  What holds: the dense network has the same care as the compact one,
-as in `sbf bench`.
+A network and example inputs enter; calls leave, one per form, that run it once in the runtime asked for; and of
+two networks the ratio of their times, pair by pair.  What holds: the dense network has the same care as the compact
+one, as in `sbf bench`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..deploy.forms import Deployable, Form
 from ..timing import Interval, compared, take_turns
 
 TARGET = {"onnxruntime": "onnxruntime", "torch": "eager"}  # what deploy calls the runtimes
-# The two ways to join a branch with its stream, each in the form that serves it best as a rule.
-JOINS: dict[str, dict[str, Form]] = {
+# The two ways to join a branch with its stream, each in the forms that serve it best as a rule.
+JOINS: dict[str, dict[str, tuple[Form, ...]]] = {
     "onnxruntime": {
-        "zeros": Form("zeros", 16, 16, shortcuts=True),
-        "moves": Form("mixed", 16, 16, shortcuts=True),
+        "zeros": (Form("zeros", 16, 16, shortcuts=True), Form("zeros", 16, shortcuts=True)),
+        "moves": (Form("mixed", 16, 16, shortcuts=True),),
     },
     "torch": {
-        "zeros": Form("zeros", in_place=True, channels_last=True),
-        "moves": Form("add", in_place=True, channels_last=True),
+        "zeros": (Form("zeros", in_place=True, channels_last=True),),
+        "moves": (Form("add", in_place=True, channels_last=True),),
     },
 }
 Pass = Callable[[], Any]
@@ -69,8 +69,7 @@ def time_pairs(dense: Pass, compact: Pass, pairs: int) -> tuple[Interval, list[f
 def time_beside(dense: Pass, others: Mapping[str, Pass], rounds: int) -> tuple[dict[str, float], float]:
     """The least seconds of several passes, and of the dense network beside them.
 
-    The least, because whatever else the machine does can only add; where a fit rests on a few turns that counts more
-    than how passes are spread.
+    The least, because whatever else the machine does can only add to it.
     """
     taken = take_turns({"dense": dense, **others}, rounds)
     return {name: min(taken[name]) for name in others}, min(taken["dense"])

@@ -1,9 +1,10 @@
 """The run folder: what is in it, and when it may be written.
 
 A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.json`, `metrics.jsonl`,
-`scores.jsonl`, `checkpoints/`, and at the end `plan.json`, `model.safetensors`, `report.html` and
-`summary.json`, which comes last: a run with a summary is finished.  What holds: `check` writes nothing; a
-folder that is not a run's is never touched, and of a run's folder only the files named here are.
+`scores.jsonl`, `checkpoints/`, `latency.json` where a time was asked for, and at the end `plan.json`,
+`model.safetensors`, `report.html` and `summary.json`, which comes last: a run with a summary is finished.  What
+holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's folder only the files
+named here are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.scores = path / "scores.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.latency = path / "latency.json"
         self.summary = path / "summary.json"
 
     @classmethod
@@ -72,7 +74,7 @@ class RunFolder:
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
         stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
-        stale += ["summary.json", "report.html", "bench.json"]
+        stale += ["summary.json", "report.html", "bench.json", "latency.json"]
         stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER, SCORED)]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):

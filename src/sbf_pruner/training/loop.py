@@ -48,6 +48,7 @@ from .schedule import (
 from .start import choose_device, cpu_threads
 from .summary import sizes, widths
 from .teacher import Teacher
+from .timed import Timed
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -102,8 +103,9 @@ def fit(
     streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
     with streams, cpu_threads(recipe.threads):
         data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        ahead = _Run(model, recipe, data, device, folder, report)
-        if resume and (folder.checkpoints / NAME).is_file():
+        goes_on = resume and (folder.checkpoints / NAME).is_file()
+        ahead = _Run(model, recipe, data, device, folder, report, goes_on)
+        if goes_on:
             ahead.restore()
         else:
             ahead.begin()
@@ -121,6 +123,7 @@ class _Run:
         device: torch.device,
         folder: RunFolder,
         report: Report | None,
+        goes_on: bool = False,
     ) -> None:
         self.recipe, self.data, self.device, self.folder = recipe, data, device, folder
         self.report = report or (lambda record: None)
@@ -129,7 +132,7 @@ class _Run:
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
-        self.networks = Networks(model, recipe, data, self.images, device)
+        self.networks = Networks(model, recipe, data, self.images, device, folder.latency if goes_on else None)
         self.recording = Recording(folder, self.networks, self.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
@@ -145,6 +148,8 @@ class _Run:
         """Write the first files: from here on there is a run to resume."""
         self.folder.begin(self.recipe)
         self.recording.begin()
+        if self.networks.timed is not None:
+            self.networks.timed.keep_in(self.folder.latency)
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
         if not self.recipe.phases.warmup:
             self._keep_teacher()
@@ -152,6 +157,8 @@ class _Run:
     def restore(self) -> None:
         """Go to where the last checkpoint was taken."""
         state = load_checkpoint(self.folder.checkpoints)
+        if self.networks.timed is not None:
+            self.networks.timed.keep_in(self.folder.latency)
         self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
         self.folder.rewind(state["done"])
         self.recording.begin()
@@ -202,6 +209,8 @@ class _Run:
                     frozen.close()
                     optimizer = average = None
                     if phase.kind == "score":
+                        if phase.cycle == self.recipe.phases.cycles:
+                            self.networks.come_in_time()
                         self.networks.gates_changed()
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
@@ -324,10 +333,14 @@ class _Run:
             "latency_batch": len(batch),
             "cut_error": self.networks.cut_error,
             "layers": widths(self.networks.pruner.graph, self.networks.plan),
+            **({} if self.networks.timed is None else {"latency": self._timed(self.networks.timed)}),
             **self.recording.finish(small),
             "seconds": round(self._seconds(), 1),
             "environment": environment(self.device),
         }
+
+    def _timed(self, timed: Timed) -> dict[str, Any]:
+        return timed.summary(self.networks.pruner, self.networks.plan)
 
     def _judged(self, network: nn.Module | None) -> dict[str, float | None]:
         """Accuracy after the last epoch; none where there is no network or no validation split."""

@@ -30,6 +30,7 @@ from .padded import Padded
 from .recipe import Recipe
 from .schedule import Phase
 from .start import check_fit, load_weights
+from .timed import Timed, coupling, timer_here
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
@@ -40,7 +41,15 @@ PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 class Networks:
     """The dense network with its pruner, then the small one, then the control."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, data: Data, images: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        data: Data,
+        images: Tensor,
+        device: torch.device,
+        measured: Path | None = None,
+    ) -> None:
         self.images = images
         self.dense = copy.deepcopy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.model.weights:
@@ -49,6 +58,16 @@ class Networks:
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
         scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
+        self.graph = trace(self.dense, images[:2], guards.ignore)
+        size = self._tensor_bytes(budget.size, images[:2])
+        limits = Budget(budget.params, budget.macs, size, budget.latency)
+        kept = Guards(guards.min_filters, guards.max_removed, guards.round_to)
+        words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
+        together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
+        self.timed: Timed | None = None
+        if budget.latency != 1:
+            self.timed = Timed.of(self.dense, images, self.graph, recipe, measured, limits, kept)
+            together |= coupling(self.timed.chosen.way)
         self.pruner = Pruner(
             self.dense,
             images[:2],
@@ -62,12 +81,12 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
             freeze_norms=scores.freeze_norms,
-            blocks=scores.blocks,
-            ignore=guards.ignore,
-            couple="streams" if guards.couple == ("streams",) else guards.couple,
-            guards=Guards(guards.min_filters, guards.max_removed, guards.round_to),
-            budget=Budget(budget.params, budget.macs, self._tensor_bytes(budget.size, images[:2])),
+            guards=kept,
+            budget=limits,
             steer=budget.steer,
+            clock=None if self.timed is None else self.timed.clock,
+            graph=self.graph,
+            **together,
         )
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
@@ -90,8 +109,7 @@ class Networks:
         """What a limit on the file of weights leaves for the tensors that pruning can make smaller."""
         if size == 1:
             return 1.0
-        graph = trace(self.dense, inputs, self._recipe.guards.ignore)
-        file, aside = file_bytes(self.dense, inputs, graph)
+        file, aside = file_bytes(self.dense, inputs, self.graph)
         left = (size * file if size < 1 else size) - aside
         if left <= 1:
             raise PruningError(
@@ -151,6 +169,14 @@ class Networks:
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
         if epochs < phase.epochs:  # at the end of the phase the gates are set, and the penalty follows then
             self.pruner.steer()
+
+    def come_in_time(self) -> None:
+        """The last scores have landed: correct where, if a time was asked for and can be taken here."""
+        if self.timed is None:
+            return
+        timer = timer_here(self.timed.clock, self.bare_copy(), self.images)
+        if timer is not None:
+            self.timed.come_in_time(self.pruner, timer)
 
     def gates_changed(self) -> None:
         """Count anew: a score phase has ended."""

@@ -188,6 +188,10 @@ class BudgetConfig(Section):
     size: float = field(
         default=1.0, metadata=about("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
     )
+    latency: float = field(
+        default=1.0,
+        metadata=about("time of a pass to keep at most, 0.6 of it or 5000 microseconds", above=0),
+    )
     settled: int = field(
         default=2,
         metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
@@ -211,6 +215,29 @@ class GuardsConfig(Section):
     couple: tuple[str, ...] = field(
         default=(),
         metadata=about('name patterns of layers that keep the same filters; "streams": all that are added up'),
+    )
+
+
+@dataclass(frozen=True)
+class LatencyConfig(Section):
+    """Whose time budget.latency means."""
+
+    runtime: str = field(
+        default="onnxruntime",
+        metadata=about("what runs the network: ONNX Runtime, or torch itself", choices=("onnxruntime", "torch")),
+    )
+    batch: int = field(default=64, metadata=about("samples in a pass", least=1))
+    threads: int = field(default=0, metadata=about("threads of a pass; 0: as torch chooses", least=0))
+    way: str = field(
+        default="auto",
+        metadata=about(
+            "what goes: single filters, the same ones of all layers that are added up, or whole residual branches; "
+            "auto: what keeps the most MACs in the time asked for",
+            choices=("auto", "filters", "streams", "blocks"),
+        ),
+    )
+    table: str = field(
+        default="", metadata=about("a file of `sbf latency`, from another machine say; empty: measured here")
     )
 
 
@@ -271,6 +298,7 @@ class Recipe(Section):
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
     guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
+    latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=about("the time asked for"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
 
     @classmethod

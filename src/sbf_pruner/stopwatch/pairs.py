@@ -1,0 +1,46 @@
+"""A plan's real time: the network cut as it says, in its fastest form, in turns with the dense one.
+
+A dense network and conditions enter; for a plan the ratio of both times leaves, the median over pairs.  All forms
+that `sbf bench` and `sbf export` would try are tried, of the dense network too.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from ..latency.model import Conditions
+from ..plan import Plan
+from ..surgery import extract
+from ..timing import Interval, using_threads
+from .whole import Pass, all_forms, passes, quickest, time_pairs
+
+PAIRS = 40
+
+
+class Pairs:
+    """Times plans beside the dense network."""
+
+    def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
+        self.network, self.example, self.conditions = network, example, conditions
+
+    def ratio(self, plan: Plan) -> float:
+        """What is left of the dense network's time."""
+        return self.interval(plan).median
+
+    def interval(self, plan: Plan, pairs: int = PAIRS) -> Interval:
+        """What is left of the dense network's time, and how sure that is."""
+        with using_threads(self.conditions.threads):
+            compact = self._quickest(extract(self.network, self.example, plan))
+            return time_pairs(self._dense, compact, pairs)[0]
+
+    @cached_property
+    def _dense(self) -> Pass:
+        return self._quickest(self.network)
+
+    def _quickest(self, network: nn.Module) -> Pass:
+        held = self.conditions
+        made = passes(network.eval(), self.example, all_forms(held.runtime), held.runtime, held.batch, held.threads)
+        return quickest(made)

@@ -1,0 +1,116 @@
+"""Where knowledge of a network's time comes from: a file, the cache, or the clock.
+
+A network and conditions enter; a `LatencyModel` leaves.  What was measured is kept in the user's cache, layers by
+machine, whole networks by machine and network, so nothing is measured twice.  What holds: a file is whole or not
+there, and one that does not fit is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..budget.aim import Aim
+from ..deploy.onnx import require
+from ..environment import cpu, load
+from ..errors import PruningError
+from ..files import write_text
+from ..graph.build import trace
+from ..graph.channels import ChannelGraph
+from ..graph.costs import lay_out
+from ..latency.model import BLOCKWISE, Conditions, LatencyModel, read_model, signature
+from ..latency.predictor import Predictor
+from ..latency.table import Table
+from .calibration import calibrate, measure_layers
+
+RUNTIMES = {"onnxruntime": ("onnxruntime", "torch"), "torch": ("torch",)}  # and the packages that make their speed
+BUSY = 0.5  # of a core: more than that is somebody else's work
+Report = Callable[[str], None]
+
+
+def here(runtime: str, batch: int, threads: int) -> Conditions:
+    """The conditions on this machine."""
+    found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
+    for package in RUNTIMES[runtime]:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return Conditions(runtime, batch, threads, found)
+
+
+def same_place(one: Conditions, other: Conditions) -> bool:
+    """Would both measure the same?"""
+    return one == other and None not in other.machine.values()
+
+
+def get_model(
+    network: nn.Module,
+    example: Any,
+    conditions: Conditions,
+    *,
+    ignore: tuple[str, ...] = (),
+    fresh: bool = False,
+    report: Report = lambda line: None,
+) -> LatencyModel:
+    """What is known of a network under these conditions, from the cache or measured now."""
+    if conditions.runtime == "onnxruntime":
+        require()
+    graph = trace(network, example, ignore=ignore)
+    mine = signature(Predictor(graph, Table(), conditions.batch))
+    kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
+    if kept.is_file() and not fresh:
+        try:
+            return read_model(kept, graph)
+        except PruningError:  # written by another version, or damaged: it is only a cache
+            pass
+    busy = load()
+    if busy is not None and busy > BUSY:
+        report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
+    table = _layers(conditions, fresh)
+    predictor = Predictor(graph, table, conditions.batch)
+    if measure_layers(table, predictor, lay_out(graph, _least(graph)), conditions, report):
+        write_text(_layers_file(conditions), json.dumps(table.to_dict()) + "\n")
+    found = calibrate(network, example, graph, table, conditions, report)
+    found.calibration["load"] = busy
+    found.write(kept)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: $SBF_CACHE, or the user's cache."""
+    if given := os.environ.get("SBF_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sbf-pruner"
+
+
+def _least(graph: ChannelGraph) -> dict[str, Any]:
+    return Aim(graph).least({name: np.zeros(layer.filters) for name, layer in graph.layers.items()})
+
+
+def _layers(conditions: Conditions, fresh: bool) -> Table:
+    blocks = conditions.runtime in BLOCKWISE
+    path = _layers_file(conditions)
+    if fresh or not path.is_file():
+        return Table(blocks=blocks)
+    try:
+        return Table.from_dict(json.loads(path.read_text("utf-8")), blocks)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Table(blocks=blocks)
+
+
+def _layers_file(conditions: Conditions) -> Path:
+    return cache_folder() / f"layers-{_digest(conditions)}.json"
+
+
+def _digest(conditions: Conditions) -> str:
+    held = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]

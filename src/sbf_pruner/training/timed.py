@@ -1,0 +1,168 @@
+"""A target in milliseconds, for a run: what is known of the time, the way filters go, and the last correction.
+
+A recipe and a network enter; a clock for the pruner leaves, with the way that keeps the most, both fixed before
+anything is trained.  When the last scores have landed, the network is really cut and timed beside the dense one,
+and landed again until the time is the one asked for.  What holds: every measurement is in `latency.json` before it
+is used, so a run that was killed and goes on lands on the same filters; on another machine than the one that was
+measured nothing is timed, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..budget.guards import Guards
+from ..budget.targets import MICROSECONDS, Budget
+from ..errors import RecipeError
+from ..files import write_text
+from ..graph.channels import ChannelGraph
+from ..graph.costs import lay_out
+from ..latency.model import LatencyModel, from_dict, read_model
+from ..latency.ways import WAYS, Chosen, choose_way
+from ..plan import Plan
+from ..pruner import Pruner
+from ..stopwatch.pairs import Pairs
+from ..stopwatch.source import get_model, here, same_place
+from .recipe import Recipe
+
+CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
+LANDINGS = 5  # at most
+OWN = "as coupled"  # the way of a recipe that says itself which filters go together
+
+_log = logging.getLogger(__name__)
+TimePlan = Callable[[Plan], float]
+
+
+class Timed:
+    """All that a run with a target for its latency has to know."""
+
+    def __init__(self, clock: LatencyModel, chosen: Chosen, rounds: list[dict[str, Any]] | None = None) -> None:
+        self.clock, self.chosen = clock, chosen
+        self.rounds = rounds or []
+        """what was measured: the filters (as a digest), the time foretold and the time found"""
+        self._file: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module,
+        images: Tensor,
+        graph: ChannelGraph,
+        recipe: Recipe,
+        kept: Path | None,
+        budget: Budget,
+        guards: Guards,
+    ) -> Timed:
+        """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
+        config = recipe.latency
+        if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
+            raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
+        if kept is not None and kept.is_file():
+            written = json.loads(kept.read_text("utf-8"))
+            chosen = Chosen(written["chosen"]["way"], written["chosen"]["macs_left"])
+            return cls(from_dict(written, graph, str(kept)), chosen, written["rounds"])
+        if config.table:
+            clock = read_model(config.table, graph)
+        else:
+            there = here(config.runtime, config.batch, config.threads or torch.get_num_threads())
+            dense = copy.deepcopy(network).cpu().eval()
+            found = get_model(dense, images[:1].cpu(), there, ignore=recipe.guards.ignore, report=_log.info)
+            clock = from_dict(found.to_dict(), graph)
+        if recipe.guards.couple or recipe.scores.blocks:
+            return cls(clock, Chosen(OWN, {}))
+        if config.way != "auto":
+            return cls(clock, Chosen(config.way, {}))
+        chosen = choose_way(graph, clock, budget, guards)
+        _log.info("%s", chosen.told())
+        return cls(clock, chosen)
+
+    def keep_in(self, path: Path) -> None:
+        """Write it down, now and whenever something is measured."""
+        self._file = path
+        self._write()
+
+    def come_in_time(self, pruner: Pruner, timer: TimePlan) -> None:
+        """Land until the network that is really cut takes the time asked for, or no landing comes nearer."""
+        limits = pruner.aim.limits
+        assert limits is not None
+        asked = limits.most["latency"] / limits.whole["latency"]
+        tried: dict[str, tuple[float, Plan]] = {}
+        for _ in range(LANDINGS):
+            plan = pruner.plan()
+            name = _digest(plan)
+            if name in tried:
+                break
+            foretold = self.clock.ratio(plan.masks(pruner.graph))
+            found = self._measured(name, foretold, plan, timer)
+            tried[name] = abs(found / asked - 1), plan
+            waste = asked - foretold > CLOSE * asked  # something else than the time is what is scarce
+            if tried[name][0] <= CLOSE or (found < asked and waste):
+                break
+            self.clock.correction *= found / foretold
+            pruner.land()
+        pruner.gate(min(tried.values(), key=lambda pair: pair[0])[1])
+
+    def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
+        """What a run came to."""
+        limits, held = pruner.aim.limits, self.clock.conditions
+        assert limits is not None
+        self.clock.correction = 1.0
+        laid = lay_out(pruner.graph, plan.masks(pruner.graph))
+        mine = [one for one in self.rounds if one["plan"] == _digest(plan)]
+        errors = {k: v for k, v in self.clock.calibration.items() if k.endswith("_error")}
+        return {
+            "asked": limits.most["latency"] / limits.whole["latency"],
+            "foretold": self.clock.seconds(laid) / self.clock.dense_seconds,
+            "measured": mine[-1]["measured"] if mine else None,
+            "dense_ms": 1e3 * self.clock.dense_seconds,
+            "asked_ms": 1e3 * limits.most["latency"] / MICROSECONDS,
+            "runtime": held.runtime,
+            "batch": held.batch,
+            "threads": held.threads,
+            "machine": dict(held.machine),
+            **self.chosen.to_dict(),
+            **errors,
+            "landings": [{key: one[key] for key in ("foretold", "measured")} for one in self.rounds],
+        }
+
+    def _measured(self, name: str, foretold: float, plan: Plan, timer: TimePlan) -> float:
+        for one in self.rounds:
+            if one["plan"] == name:
+                return float(one["measured"])
+        found = timer(plan)
+        self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
+        self._write()
+        _log.info("cut for real: %.1f%% of the dense network's time, foretold %.1f%%", 100 * found, 100 * foretold)
+        return found
+
+    def _write(self) -> None:
+        if self._file is not None:
+            held = {**self.clock.to_dict(), "chosen": self.chosen.to_dict(), "rounds": self.rounds}
+            write_text(self._file, json.dumps(held, indent=1) + "\n")
+
+
+def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
+    """A function that times plans as the clock was measured; None on another machine, or without the runtime."""
+    held = clock.conditions
+    if not same_place(held, here(held.runtime, held.batch, held.threads)):
+        return None
+    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held).ratio
+
+
+def coupling(way: str) -> dict[str, Any]:
+    """What a way means for a pruner."""
+    return {"couple": WAYS[way], "blocks": way == "blocks"} if way in WAYS else {}
+
+
+def _digest(plan: Plan) -> str:
+    text = json.dumps({name: list(kept) for name, kept in sorted(plan.keep.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
