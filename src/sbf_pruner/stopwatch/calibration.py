@@ -33,7 +33,6 @@ from .layers import time_layers
 from .whole import JOINS, passes, time_beside
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, in the networks it is fitted to
-ROUNDS = 15
 SWEEPS = 3  # times that every layer is measured, far apart: what else the machine does comes in bursts
 Report = Callable[[str], None]
 
@@ -78,16 +77,20 @@ def calibrate(
 ) -> LatencyModel:
     """The model of a network's time, fitted to networks that were cut from it."""
     predictor = Predictor(graph, table, conditions.batch)
-    timed: list[Timed] = []
+    found: list[tuple[str, float, dict[str, Mask], dict[str, float]]] = []
     dense_seconds = float("inf")
     with using_threads(conditions.threads):
         timer = Timer(model, example, graph, conditions)
         for way, share, keep in samples(graph):
             report(f"timing {way}, {share:.0%} left")
-            seconds, beside = timer.joins(keep)
+            ratios, beside = timer.joins(keep)
+            found.append((way, share, keep, ratios))
             dense_seconds = min(dense_seconds, beside)
-            terms = predictor.reckon(lay_out(graph, graph.settle(keep))).terms
-            timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
+    timed: list[Timed] = []
+    for way, share, keep, ratios in found:
+        terms = predictor.reckon(lay_out(graph, graph.settle(keep))).terms
+        seconds = {form: ratio * dense_seconds for form, ratio in ratios.items()}
+        timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
     dense = predictor.reckon(lay_out(graph, {})).terms
     timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
     coefficients = _fitted(timed)
@@ -109,13 +112,13 @@ class Timer:
         self.dense = next(iter(self._passes(model).values()))
 
     def joins(self, keep: dict[str, Mask]) -> tuple[dict[str, float], float]:
-        """The seconds of a cut network by the way branches are joined, and of the dense one."""
+        """The time of a cut network by the way branches are joined, as a part of the dense one's, and that."""
         small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
-        found, dense = time_beside(self.dense, self._passes(small), ROUNDS)
+        found, dense = time_beside(self.dense, self._passes(small))
         least: dict[str, float] = {}
         for name, seconds in found.items():
             join = name.partition(" ")[0]
-            least[join] = min(seconds, least.get(join, seconds))
+            least[join] = min(seconds / dense, least.get(join, float("inf")))
         return least, dense
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:

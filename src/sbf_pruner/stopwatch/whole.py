@@ -31,6 +31,8 @@ JOINS: dict[str, dict[str, tuple[Form, ...]]] = {
     },
 }
 Pass = Callable[[], Any]
+BESIDE = 4.0  # seconds that networks are timed side by side, about
+FEWEST, MOST = 11, 60  # rounds
 TRIAL = 2.0  # seconds in which the forms of one network are tried
 
 
@@ -66,10 +68,12 @@ def time_pairs(dense: Pass, compact: Pass, pairs: int) -> tuple[Interval, list[f
     return compared(taken["compact"], taken["dense"]), taken["dense"]
 
 
-def time_beside(dense: Pass, others: Mapping[str, Pass], rounds: int) -> tuple[dict[str, float], float]:
+def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
     """The least seconds of several passes, and of the dense network beside them.
 
     The least, because whatever else the machine does can only add to it.
     """
+    once = fastest({"dense": dense, **others}, 0.0)
+    rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
     taken = take_turns({"dense": dense, **others}, rounds)
-    return {name: min(taken[name]) for name in others}, min(taken["dense"])
+    return {name: min(once[name], *taken[name]) for name in others}, min(once["dense"], *taken["dense"])
