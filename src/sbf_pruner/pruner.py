@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
+from .latency.model import read_model
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
@@ -77,7 +79,7 @@ class Pruner:
         guards: Guards | None = None,
         budget: Budget | None = None,
         steer: bool = True,
-        clock: Clock | None = None,
+        clock: Clock | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
@@ -100,6 +102,7 @@ class Pruner:
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
+        clock = read_model(clock, self.graph) if isinstance(clock, (str, PathLike)) else clock
         groups, whole = coupled(self.graph, couple), whole_branches(self.graph, couple)
         guards = dataclasses.replace(guards or Guards(), groups=groups, branches=whole)
         self.aim = Aim(self.graph, budget, guards, clock)

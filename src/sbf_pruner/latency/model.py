@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ class LatencyModel:
         write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def read_model(path: str | Path, graph: ChannelGraph) -> LatencyModel:
+def read_model(path: str | PathLike[str], graph: ChannelGraph) -> LatencyModel:
     """The model in a file, for a network it was measured for."""
     try:
         written = json.loads(Path(path).read_text("utf-8"))

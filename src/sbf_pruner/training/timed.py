@@ -104,8 +104,7 @@ class Timed:
             foretold = self.clock.ratio(plan.masks(pruner.graph))
             found = self._measured(name, foretold, plan, timer)
             tried[name] = abs(found / asked - 1), plan
-            waste = asked - foretold > CLOSE * asked  # something else than the time is what is scarce
-            if tried[name][0] <= CLOSE or (found < asked and waste):
+            if tried[name][0] <= CLOSE or (found < asked and _scarcer(pruner, plan)):
                 break
             self.clock.correction *= found / foretold
             pruner.land()
@@ -161,6 +160,13 @@ def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimeP
 def coupling(way: str) -> dict[str, Any]:
     """What a way means for a pruner."""
     return {"couple": WAYS[way], "blocks": way == "blocks"} if way in WAYS else {}
+
+
+def _scarcer(pruner: Pruner, plan: Plan) -> bool:
+    """Is something else than the time what stops the network from being larger?"""
+    assert pruner.aim.limits is not None
+    room = pruner.aim.limits.room(pruner.aim.count(plan.masks(pruner.graph)))
+    return any(left < room["latency"] for name, left in room.items() if name != "latency")
 
 
 def _digest(plan: Plan) -> str:
