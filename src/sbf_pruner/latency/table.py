@@ -36,6 +36,12 @@ class Table:
         found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
         return {site: widths for site, widths in found.items() if widths}
 
+    def of(self, wanted: Mapping[Site, Iterable[Widths]]) -> Table:
+        """The part of it that one network asks for: other networks' widths would leave gaps in the grid."""
+        return Table(
+            {site: {w: self.points[site][w] for w in widths} for site, widths in wanted.items()}, self.blocks
+        )
+
     def add(self, site: Site, seconds: Mapping[Widths, float]) -> None:
         """Take in what was measured."""
         self.points.setdefault(site, {}).update(seconds)

@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch import nn
 from ..budget.aim import Aim
 from ..budget.guards import Guards
 from ..graph.channels import ChannelGraph
-from ..graph.costs import Laid, lay_out
+from ..graph.costs import lay_out
 from ..graph.masks import Mask
 from ..latency.fitting import fit
 from ..latency.model import BLOCKWISE, Conditions, LatencyModel
 from ..latency.predictor import PLAIN, TERMS, Predictor, Terms
-from ..latency.table import Table
+from ..latency.shapes import Site
+from ..latency.table import Table, Widths
 from ..latency.ways import WAYS, guarded, made_up
 from ..plan import Plan
 from ..surgery import extract
@@ -35,6 +36,7 @@ from .whole import JOINS, passes, time_beside
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, in the networks it is fitted to
 SWEEPS = 3  # times that every layer is measured, far apart: what else the machine does comes in bursts
 Report = Callable[[str], None]
+Wanted = Mapping[Site, Sequence[Widths]]
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class Timed:
     """measured, by form"""
 
 
-def measure_layers(table: Table, predictor: Predictor, least: Laid, conditions: Conditions, report: Report) -> int:
+def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report: Report) -> int:
     """Measure what the table lacks; how many layers that were."""
-    missing = table.missing(predictor.wanted(least))
+    missing = table.missing(wanted)
     count = sum(map(len, missing.values()))
     if not count:
         return 0

@@ -76,10 +76,10 @@ def get_model(
     if busy is not None and busy > BUSY:
         report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
     table = _layers(conditions, fresh)
-    predictor = Predictor(graph, table, conditions.batch)
-    if measure_layers(table, predictor, lay_out(graph, _least(graph)), conditions, report):
+    wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, _least(graph)))
+    if measure_layers(table, wanted, conditions, report):
         write_text(_layers_file(conditions), json.dumps(table.to_dict()) + "\n")
-    found = calibrate(network, example, graph, table, conditions, report)
+    found = calibrate(network, example, graph, table.of(wanted), conditions, report)
     found.calibration["load"] = busy
     found.write(kept)
     return found
