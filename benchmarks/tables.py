@@ -16,6 +16,7 @@ from typing import Any
 from ablation_tables import ablations, bottleneck
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
+from latency_tables import equal_macs, latency
 from saving import origin
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +139,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
     "targets": ("targets", targets),
+    "latency": ("latency", latency),
+    "equal_macs": ("latency", equal_macs),
     "ablations": ("ablations", ablations),
     "bottleneck": ("cifar10", bottleneck),
 }

@@ -491,6 +491,57 @@ def test_bench_times_the_networks_of_a_run(
     assert not (here / "done/bench.json").exists()
 
 
+# -- latency ---------------------------------------------------------------------------------------------
+
+
+def test_latency_measures_and_its_table_serves_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBF_CACHE", str(here / "cache"))
+    monkeypatch.setattr("sbf_pruner.stopwatch.whole.BESIDE", 0.1)
+    words = ["latency", "tiny.toml", "--runtime", "torch", "--batch", "4", "--threads", "1"]
+    assert main([*words, "--out", "table.json"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].split()[:3] == ["cut", "for", "real"]
+    assert "foretold by a fit to the others" in said.out and "ms in torch, batch 4, 1 threads" in said.out
+    assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
+    # A second time all is known.
+    assert main([*words, "--json", "--quiet"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err == "" and [target["asked"] for target in found["targets"]] == [0.8, 0.6, 0.4]
+    table = json.loads((here / "table.json").read_text())
+    assert found["dense_ms"] == pytest.approx(1e3 * table["dense_seconds"])
+    # The table of a machine that is not this one: the run lands by what is foretold.
+    table["machine"]["cpu"] = "another"
+    (here / "table.json").write_text(json.dumps(table))
+    run = ["run", "tiny.toml", "--quiet", "--run", "timed", "--target", "latency=90%"]
+    assert main([*run, "--set", "latency.table=table.json"]) == 0
+    assert "% foretold, not measured (another machine, or no such runtime here)" in capsys.readouterr().out
+    summary = json.loads((here / "timed/summary.json").read_text())
+    assert summary["latency"]["asked"] == pytest.approx(0.9) and summary["latency"]["foretold"] <= 0.9 + 1e-9
+
+
+BAD_LATENCY = {
+    "runtime": (["resnet20", "--runtime", "onnx"], "--runtime: none is called 'onnx'; did you mean 'onnxruntime'?"),
+    "batch": (["resnet20", "--batch", "0"], "--batch must be at least 1"),
+    "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),
+    "file": (["resnet20", "--out", "x.txt"], "--out 'x.txt': give a file that ends in .json"),
+    "model": (["resnet21"], "resnet21"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LATENCY)
+def test_a_bad_latency_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(here)
+    words, expected = BAD_LATENCY[case]
+    assert main(["latency", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
+    assert expected in said.err
+    assert listing(here) == before
+
+
 BAD_BENCH = {
     "no run": (
         ["nowhere"],
@@ -629,6 +680,7 @@ def test_help_answers_without_torch() -> None:
         ["--help"],
         ["run", "--help"],
         ["bench", "--help"],
+        ["latency", "--help"],
         ["frontier", "--help"],
         ["data", "--help"],
         ["export", "--help"],

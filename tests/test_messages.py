@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from clocks import clock_of
+from sbf_pruner.budget.targets import Budget
 from sbf_pruner.errors import PlanError, PruningError, RunError, TraceError
 from sbf_pruner.frontier.sweep import frontier
 from sbf_pruner.graph.build import trace
@@ -113,6 +115,62 @@ def test_nothing_can_be_pruned():
 def test_unknown_name_to_ignore():
     with says(PruningError, "ignore: no layer is called 'stem.*'; known: 0, 4, 7"):
         trace(*plain(), ignore=["stem.*"])
+
+
+# -- a time asked for --------------------------------------------------------------------------------------
+
+
+def test_a_time_without_a_clock():
+    with says(
+        PruningError,
+        "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` and give "
+        "the file (clock=, or latency.table in a recipe)",
+    ):
+        Pruner(*plain(), budget=Budget(latency=0.5))
+
+
+def test_a_table_that_is_not_there(tmp_path):
+    with says(PruningError, f"latency.table: {tmp_path}/t.json does not exist; make it with `sbf latency --out`"):
+        Pruner(*plain(), budget=Budget(latency=0.5), clock=tmp_path / "t.json")
+
+
+def test_a_table_of_another_network(tmp_path):
+    clock_of(trace(*plain())).write(tmp_path / "t.json")
+    with says(
+        PruningError,
+        f"latency.table: {tmp_path}/t.json was measured for another network, or other images; measure again with "
+        "`sbf latency`",
+    ):
+        Pruner(*ZOO["Residual"](), budget=Budget(latency=0.5), clock=tmp_path / "t.json")
+
+
+def test_a_time_no_network_takes():
+    model, inputs = plain()
+    with says(
+        PruningError,
+        "the target of 1e+03 ms (0.0%) cannot be met: the smallest network that may be left takes 2.47e+08 ms "
+        "(5.2%); ask for more, or let more layers be pruned",
+    ):
+        Pruner(model, inputs, budget=Budget(latency=1e6), clock=clock_of(trace(model, inputs)))
+
+
+@pytest.mark.parametrize("text", ["latency=5", "latency=5kB", "latency=fast", "latency=5k"])
+def test_a_time_has_a_unit(text):
+    with says(
+        PruningError,
+        f"target {text!r}: write a part such as latency=0.5 or latency=50%, or a number such as latency=5ms",
+    ):
+        Budget.parse([text])
+
+
+def test_a_time_too_short():
+    with says(PruningError, "target 'latency=1us': no network runs in a microsecond; ask for more time"):
+        Budget.parse(["latency=1us"])
+
+
+def test_no_branches_to_keep_whole():
+    with says(PruningError, "couple: there are no residual branches to keep or drop as a whole; couple nothing"):
+        Pruner(*plain(), couple="blocks")
 
 
 # -- plans -------------------------------------------------------------------------------------------------

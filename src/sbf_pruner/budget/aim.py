@@ -131,8 +131,8 @@ class Aim:
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least) for name in broken)
         raise PruningError(
-            f"the target of {asked} cannot be met: the smallest network that may be left has {found}; ask for "
-            f"more, or {remedy}"
+            f"the target of {asked} cannot be met: the smallest network that may be left "
+            f"{'takes' if broken == ['latency'] else 'has'} {found}; ask for more, or {remedy}"
         )
 
 

@@ -214,7 +214,10 @@ class GuardsConfig(Section):
     ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
     couple: tuple[str, ...] = field(
         default=(),
-        metadata=about('name patterns of layers that keep the same filters; "streams": all that are added up'),
+        metadata=about(
+            'name patterns of layers that keep the same filters; "streams": all that are added up; "blocks": '
+            "residual branches stay or go as a whole"
+        ),
     )
 
 

@@ -1,0 +1,39 @@
+"""Clocks that read no time: a layer takes as long as it has multiply-accumulates, in blocks if asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from sbf_pruner.budget.aim import Aim
+from sbf_pruner.graph.channels import ChannelGraph
+from sbf_pruner.graph.costs import lay_out
+from sbf_pruner.latency.model import Conditions, LatencyModel
+from sbf_pruner.latency.predictor import Predictor
+from sbf_pruner.latency.shapes import Site, round_up
+from sbf_pruner.latency.table import Table
+
+
+def work(site: Site, inputs: int, filters: int, block: int) -> float:
+    """Multiply-accumulates of a layer of one sample, with widths in blocks."""
+    inputs, filters = round_up(inputs, block), round_up(filters, block)
+    if site.kind == "linear":
+        return float(inputs * filters)
+    pixels = math.prod(
+        (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+        for size, pad, gap, kernel, step in zip(
+            site.size, site.padding, site.dilation, site.kernel, site.stride, strict=True
+        )
+    )
+    return float(max(inputs // max(site.groups, 1), 1) * filters * math.prod(site.kernel) * pixels)
+
+
+def clock_of(graph: ChannelGraph, block: int = 1, **named: Any) -> LatencyModel:
+    """A clock for a network, on no machine there is."""
+    place = Conditions("onnxruntime" if block > 1 else "torch", 1, 1, {"cpu": "an abacus"})
+    least = Aim(graph).least({name: np.zeros(layer.filters) for name, layer in graph.layers.items()})
+    wanted = Predictor(graph, Table(), place.batch).wanted(lay_out(graph, least))
+    points = {site: {pair: work(site, *pair, block) for pair in pairs} for site, pairs in wanted.items()}
+    return LatencyModel(graph, Table(points, block > 1), place, **named)

@@ -1,0 +1,195 @@
+"""Measuring: what is done with the times that are taken.  How long something takes is not tested."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from clocks import work
+from sbf_pruner.errors import PruningError
+from sbf_pruner.graph.build import trace
+from sbf_pruner.graph.costs import lay_out
+from sbf_pruner.latency.model import Conditions
+from sbf_pruner.latency.predictor import Predictor
+from sbf_pruner.latency.shapes import Site
+from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.plan import Plan
+from sbf_pruner.stopwatch import calibration, source
+from sbf_pruner.stopwatch.layers import layer_seconds, time_layers
+from sbf_pruner.stopwatch.pairs import Pairs
+from sbf_pruner.stopwatch.source import cache_folder, get_model, here, same_place
+
+IMAGE = torch.zeros(1, 3, 16, 16)
+TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        Site("conv", (3, 3), (2, 2), (1, 1), (1, 1), 1, (8, 8)),
+        Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 0, (8, 8)),
+        Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 2, (8, 8)),
+        Site("conv", (3,), (1,), (1,), (1,), 1, (8,)),
+        Site("transposed", (2, 2), (2, 2), (0, 0), (1, 1), 1, (8, 8)),
+        Site("linear", size=(3,)),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_can_be_timed(runtime, site):
+    found = time_layers(runtime, site, [(4, 4), (8, 8)], 2, 1)
+    assert sorted(found) == [(4, 4), (8, 8)] and all(0 <= seconds < 1 for seconds in found.values())
+
+
+def profile(*passes):
+    events, at = [], 0
+    for ops in passes:
+        events.append({"cat": "Session", "name": "model_run", "ts": at, "dur": 1})
+        for op, took in ops:
+            at += 1
+            args = {"op_name": op}
+            events.append({"cat": "Node", "name": f"{op}_fence_before", "ts": at, "dur": 5, "args": args})
+            events.append({"cat": "Node", "name": f"{op}_kernel_time", "ts": at, "dur": took, "args": args})
+        at += 1
+    return events
+
+
+def test_of_a_profile_the_middle_layer_counts_with_what_lays_its_input_out():
+    plain = [("ReorderInput", 9), ("Conv", 2), ("Conv", 30), ("Conv", 2), ("ReorderOutput", 9)]
+    laid = [("ReorderInput", 9), ("Conv", 2), ("ReorderOutput", 4), ("Conv", 30), ("ReorderInput", 7), ("Conv", 2)]
+    alone = [("ReorderInput", 9), ("Conv", 30), ("ReorderOutput", 9)]
+    assert layer_seconds(profile(plain, laid, alone)) == pytest.approx([30e-6, 34e-6, 30e-6])
+    assert layer_seconds(profile([("Gemm", 3)])) == pytest.approx([3e-6])
+
+
+# -- calibration ---------------------------------------------------------------------------------------------
+
+
+def test_networks_are_cut_in_all_three_ways_and_several_sizes():
+    graph = trace(resnet20(), IMAGE)
+    found = calibration.samples(graph)
+    assert [(way, share) for way, share, _ in found] == [
+        (way, share) for way in ("filters", "streams", "blocks") for share in (0.75, 0.5, 0.25)
+    ]
+    for _, _, keep in found:
+        graph.check_connected(keep)
+    streams = {name: mask for name, mask in found[4][2].items() if name.endswith("conv2")}
+    assert (streams["layer1.0.conv2"] == streams["layer1.2.conv2"]).all() and streams["layer1.0.conv2"].sum() == 8
+    blocks = found[7][2]
+    gone = [name for name, mask in blocks.items() if not graph.settle(blocks)[name].any()]
+    assert len(gone) in (8, 10)  # half of nine branches, two layers each
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Layers take their multiply-accumulates, networks twice that and a little for every number added up."""
+    counted = {"layers": 0, "networks": 0}
+
+    def layers(runtime, site, widths, batch, threads):
+        counted["layers"] += len(widths)
+        return {pair: 1e-9 * batch * work(site, *pair, 1) for pair in widths}
+
+    class Timer:
+        def __init__(self, model, example, graph, conditions):
+            self.graph, self.batch = graph, conditions.batch
+            self.predictor = calibration.Predictor(graph, TABLES[-1], conditions.batch)
+
+        def joins(self, keep):
+            counted["networks"] += 1
+            reckoned = self.predictor.reckon(lay_out(self.graph, self.graph.settle(keep)))
+            dense = self.truth(self.predictor.reckon(lay_out(self.graph, {})).terms["zeros"])
+            return {form: self.truth(terms) / dense for form, terms in reckoned.terms.items()}, dense
+
+        @staticmethod
+        def truth(terms):
+            return 2 * terms["layers"] + 1e-8 * terms["added"] + 2e-8 * terms["moved"]
+
+    TABLES = []
+    real = calibration.calibrate
+
+    def calibrated(model, example, graph, table, conditions, report):
+        TABLES.append(table)
+        return real(model, example, graph, table, conditions, report)
+
+    monkeypatch.setattr(calibration, "time_layers", layers)
+    monkeypatch.setattr(calibration, "Timer", Timer)
+    monkeypatch.setattr(source, "calibrate", calibrated)
+    return counted
+
+
+def test_a_calibration_finds_what_networks_really_take_and_states_its_error(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    said = []
+    model = get_model(resnet20(), IMAGE, TORCH, report=said.append)
+    assert model.calibration["worst_error"] < 0.03 and len(model.calibration["networks"]) == 9
+    assert model.predictor.coefficients["layers"] == pytest.approx(2, rel=0.1)
+    assert any(line.startswith("measuring") for line in said)
+    keep = calibration.samples(model.graph)[3][2]
+    terms = model.predictor.reckon(lay_out(model.graph, model.graph.settle(keep))).terms
+    dense = model.predictor.reckon(lay_out(model.graph, {})).terms["zeros"]
+    truth = [2 * t["layers"] + 1e-8 * t["added"] + 2e-8 * t["moved"] for t in (*terms.values(), dense)]
+    assert model.ratio(model.graph.settle(keep)) == pytest.approx(min(truth[:2]) / truth[2], rel=0.03)
+
+
+def test_nothing_is_measured_twice(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    net = resnet20()
+    first = get_model(net, IMAGE, TORCH)
+    before = dict(fake)
+    again = get_model(net, IMAGE, TORCH)
+    assert again.to_dict() == first.to_dict() and fake == before
+    get_model(resnet20(num_classes=7), IMAGE, TORCH)  # another network, but the layers are known
+    assert fake["layers"] - before["layers"] <= 3 * 10 and fake["networks"] == 2 * before["networks"]
+    (kept,) = tmp_path.glob(f"latency-*-{first.to_dict()['network']}.json")
+    kept.write_text("{")
+    assert get_model(net, IMAGE, TORCH).to_dict() == first.to_dict()  # a damaged cache is only a cache
+    get_model(net, IMAGE, TORCH, fresh=True)
+    assert fake["layers"] > 2 * before["layers"]
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path / "here"))
+    assert cache_folder() == tmp_path / "here"
+    monkeypatch.delenv("SBF_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "sbf-pruner"
+
+
+def test_only_the_same_machine_with_the_same_versions_measures_the_same():
+    mine = here("torch", 4, 1)
+    assert same_place(mine, here("torch", 4, 1)) and json.dumps(dict(mine.machine))
+    assert not same_place(mine, here("torch", 8, 1)) and not same_place(mine, TORCH)
+    lacking = Conditions("onnxruntime", 4, 1, {**mine.machine, "onnxruntime": None})
+    assert not same_place(lacking, lacking)
+
+
+def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else object())
+    with pytest.raises(PruningError, match=r'needs onnxruntime; run: pip install "sbf-pruner\[export\]"'):
+        get_model(resnet20(), IMAGE, Conditions("onnxruntime", 1, 1))
+
+
+# -- whole networks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
+def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
+    found = Pairs(net, torch.zeros(1, 3, 24, 24), here(runtime, 16, 1)).interval(Plan({"0": [0]}), pairs=6)
+    assert found.n == 6 and 0 < found.low <= found.median <= found.high
+    assert found.median < 0.9  # one filter of 32 is left
+
+
+def test_calibrating_for_real_gives_a_clock_that_knows_its_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
+    model = get_model(net, IMAGE, here("torch", 8, 1))
+    assert model.dense_seconds > 0 and model.calibration["mean_error"] >= 0
+    assert [one["way"] for one in model.calibration["networks"]] == ["filters"] * 3
+    assert Predictor(model.graph, model.table, 8).seconds(lay_out(model.graph, {})) > 0

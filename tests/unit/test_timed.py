@@ -1,0 +1,177 @@
+"""A run that is asked for a time: it lands, corrects, remembers, and says what it knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from clocks import clock_of
+from sbf_pruner.budget.targets import Budget
+from sbf_pruner.errors import PruningError
+from sbf_pruner.graph.build import trace
+from sbf_pruner.latency.ways import Chosen, made_up
+from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.pruner import Pruner
+from sbf_pruner.training import networks
+from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training.loop import fit
+from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training.timed import CLOSE, LANDINGS, Timed, timer_here
+
+IMAGE = torch.zeros(1, 3, 16, 16)
+
+
+def scored(budget, **named):
+    net = resnet20()
+    graph = trace(net, IMAGE)
+    clock = clock_of(graph)
+    pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, **named)
+    values = made_up(graph, pruner.aim.guards)
+    with torch.no_grad():
+        for name, span in pruner.gates.spans.items():
+            pruner.gates.soft[span] = torch.from_numpy(values[name]).float()
+    pruner.land()
+    return pruner, clock
+
+
+def slower(clock, factor=1.2):
+    """What a machine would find on which pruned networks take longer than foretold."""
+    truth = clock_of(clock.graph)
+    asked = []
+
+    def timer(plan):
+        asked.append(plan)
+        return factor * truth.ratio(plan.masks(clock.graph))
+
+    timer.asked = asked
+    return timer
+
+
+def test_it_lands_again_until_the_real_time_is_the_one_asked_for():
+    pruner, clock = scored(Budget(latency=0.5))
+    timer, timed = slower(clock), Timed(clock, Chosen("filters", {}))
+    assert timer(pruner.plan()) > 0.59
+    timed.come_in_time(pruner, timer)
+    assert timer(pruner.plan()) == pytest.approx(0.5, rel=CLOSE)
+    assert 2 <= len(timed.rounds) <= LANDINGS
+    found = timed.summary(pruner, pruner.plan())
+    assert found["measured"] == pytest.approx(0.5, rel=CLOSE) and found["asked"] == 0.5
+    assert found["foretold"] == pytest.approx(0.5 / 1.2, rel=0.03)  # without the correction
+
+
+def test_time_that_is_left_over_is_used_too():
+    pruner, clock = scored(Budget(latency=0.5))
+    timer = slower(clock, 0.8)
+    Timed(clock, Chosen("filters", {})).come_in_time(pruner, timer)
+    assert timer(pruner.plan()) == pytest.approx(0.5, rel=CLOSE)
+
+
+def test_where_something_else_is_scarce_the_time_may_stay_below():
+    pruner, clock = scored(Budget(latency=0.6, params=0.2))
+    timer, timed = slower(clock, 0.5), Timed(clock, Chosen("filters", {}))
+    before = pruner.plan()
+    timed.come_in_time(pruner, timer)
+    assert pruner.plan() == before and len(timed.rounds) == 1
+
+
+def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(tmp_path):
+    pruner, clock = scored(Budget(latency=0.5))
+    timed = Timed(clock, Chosen("filters", {"filters": 0.5}))
+    timed.keep_in(tmp_path / "latency.json")
+    truth = slower(clock)
+
+    def cut_short(plan):
+        if len(truth.asked) == 2:
+            raise KeyboardInterrupt
+        assert len(json.loads((tmp_path / "latency.json").read_text())["rounds"]) == len(truth.asked)
+        return truth(plan)
+
+    with pytest.raises(KeyboardInterrupt):
+        timed.come_in_time(pruner, cut_short)
+    again, other = scored(Budget(latency=0.5))
+    rounds = json.loads((tmp_path / "latency.json").read_text())["rounds"]
+    assert len(rounds) == 2
+    later = slower(other)
+    Timed(other, Chosen("filters", {}), rounds).come_in_time(again, later)
+    whole, third = scored(Budget(latency=0.5))
+    Timed(third, Chosen("filters", {})).come_in_time(whole, slower(third))
+    assert again.plan() == whole.plan()
+    assert not set(map(str, truth.asked)) & set(map(str, later.asked))
+
+
+def test_on_another_machine_nothing_is_timed():
+    graph = trace(resnet20(), IMAGE)
+    assert timer_here(clock_of(graph), resnet20(), IMAGE) is None
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------
+
+SHORT = [
+    *("phases.warmup=1", "phases.cycles=2", "phases.score=1", "phases.weights=1", "phases.finetune=1"),
+    *("dense_control=false", "budget.settled=1", "threads=1", "budget.latency=0.5", "budget.steer=true"),
+    *("scores.balance=cost", "scores.speed=0.05"),
+]
+
+
+@pytest.fixture
+def table(tmp_path):
+    recipe = load_recipe("digits", SHORT)
+    path = tmp_path / "table.json"
+    clock_of(trace(build_dense(recipe), torch.zeros(1, 1, 8, 8))).write(path)
+    return path
+
+
+def test_a_run_with_a_table_from_elsewhere_lands_by_prediction_and_says_so(table, tmp_path):
+    recipe = load_recipe("digits", [*SHORT, f"latency.table={table}"])
+    result = fit(build_dense(recipe), recipe, run=tmp_path / "run")
+    found = result.summary["latency"]
+    assert found["measured"] is None and found["landings"] == []
+    assert 0.485 <= found["foretold"] <= 0.5
+    assert found["way"] in ("filters", "streams", "blocks") and set(found["macs_left"]) == {
+        *("filters", "streams", "blocks")
+    }
+    assert json.loads((tmp_path / "run" / "latency.json").read_text())["chosen"]["way"] == found["way"]
+
+
+def test_a_run_that_is_killed_while_it_corrects_ends_on_the_same_filters(table, tmp_path, monkeypatch):
+    recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "latency.way=filters"])
+
+    def run(name, timer, **named):
+        monkeypatch.setattr(networks, "timer_here", lambda clock, net, images: timer(clock))
+        return fit(build_dense(recipe), recipe, run=tmp_path / name, **named)
+
+    def stops(clock):
+        truth = slower(clock)
+
+        def timer(plan):
+            if len(truth.asked) == 1:
+                raise KeyboardInterrupt
+            return truth(plan)
+
+        return timer
+
+    whole = run("whole", slower)
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", stops)
+    again = run("killed", slower, resume=True)
+    assert again.plan == whole.plan
+    assert whole.summary["latency"]["measured"] == pytest.approx(0.5, rel=0.05)
+    assert len(again.summary["latency"]["landings"]) == len(whole.summary["latency"]["landings"])
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name])
+
+
+def test_a_way_is_said_once(table):
+    recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "latency.way=blocks", "scores.blocks=true"])
+    with pytest.raises(PruningError, match=r"latency\.way: guards\.couple or scores\.blocks says it already"):
+        fit(build_dense(recipe), recipe, run=table.parent / "run")
+    assert not (table.parent / "run").exists()
+
+
+def test_a_time_that_cannot_be_is_refused_before_anything_is_trained(table):
+    recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "budget.latency=0.0001"])
+    with pytest.raises(PruningError, match=r"the target of .* ms \(0.0%\) cannot be met"):
+        fit(build_dense(recipe), recipe, run=table.parent / "run")
+    assert not (table.parent / "run").exists()
