@@ -74,7 +74,7 @@ class Aim:
             # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
-        return land(self._field(scores), self.limits.eased(progress))
+        return land(self._field(scores), self.limits.eased(progress), progress >= 1)
 
     def least(self, scores: Mapping[str, Values]) -> Masks:
         """The smallest network that may be left, the filters that cannot go chosen by their scores."""

@@ -23,6 +23,7 @@ from .targets import POINT, Limits, Usage
 Masks = dict[str, Mask]
 Values = NDArray[np.floating]
 
+STEPS = (16, 8, 1)  # widths that a layer is widened to: their next multiples
 _TILTS = 5  # halvings of the interval of tilts
 
 
@@ -54,12 +55,17 @@ class Field:
         self.scores = np.concatenate(list(scores.values())) if scores else np.zeros(0)
         self.count, self.finish = count, finish
         self.prices = prices or {}
+        self._names = [name for name, size in self.sizes.items() for _ in range(size)]
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
 
     def masks(self, chosen: Mask) -> Masks:
         """A flat choice by layer, completed."""
         cut = {name: chosen[at : at + self.sizes[name]].copy() for name, at in self._starts.items()}
         return self.finish(cut)
+
+    def owner(self, filter_: int) -> str:
+        """The layer that a filter of the line belongs to."""
+        return self._names[filter_]
 
     def flat(self, masks: Masks) -> Mask:
         """The choice that masks make, in one line."""
@@ -77,9 +83,9 @@ class Field:
         return np.repeat(ratios, list(self.sizes.values()))
 
 
-def land(field: Field, limits: Limits) -> Landing:
-    """The filters with the highest scores that keep within the limits."""
-    landing = _ranked(field, limits, field.scores)
+def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
+    """The filters with the highest scores that keep within the limits; roughly, where these are not settled yet."""
+    landing = _ranked(field, limits, field.scores, settled)
     room = limits.room(landing.usage)
     if len(room) < 2:
         return landing
@@ -90,7 +96,7 @@ def land(field: Field, limits: Limits) -> Landing:
     least, most = 0.0, 1.0
     for _ in range(_TILTS):
         tilt = (least + most) / 2
-        tried = _ranked(field, limits, field.scores / dearness**tilt)
+        tried = _ranked(field, limits, field.scores / dearness**tilt, settled)
         left = limits.room(tried.usage)
         if left[plenty] < room[plenty] and left[scarce] <= POINT:
             landing, room = tried, left
@@ -101,7 +107,31 @@ def land(field: Field, limits: Limits) -> Landing:
     return landing
 
 
-def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
+def _widened(field: Field, limits: Limits, absent: NDArray[np.intp], landing: Landing) -> Landing:
+    """Widen layers, those with the best absent filters first, as far as the limits hold.
+
+    A clock goes in steps: most filters cost nothing, and then one costs much.  So layers are not widened filter by
+    filter but to all they have, or else to the next widths that runtimes like.
+    """
+    masks, usage = landing.masks, landing.usage
+    for name in dict.fromkeys(field.owner(int(filter_)) for filter_ in absent):
+        count, size = int(masks[name].sum()), field.sizes[name]
+        if not count:  # a branch that is gone comes back by two layers at once, or not at all
+            continue
+        widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
+        for width in sorted({w for w in widths if count < w <= size}, reverse=True):
+            chosen = field.flat(masks)
+            mine = [f for f in absent if field.owner(int(f)) == name and not chosen[f]]
+            chosen[mine[: width - count]] = True
+            more = field.masks(chosen)
+            found = field.count(more)
+            if limits.hold(found):
+                masks, usage = more, found
+                break
+    return Landing(masks, usage, landing.level)
+
+
+def _ranked(field: Field, limits: Limits, keys: Values, settled: bool) -> Landing:
     """As many filters as fit, the highest keys first; then single ones that still fit."""
     order = np.argsort(-keys, kind="stable")
 
@@ -128,6 +158,9 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
         else:
             most = middle
     level = float(field.scores[order[least]])
+    if "latency" in limits.most:
+        landing = Landing(masks, usage, level)
+        return _widened(field, limits, order[least:], landing) if settled else landing
     for filter_ in order[least:]:
         if min(limits.room(usage).values()) <= POINT:
             break

@@ -16,7 +16,7 @@ Row = Mapping[str, float]
 
 
 _ROUNDS = 20
-PULL = 0.2  # towards what is expected: as much as a network that is off by this part
+PULL = 1.0  # towards what is expected: as much as one network more
 ORDINARY = 0.03  # an error larger than this counts in proportion, not as its square: a machine may have hiccups
 
 

@@ -22,7 +22,11 @@ TARGET = {"onnxruntime": "onnxruntime", "torch": "eager"}  # what deploy calls t
 # The two ways to join a branch with its stream, each in the forms that serve it best as a rule.
 JOINS: dict[str, dict[str, tuple[Form, ...]]] = {
     "onnxruntime": {
-        "zeros": (Form("zeros", 16, 16, shortcuts=True), Form("zeros", 16, shortcuts=True)),
+        "zeros": (
+            Form("zeros", 16, 16, shortcuts=True),
+            Form("zeros", 4, shortcuts=True),
+            Form("zeros", 16, shortcuts=True),
+        ),
         "moves": (Form("mixed", 16, 16, shortcuts=True),),
     },
     "torch": {
