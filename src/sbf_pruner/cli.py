@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
 
-    from .terminal import progress, summary_lines, watched
+    from .terminal import progress, summary_lines, told, watched
     from .training.finished import build_dense
     from .training.folder import RunFolder
     from .training.loop import fit
@@ -68,6 +68,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model = build_dense(recipe)
     try:
         with (
+            told("sbf_pruner.training.timed", quiet=arguments.quiet),
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
             watched(
                 report,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,22 @@ def progress(
             bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
 
         yield show
+
+
+@contextmanager
+def told(logger: str, *, quiet: bool, stream: TextIO | None = None) -> Iterator[None]:
+    """While entered, what a part of the package logs is said on stderr, a line each."""
+    held, handler = logging.getLogger(logger), logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(logging.Formatter("sbf: %(message)s"))
+    before = held.level
+    try:
+        if not quiet:
+            held.addHandler(handler)
+            held.setLevel(logging.INFO)
+        yield
+    finally:
+        held.removeHandler(handler)
+        held.setLevel(before)
 
 
 @contextmanager

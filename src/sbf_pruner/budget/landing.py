@@ -85,7 +85,15 @@ class Field:
 
 def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
     """The filters with the highest scores that keep within the limits; roughly, where these are not settled yet."""
-    landing = _ranked(field, limits, field.scores, settled)
+    landing = _tilted(field, limits)
+    if settled and "latency" in limits.most:
+        return _widened(field, limits, landing)
+    return landing
+
+
+def _tilted(field: Field, limits: Limits) -> Landing:
+    """As many filters as fit, the ranking tilted where one of several limits would waste the others."""
+    landing = _ranked(field, limits, field.scores)
     room = limits.room(landing.usage)
     if len(room) < 2:
         return landing
@@ -96,7 +104,7 @@ def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
     least, most = 0.0, 1.0
     for _ in range(_TILTS):
         tilt = (least + most) / 2
-        tried = _ranked(field, limits, field.scores / dearness**tilt, settled)
+        tried = _ranked(field, limits, field.scores / dearness**tilt)
         left = limits.room(tried.usage)
         if left[plenty] < room[plenty] and left[scarce] <= POINT:
             landing, room = tried, left
@@ -107,21 +115,23 @@ def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
     return landing
 
 
-def _widened(field: Field, limits: Limits, absent: NDArray[np.intp], landing: Landing) -> Landing:
+def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
     """Widen layers, those with the best absent filters first, as far as the limits hold.
 
     A clock goes in steps: most filters cost nothing, and then one costs much.  So layers are not widened filter by
     filter but to all they have, or else to the next widths that runtimes like.
     """
     masks, usage = landing.masks, landing.usage
-    for name in dict.fromkeys(field.owner(int(filter_)) for filter_ in absent):
+    there = field.flat(masks)
+    absent = [int(f) for f in np.argsort(-field.scores, kind="stable") if not there[f]]
+    for name in dict.fromkeys(field.owner(filter_) for filter_ in absent):
         count, size = int(masks[name].sum()), field.sizes[name]
         if not count:  # a branch that is gone comes back by two layers at once, or not at all
             continue
         widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
         for width in sorted({w for w in widths if count < w <= size}, reverse=True):
             chosen = field.flat(masks)
-            mine = [f for f in absent if field.owner(int(f)) == name and not chosen[f]]
+            mine = [f for f in absent if field.owner(f) == name and not chosen[f]]
             chosen[mine[: width - count]] = True
             more = field.masks(chosen)
             found = field.count(more)
@@ -131,7 +141,7 @@ def _widened(field: Field, limits: Limits, absent: NDArray[np.intp], landing: La
     return Landing(masks, usage, landing.level)
 
 
-def _ranked(field: Field, limits: Limits, keys: Values, settled: bool) -> Landing:
+def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     """As many filters as fit, the highest keys first; then single ones that still fit."""
     order = np.argsort(-keys, kind="stable")
 
@@ -159,8 +169,7 @@ def _ranked(field: Field, limits: Limits, keys: Values, settled: bool) -> Landin
             most = middle
     level = float(field.scores[order[least]])
     if "latency" in limits.most:
-        landing = Landing(masks, usage, level)
-        return _widened(field, limits, order[least:], landing) if settled else landing
+        return Landing(masks, usage, level)  # a clock goes in steps: see `_widened`
     for filter_ in order[least:]:
         if min(limits.room(usage).values()) <= POINT:
             break

@@ -74,7 +74,7 @@ def read_scored(path: str | Path, device: str | None = None) -> Scored:
     judged = _batches(recipe, data, getattr(data, judged_on), where)
     # The weights the run began with are not needed: the file holds those it came to.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
-    networks = Networks(build_dense(recipe), bare, data, next(judged.epoch(0))[0], where)
+    networks = Networks(build_dense(recipe), bare, data, next(judged.epoch(0))[0], where, folder.latency)
     _load(networks.dense, state["dense"], folder)
     known = read_records(folder.path)
     return Scored(

@@ -32,7 +32,7 @@ from .scored import Scored, read_scored
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
 BATCHES = 32
-RESOURCES = tuple(field.name for field in fields(Budget))
+RESOURCES = tuple(field.name for field in fields(Budget) if field.name != "latency")
 NEAR = 1.0  # points of accuracy that count as no loss worth speaking of
 Report = Callable[[str], None]
 Point = dict[str, Any]
