@@ -63,7 +63,7 @@ def test_a_network_of_depth_n_has_n_weight_layers() -> None:
 
 def test_shortcut_subsamples_and_pads_with_zeros() -> None:
     x = torch.randn(2, 4, 6, 6)
-    out = Shortcut(4, 8)(x)
+    out = Shortcut(4)(x)
     assert out.shape == (2, 8, 3, 3)
     assert torch.equal(out[:, 2:6], x[:, :, ::2, ::2])
     assert not out[:, :2].any() and not out[:, 6:].any()

@@ -107,9 +107,8 @@ class Relations:
         """The streams whose channels were moved into another one: cut, padded, shuffled, concatenated."""
         parts: dict[Value, list[Value]] = {}
         for node in self.graph.nodes:
-            if isinstance(node, Map) or (isinstance(node, Boundary) and _moves(node)):
-                operands = node.operands if isinstance(node, Map) else (node.x,)
-                sources = [self.streams.of(v) for v in operands]
+            if isinstance(node, Map):
+                sources = [self.streams.of(v) for v in node.operands]
                 for out in node.outputs:
                     parts.setdefault(self.streams.of(out), []).extend(sources)
         return parts
@@ -182,7 +181,7 @@ def _streams(graph: ChannelGraph) -> Streams:
 def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
     """The tensors at a node that carry the same channels."""
     if isinstance(node, (Norm, Boundary)):
-        return [] if isinstance(node, Boundary) and _moves(node) else [node.x, node.out]
+        return [node.x, node.out]
     if isinstance(node, Contract):
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Elementwise):
@@ -199,12 +198,6 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
 def _passes_on(node: Contract) -> bool:
     """Depthwise, one filter per channel: what comes out are the channels that went in."""
     return node.depthwise and node.filters == node.x.shape[1]
-
-
-def _moves(node: Boundary) -> bool:
-    """Is it a remap, with other channels behind it than before?"""
-    labels = node.labels
-    return labels is not None and not np.array_equal(labels.reshape(-1), np.arange(node.x.shape[node.dim]))
 
 
 def _last_half(filters: int) -> Mask:

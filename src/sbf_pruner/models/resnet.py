@@ -11,37 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import Remap
 from .initial import start_weights
-
-
-class ChannelPad(Remap):
-    """Zeros for the channels that are missing, half of them before and half behind.
-
-    It is a remap, so that pruning may make the stream itself narrower: a number of channels to add, written down in
-    the forward, would ask for all of them.
-    """
-
-    def __init__(self, in_channels: int, channels: int) -> None:
-        before = (channels - in_channels) // 2
-        behind = channels - in_channels - before
-        super().__init__([*[-1] * before, *range(in_channels), *[-1] * behind], inputs=in_channels)
-        self.padding = (0, 0, 0, 0, before, behind)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, self.padding)
 
 
 class Shortcut(nn.Module):
     """Subsample by two and pad the channels with zeros, half of them before and half behind."""
 
-    def __init__(self, in_channels: int, channels: int) -> None:
+    def __init__(self, extra_channels: int) -> None:
         super().__init__()
-        self.pad = ChannelPad(in_channels, channels)
+        before = extra_channels // 2
+        self.padding = (0, 0, 0, 0, before, extra_channels - before)
 
     def forward(self, x: Tensor) -> Tensor:
-        padded: Tensor = self.pad(x[:, :, ::2, ::2])
-        return padded
+        return F.pad(x[:, :, ::2, ::2], self.padding)
 
 
 class BasicBlock(nn.Module):
@@ -54,7 +36,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut = Shortcut(in_channels, channels) if widens else nn.Identity()
+        self.shortcut = Shortcut(channels - in_channels) if widens else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.relu(self.bn1(self.conv1(x)))
