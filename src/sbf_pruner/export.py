@@ -111,7 +111,6 @@ def _check_plan(path: Path, expected: Plan) -> None:
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     held: dict[str, Any] = model.state_dict(keep_vars=True)
-    tensors = _renamed(tensors, list(held))
     odd = next((name for name in [*held, *tensors] if name not in held or name not in tensors), None)
     if odd is None:
         odd = next((name for name in held if held[name].shape != tensors[name].shape), None)
@@ -124,18 +123,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
         if tensor.dtype != tensors[name].dtype:  # a network saved in half precision comes back so
             tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
-
-
-def _renamed(tensors: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    """The tensors by the names of a network whose adapters may stand elsewhere: that is layout, not state."""
-    plain = {_bare(name): name for name in names}
-    if len(plain) < len(names):  # the user's own modules are called so
-        return tensors
-    return {plain.get(_bare(name), name): tensor for name, tensor in tensors.items()}
-
-
-def _bare(name: str) -> str:
-    return name.replace(".module.", ".")
 
 
 def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
