@@ -16,6 +16,7 @@ from typing import Any
 from ablation_tables import ablations, bottleneck
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
+from engine_tables import engine, imagenet_scale
 from saving import origin
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +141,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "targets": ("targets", targets),
     "ablations": ("ablations", ablations),
     "bottleneck": ("cifar10", bottleneck),
+    "engine": ("engine", engine),
+    "imagenet_scale": ("imagenet_scale", imagenet_scale),
 }
 
 

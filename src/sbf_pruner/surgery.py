@@ -130,6 +130,8 @@ class _Surgeon:
         for (module, side), edges in self.edges.items():
             if side == "remap":
                 swaps[id(self.modules[module])] = self._remap(edges) or nn.Identity()
+            elif side == "out" and edges[0].walled:
+                swaps[id(self.modules[module])] = self._adapted(module)
         for node in self.graph.nodes:
             if node.op.name == ZEROS and node.op.call is not None:
                 vanished = self.modules[node.op.call.module]
@@ -199,13 +201,20 @@ class _Surgeon:
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
                 return Zeros(width, behind[0].dim, windows, instead_of=module)
-        before, after = self._remap(ahead), self._remap(behind)
+        return self._adapted(path)
+
+    def _adapted(self, path: str) -> nn.Module:
+        """The module between the remaps that it needs."""
+        before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
+        module = self.modules[path]
         return module if before is None and after is None else Adapted(module, before, after)
 
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
         # One remap serves all calls of the module: a channel passes if it is alive in any of them.
         alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line(e.out)) for e in edges]).reshape(-1)
+        if edge.walled:  # no gate closes here: what is dead arrives as zeros
+            alive = np.ones_like(alive)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
         return None if source == list(range(width)) else Remap(source, edge.dim, width)

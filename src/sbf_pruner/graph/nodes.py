@@ -388,6 +388,7 @@ class Boundary(Node):
     labels: NDArray[np.int64] | None = None
     dim: int = 1
     free: bool = True  # False: nothing can be inserted here, both sides have one layout
+    walled: bool = False  # sizes that the module's own code fixes bind only its inside
     lasting: bool = False  # every call leaves a trace in the module's statistics, so none is ever useless
 
     def line(self, value: Value) -> Grid:
