@@ -22,8 +22,9 @@ class Site:
     """A place in the model where a gate stands.
 
     "affine": folded into the module's scale and shift; "map": multiplied into its output; "bias": into its
-    bias.  `layer` owns the gate; a site without one only follows: it closes where nothing alive arrives, so
-    that a norm or a bias does not bring a dead channel back.
+    bias; "sum": into a sum that the layer's output goes into, where the model has a `GatePlace`.  `layer` owns the
+    gate; a site without one only follows: it closes where nothing alive arrives, so that a norm or a bias does
+    not bring a dead channel back.
     """
 
     module: str
@@ -108,7 +109,9 @@ class ChannelGraph:
             wanted = edge.wanted(flow)
             if wanted is not None:
                 left |= wanted.reshape(-1)
-        left &= held & np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
+        left &= held
+        if layer.site.kind != "sum":  # there a channel may be alive without its filter
+            left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         left = whole_groups(left, layer.unit)
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
