@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -165,6 +166,27 @@ def test_a_compiler_follows_the_gates_on_the_sums(mode: str) -> None:
             found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_compiled_notices_that_the_gates_work_in_another_way() -> None:
+    model = network().eval()
+    pruner = Pruner(model, IMAGES)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def compare() -> Tensor:
+        with torch.no_grad(), Folded(model, pruner.gates):
+            expected = model(IMAGES)
+            torch.testing.assert_close(compiled(IMAGES), expected, rtol=1e-12, atol=1e-12)
+        return expected
+
+    seen = [compare()]
+    with pruner.scoring():
+        with torch.no_grad():
+            pruner.gates.soft.uniform_(0.5, 1)
+        seen.append(compare())
+    pruner.gate(Plan({n: [i for i in range(layer.filters) if i % 3] for n, layer in pruner.graph.layers.items()}))
+    seen.append(compare())
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
 
 
 class Two(nn.Module):
