@@ -74,8 +74,8 @@ class Networks:
         behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
         if behind and asked == "padded":
             raise PruningError(
-                f"finetune_on = padded: the gate at {behind[0]} stands behind a sum, and a network that was cut has "
-                "no such place left; set finetune_on to small or gated"
+                f"finetune_on = padded: the gate at {behind[0]} stands behind a sum, and a network that was cut "
+                "has no such place left; set finetune_on to small or gated"
             )
         self._padded: Padded | None = None
         self.small: nn.Module | None = None
