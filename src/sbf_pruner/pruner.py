@@ -282,8 +282,7 @@ class Pruner:
         return landing
 
     def _hold(self, masks: dict[str, Mask]) -> None:
-        self._held = self.graph.settle(masks)
-        flow = self.graph.flow(self._held)
+        self._held, flow = self.graph.settled(masks)
         self.gates.set_hard([site.open(flow) for site in self.graph.sites])
         self.gates.mode = "hard"
 
