@@ -113,17 +113,20 @@ class Pruner:
     # -- phases --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def scoring(self) -> Iterator[Pruner]:
+    def scoring(self, *, joint: bool = False) -> Iterator[Pruner]:
         """Train the scores: they are continuous; weights and batch-norm statistics are frozen.
 
         One `with` block is one phase, with a fresh Adam.  When it ends the gates are set from the scores.
+
+        `joint` is there to compare with: nothing is frozen, and an optimiser of the weights may step beside
+        `step()`.  The scores read the weights as they were when the phase began.
         """
         self._check_attached()
         if not self.projection.in_phase:
             self.projection.begin_phase(self._weights())
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
-        thaw = self._freeze()
+        thaw = _nothing if joint else self._freeze()
         self.gates.soft.requires_grad_()
         self.gates.mode = "soft"
         try:
@@ -279,8 +282,7 @@ class Pruner:
         return landing
 
     def _hold(self, masks: dict[str, Mask]) -> None:
-        self._held = self.graph.settle(masks)
-        flow = self.graph.flow(self._held)
+        self._held, flow = self.graph.settled(masks)
         self.gates.set_hard([site.open(flow) for site in self.graph.sites])
         self.gates.mode = "hard"
 
@@ -289,3 +291,7 @@ class Pruner:
             raise PruningError("this pruner was detached; make a new one")
         if self.gates.soft.device != next(self.model.parameters()).device:
             raise PruningError("the model was moved to another device; move it first, then make the pruner")
+
+
+def _nothing() -> None:
+    """What undoes nothing."""

@@ -49,8 +49,7 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     graph = graph if graph is not None else trace(model, example_inputs)
     masks = plan.masks(graph)
     graph.check_connected(masks)
-    keep = graph.settle(masks)
-    flow = graph.flow(keep)
+    keep, flow = graph.settled(masks)
     pins = _Pins(graph)
     while True:
         layout = solve(graph, flow, pins.positions, pins.whole)

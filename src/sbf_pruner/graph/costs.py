@@ -39,7 +39,7 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
     >>> cost(trace(net, torch.rand(1, 3, 5, 5)), {"0": np.arange(8) < 2})
     Cost(params=16, macs=350, size=64)
     """
-    flow = graph.flow(graph.settle(keep))
+    flow = graph.settled(keep)[1]
     layout, gone = solve(graph, flow), vanished(graph, flow)
     macs, grouped = 0, {}
     for node in graph.nodes:
