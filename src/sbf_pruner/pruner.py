@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from .attached import attached_hooks, without_attached
 from .budget.aim import Aim
 from .budget.guards import Couple, Guards, coupled
+from .budget.streams import links
 from .budget.landing import Landing
 from .budget.steering import Steering
 from .budget.targets import Budget
@@ -99,7 +100,8 @@ class Pruner:
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
-        guards = dataclasses.replace(guards or Guards(), groups=coupled(self.graph, couple))
+        groups = coupled(self.graph, couple)
+        guards = dataclasses.replace(guards or Guards(), groups=groups, links=links(self.graph, groups))
         self.aim = Aim(self.graph, budget, guards)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None

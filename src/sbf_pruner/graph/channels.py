@@ -87,6 +87,17 @@ class ChannelGraph:
                 node.gate(flow, keep[node.layer])
         return flow
 
+    def carried(self, origin: Mapping[str, Mask]) -> Flow:
+        """How far the channels of some layers get, whatever those are fed, while no other layer gives anything."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer:
+                grid = self.grids[node.out]
+                given = origin.get(node.layer)
+                flow.alive[node.out] = np.zeros(grid, bool) if given is None else given.reshape(grid)
+        return flow
+
     @cached_property
     def _given(self) -> dict[Value, Mask]:
         """Inputs, parameters and constants: all of them is alive."""
