@@ -21,9 +21,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from .attached import attached_hooks, without_attached
 from .budget.aim import Aim
 from .budget.guards import Couple, Guards, coupled
-from .budget.streams import links
 from .budget.landing import Landing
 from .budget.steering import Steering
+from .budget.streams import links
 from .budget.targets import Budget
 from .errors import PruningError, nearest
 from .graph.build import trace

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask, shrink
-from ..graph.nodes import Boundary, Elementwise, Node
+from ..graph.nodes import Elementwise
 from ..graph.trace import Value
 
 Groups = Sequence[Sequence[str]]
@@ -30,45 +30,33 @@ class Link(NamedTuple):
 
 def links(graph: ChannelGraph, groups: Groups) -> tuple[Link, ...]:
     """How the streams of the groups feed each other, in the order of the groups."""
-    streams = [_stream(graph, group) for group in groups]
-    found = []
+    sums = {number: found for number, group in enumerate(groups) if (found := _sum(graph, group)) is not None}
+    arriving = []
     for source, group in enumerate(groups):
         # Every filter of the group has a number, and what arrives elsewhere tells it, one bit after the other.
         numbers = np.arange(1, graph.layers[group[0]].filters + 1)
-        bits = [numbers >> k & 1 == 1 for k in range(int(numbers[-1]).bit_length())]
-        arrived = [_arriving(graph, dict.fromkeys(group, bit), streams) for bit in bits]
-        for target, stream in enumerate(streams):
-            if target != source and stream is not None:
-                read = sum(seen[target].astype(int) << k for k, seen in enumerate(arrived))
-                if read.any():
-                    found.append(Link(source, target, tuple((read - 1).tolist())))
-    return tuple(sorted(found, key=lambda link: link.target))
+        read = {target: np.zeros(value.shape[1], int) for target, value in sums.items() if target != source}
+        for bit in range(int(numbers[-1]).bit_length()):
+            alive = graph.carried(dict.fromkeys(group, numbers >> bit & 1 == 1)).alive
+            for target in read:
+                read[target] |= _by_channel(alive[sums[target]]).astype(int) << bit
+        arriving += [Link(source, target, tuple((n - 1).tolist())) for target, n in read.items() if n.any()]
+    return tuple(sorted(arriving, key=lambda link: link.target))
 
 
-def _arriving(graph: ChannelGraph, given: dict[str, Mask], streams: Sequence[Boundary | None]) -> dict[int, Mask]:
-    """The channels of each stream that come from the given filters."""
-    alive = graph.carried(given).alive
-    sums = {number: _sum(graph, edge) for number, edge in enumerate(streams) if edge is not None}
-    return {
-        number: shrink(alive[value], streams[number].line(value)).reshape(-1)  # type: ignore[union-attr]
-        for number, value in sums.items()
-        if value is not None
-    }
+def _by_channel(alive: Mask) -> Mask:
+    return shrink(alive, tuple(n if dim == 1 else 1 for dim, n in enumerate(alive.shape))).reshape(-1)
 
 
-def _stream(graph: ChannelGraph, group: Sequence[str]) -> Boundary | None:
-    """The edge of a layer of the group whose channels are added to something."""
-    edges = (graph.layers[name].site.edges[0] for name in group)
-    return next((edge for edge in edges if _sum(graph, edge) is not None), None)
-
-
-def _sum(graph: ChannelGraph, edge: Boundary) -> Value | None:
-    """What the channels at an edge are added to give."""
-    value: Value = edge.out
-    while True:
-        readers: list[Node] = [node for node in graph.nodes if value in node.inputs]
-        if len(readers) != 1 or not isinstance(readers[0], Elementwise):
-            return None
-        if len(readers[0].inputs) > 1:
-            return readers[0].outputs[0]
-        value = readers[0].outputs[0]
+def _sum(graph: ChannelGraph, group: Sequence[str]) -> Value | None:
+    """What comes out where the channels of a layer of the group are added to something."""
+    for name in group:
+        value: Value = graph.layers[name].site.edges[0].out
+        while True:
+            readers = [node for node in graph.nodes if value in node.inputs]
+            if len(readers) != 1 or not isinstance(readers[0], Elementwise):
+                break
+            value = readers[0].outputs[0]
+            if len(readers[0].inputs) > 1:
+                return value
+    return None
