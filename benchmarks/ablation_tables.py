@@ -35,6 +35,15 @@ QUESTIONS: dict[str, dict[str, str]] = {
         "half-cost": "what a filter costs among its neighbours",
         "half-steered": "the same, and lambda follows the budget",
     },
+    "Scores and weights, at half of the MACs": {
+        "half-base": "take turns",
+        "half-joint": "in the same steps, scores at the same rate",
+        "half-joint-slow": "in the same steps, scores at a third of the rate",
+    },
+    "Where the scores of a block's last layer stand, at half of the MACs": {
+        "half-base": "before the addition",
+        "half-after-addition": "behind the addition",
+    },
     "Batch norm in score phases": {"norms-frozen": "frozen", "norms-moving": "batch statistics, updated"},
     "Lambda, where the scores alone decide": {
         "lambda-0": "0",

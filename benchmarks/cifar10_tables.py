@@ -18,6 +18,7 @@ Entry = dict[str, Any]
 NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
 RATIOS = {"medium": "medium", "high": "high", "rivals": "cut as rivals cut"}
 NONE = "No run yet."
+EARLIER = " (*)"
 
 
 class Published(NamedTuple):
@@ -59,11 +60,14 @@ def cifar10(result: dict[str, Any] | None) -> str:
                 name = f"cifar10-{network}-{kind}-{ratio}"
                 if found := _of(runs, name):
                     counts = " | ".join(f"{removed_of(found, part)}" for part in ("left", "sequential"))
-                    rows.append(f"| {title}, {said} | `{name}` | {accuracy_of(found)} | {counts} |")
+                    mark = "" if _is_bundled(found[0]) else EARLIER
+                    rows.append(f"| {title}, {said} | `{name}`{mark} | {accuracy_of(found)} | {counts} |")
             if rows:
                 beside = PUBLISHED[network, ratio]
                 figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
                 lines += [f"| {title}, {said} | {beside.whose} | {figures} |", *rows]
+    if any(EARLIER in line for line in lines):
+        lines += ["", f"{EARLIER.strip()} Run with the recipe as it was before its last change."]
     return "\n".join([*lines, "", machines(result)])
 
 
@@ -115,6 +119,11 @@ def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
     if any(recipe != recipes[0] for recipe in recipes):
         raise SystemExit(f"the runs of {name} differ in more than the seed; remove the old ones from the results")
     return found
+
+
+def _is_bundled(run: Entry) -> bool:
+    """Was it run with the recipe of its name as that is now?"""
+    return Recipe.from_dict({**run["recipe"], "seed": 0}) == Recipe.load(run["recipe"]["name"])
 
 
 def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:

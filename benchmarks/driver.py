@@ -66,8 +66,9 @@ class Driver:
             run for run in self.runs if run not in going and not run.finished and run.name not in self.failed
         ]
         waiting.sort(key=lambda run: not run.begun)  # what was cut off first
-        while waiting and len(going) < self.at_once and time.monotonic() >= self.started + self.stagger:
-            run = waiting.pop(0)
+        startable = [run for run in waiting if run.ready]
+        while startable and len(going) < self.at_once and time.monotonic() >= self.started + self.stagger:
+            run = startable.pop(0)
             if self._start(run, environment):
                 self.started = time.monotonic()
                 self._say(f"{run.name} goes on" if run.begun else f"{run.name} starts")

@@ -2,8 +2,9 @@
 
 torchvision's ResNet-50, 224x224, batch 256, bfloat16, plain eager steps.  A dense training step against a
 score step and a gated one, in time and in peak memory; and against a training step of the extracted network
-at half the MACs, once with every layer narrower alike (so the residual streams are narrower too) and once
-with only the layers inside the blocks.  Every section is saved as soon as it is there.
+at about half the MACs: with every layer narrower alike, to multiples of 8 and of 32 (so the residual streams
+are narrower too), with only the layers inside the blocks narrower, and without whole blocks.  Every section is
+saved as soon as it is there.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch import nn
 from sbf_pruner import Plan, Pruner, extract, measure
 
 LIMITS = {"score_step_time": ("most", 1.0), "scores_memory": ("most", 1.01), "extracted_speedup": ("least", 1.4)}
-# Part of the filters that the first two layers of each block keep, and all others; both come to half of the MACs.
-PLANS = {"uniform": (0.7, 0.7), "inside": (0.56, 1.0)}
+# Part of the filters that the first two layers of each block keep, and all others; what widths are multiples of.
+NARROWER = {"all, 8": (0.7, 0.7, 8), "all, 32": (0.7, 0.7, 32), "inside, 8": (0.56, 1.0, 8)}
+KEPT_BLOCKS = {"layer1": 1, "layer2": 2, "layer3": 2, "layer4": 2}
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def run(setting: Setting, device: torch.device, compiled: bool) -> Iterator[dict
     yield {"scored": bench.time_scores()}
     yield {"gated": bench.time_gated()}
     extracted: dict[str, Any] = {}
-    for name, (inside, outside) in PLANS.items():
-        extracted[name] = bench.time_extracted(inside, outside)
+    for name in (*NARROWER, "blocks"):
+        extracted[name] = bench.time_extracted(name)
         yield {"extracted": dict(extracted)}
 
 
@@ -153,15 +155,12 @@ class Bench:
         with pruner.gated():
             return self.time_weights(model)
 
-    def time_extracted(self, inside: float, outside: float) -> dict[str, Any]:
-        """A training step of the extracted network; widths are multiples of 8."""
+    def time_extracted(self, name: str) -> dict[str, Any]:
+        """A training step of the extracted network."""
         model = self.fresh()
         pruner = Pruner(model, self.images[:1])
-        keep = {}
-        for name, layer in pruner.graph.layers.items():
-            part = inside if name.endswith(("conv1", "conv2")) and "." in name else outside
-            keep[name] = tuple(range(min(layer.filters, 8 * round(part * layer.filters / 8))))
-        small = extract(model, self.images[:1], Plan(keep), pruner.graph)
+        plan = without_blocks(pruner) if name == "blocks" else narrower(pruner, *NARROWER[name])
+        small = extract(model, self.images[:1], plan, pruner.graph)
         macs = [measure(network, self.images[:1]).macs for network in (model, small)]
         return {"macs": macs[1] / macs[0], **self.time_weights(small.train())}
 
@@ -194,6 +193,21 @@ class Bench:
             times.append((time.perf_counter() - began) / self.setting.steps)
         peak = torch.cuda.max_memory_allocated() if cuda else 0
         return {"ms": 1e3 * statistics.median(times), "peak_bytes": peak}
+
+
+def narrower(pruner: Pruner, inside: float, outside: float, unit: int) -> Plan:
+    """Every layer keeps its part, the same filters wherever several are added up."""
+    keep = {}
+    for name, layer in pruner.graph.layers.items():
+        part = inside if name.endswith(("conv1", "conv2")) and "." in name else outside
+        keep[name] = tuple(range(min(layer.filters, max(unit, unit * round(part * layer.filters / unit)))))
+    return Plan(keep)
+
+
+def without_blocks(pruner: Pruner) -> Plan:
+    """The last blocks of every stage go, the others stay whole."""
+    blocks = {name: name.split(".")[:2] for name in pruner.graph.layers if name.startswith("layer")}
+    return Plan({name: () for name, (stage, number) in blocks.items() if int(number) >= KEPT_BLOCKS[stage]})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class Run:
     seed: int
     overrides: tuple[str, ...]
     root: Path
+    beside: str = ""
+    """another job of the file: this one is asked for the MACs that the run of its seed has left"""
 
     @property
     def name(self) -> str:
@@ -49,6 +51,15 @@ class Run:
         return (self.folder / "summary.json").is_file()
 
     @property
+    def ready(self) -> bool:
+        """May it start?  Not before the run that it is to be compared with has ended."""
+        return not self.beside or self._other.is_file()
+
+    @property
+    def _other(self) -> Path:
+        return self.root / f"{self.beside}-seed{self.seed}" / "summary.json"
+
+    @property
     def lock(self) -> Path:
         """A file that the process which works on the run has locked, and that holds its number."""
         return self.root / "locks" / self.name
@@ -61,6 +72,9 @@ class Run:
     def words(self) -> list[str]:
         """What follows `sbf` to start the run, or to go on with it."""
         changes = [f"name={self.group}", *self.overrides]
+        if self.beside:
+            found = json.loads(self._other.read_text("utf-8"))
+            changes.append(f"budget.macs={found['pruned']['macs'] / found['dense']['macs']:.6f}")
         options = [word for change in changes for word in ("--set", change)]
         words = ["run", self.recipe, "--seed", str(self.seed), "--run", str(self.folder), *options]
         return [*words, *(["--resume"] if self.begun else [])]
@@ -96,14 +110,16 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     """The runs of a file of jobs in its order; `only` keeps those whose name matches one of the patterns."""
     runs = []
     for job in tomllib.loads(path.read_text("utf-8"))["job"]:
-        unknown = job.keys() - {"recipe", "name", "seeds", "set"}
+        unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside"}
         if unknown or "recipe" not in job:
-            raise SystemExit(f"{path}: a job has recipe, and may have name, seeds and set; found {sorted(job)}")
+            raise SystemExit(
+                f"{path}: a job has recipe, and may have name, seeds, set and beside; found {sorted(job)}"
+            )
         if job.get("set") and "name" not in job:
             raise SystemExit(f"{path}: {job['recipe']} with settings of its own needs a name of its own")
         for seed in job.get("seeds", [0]):
             group = job.get("name", Path(job["recipe"]).stem)
-            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root))
+            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root, job.get("beside", "")))
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: asks twice for {', '.join(sorted(twice))}")

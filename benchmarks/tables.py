@@ -7,7 +7,6 @@ python benchmarks/tables.py --check    says whether they are what the results sa
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import Any
 from ablation_tables import ablations, bottleneck
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
+from engine_tables import engine, imagenet_scale
 from latency_tables import equal_macs, latency
 from saving import origin
+from target_tables import cifar10_targets, targets
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -75,37 +76,6 @@ def speed(result: dict[str, Any] | None) -> str:
     return "\n".join([*lines, *origin(result)])
 
 
-def targets(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "Not measured yet."
-    runs, words = result["runs"], {"macs": "MACs", "params": "parameters"}
-    asked = sorted({(r["of"], -r["share"]) for r in runs if r["kind"] == "target"})
-    lines = ["| asked for | left, least and most | accuracy |", "|---|---|---|"]
-    for key, share in asked:
-        group = [r for r in runs if r["kind"] == "target" and (r["of"], -r["share"]) == (key, share)]
-        left = [100 * r[key] for r in group]
-        lines.append(
-            f"| {-100 * share:g} % of the {words[key]} | {min(left):.2f} to {max(left):.2f} % | {_mean(group)} |"
-        )
-    fixed, beside = ([r for r in runs if r["kind"] == kind] for kind in ("fixed lambda", "beside"))
-    if fixed and len(fixed) == len(beside):
-        left = ", ".join(f"{100 * r['macs']:.1f}" for r in fixed)
-        lines += [
-            "",
-            f"Beside a fixed lambda, which left {left} % of the MACs with {_mean(fixed)}: asked for just that, "
-            f"seed by seed, {_mean(beside)}.",
-        ]
-    return "\n".join(
-        ["The digits recipe, lambda never touched, mean ± deviation (seeds):", "", *lines, *origin(result)]
-    )
-
-
-def _mean(group: list[dict[str, Any]]) -> str:
-    values = [run["accuracy"] for run in group]
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
-
-
 def forms(result: dict[str, Any] | None) -> str:
     if result is None:
         return "Not measured yet."
@@ -139,10 +109,13 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
     "targets": ("targets", targets),
+    "cifar10_targets": ("cifar10_targets", cifar10_targets),
     "latency": ("latency", latency),
     "equal_macs": ("latency", equal_macs),
     "ablations": ("ablations", ablations),
     "bottleneck": ("cifar10", bottleneck),
+    "engine": ("engine", engine),
+    "imagenet_scale": ("imagenet_scale", imagenet_scale),
 }
 
 

@@ -171,13 +171,25 @@ def test_a_run_that_cannot_succeed_is_given_up_and_the_next_one_starts(
 
 def test_jobs_that_make_no_sense(here: Path) -> None:
     for text, message in {
-        '[[job]]\nseed = [0]\nrecipe = "digits"': "a job has recipe, and may have name, seeds and set",
+        '[[job]]\nseed = [0]\nrecipe = "digits"': "a job has recipe, and may have name, seeds, set and beside",
         '[[job]]\nrecipe = "digits"\nset = ["seed=1"]': "needs a name of its own",
         '[[job]]\nrecipe = "digits"\nseeds = [1, 1]': "asks twice for digits-seed1",
     }.items():
         (here / "jobs.toml").write_text(text)
         with pytest.raises(SystemExit, match=message):
             runs_in(here / "runs")
+
+
+def test_a_run_beside_another_waits_for_it_and_asks_for_what_it_left(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[[job]]\nrecipe = "digits"\nname = "second"\nbeside = "first"\nseeds = [3]\n', "utf-8")
+    (run,) = read_runs(jobs, tmp_path)
+    assert not run.ready
+    (tmp_path / "first-seed3").mkdir()
+    told = json.dumps({"pruned": {"macs": 250}, "dense": {"macs": 1000}})
+    (tmp_path / "first-seed3" / "summary.json").write_text(told, "utf-8")
+    assert run.ready
+    assert run.words()[-2:] == ["--set", "budget.macs=0.250000"]
 
 
 def test_a_lock_is_held_as_long_as_one_process_has_it(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sbf_pruner import Recipe
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -40,11 +42,16 @@ def entry(name: str, seed: int, accuracy: float, removed: float, **recipe: Any) 
     }
 
 
+BUNDLED = {
+    key: value
+    for key, value in Recipe.load("cifar10-resnet56-best-medium").to_dict().items()
+    if key not in ("name", "seed")
+}
 RESULT = {
     "benchmark": "cifar10",
     "runs": [
         entry("cifar10-resnet56-dense", 0, 93.0, 0.0),
-        *(entry("cifar10-resnet56-best-medium", seed, 94.0 + seed / 10, 50.0) for seed in range(3)),
+        *(entry("cifar10-resnet56-best-medium", seed, 94.0 + seed / 10, 50.0, **BUNDLED) for seed in range(3)),
         entry("cifar10-resnet56-paper-high", 0, 91.0, 80.0),
         entry("something-else", 0, 99.0, 99.0),
     ],
@@ -58,7 +65,9 @@ def test_the_table_has_the_papers_figures_beside_ours() -> None:
         "| ResNet-56, medium | the paper | 94.28 | | 52.3 / 49.3 |",
         "| ResNet-56, medium | `cifar10-resnet56-best-medium` | 94.10 ± 0.10 (3) | 50.0 / 48.0 | 55.0 / 53.0 |",
         "| ResNet-56, high | the paper | 92.42 | | 83.0 / 70.5 |",
-        "| ResNet-56, high | `cifar10-resnet56-paper-high` | 91.00 (1) | 80.0 / 78.0 | 85.0 / 83.0 |",
+        "| ResNet-56, high | `cifar10-resnet56-paper-high` (*) | 91.00 (1) | 80.0 / 78.0 | 85.0 / 83.0 |",
+        "",
+        "(*) Run with the recipe as it was before its last change.",
     ]
     assert lines[-1] == "`benchmarks/results/cifar10.json`: none, torch 0, 2000-01-01."
 

@@ -74,6 +74,20 @@ class Remap(nn.Module):
         return f"{self.inputs} -> {len(self.source)}" + (f", {zeros} zero" if zeros else "")
 
 
+class GatePlace(Remap):
+    """Set behind a sum by a model that wants the gate of the layer which goes into it there, and not before it.
+
+    It hands on what it is given.  A closed gate then takes the whole channel of the sum away, also what the other
+    side brought.  In a network that was cut a remap stands in its place, and no gate.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(range(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class _Moved(torch.autograd.Function):
     """A remap as a look-up in both directions, which a compiler fuses with its neighbours.
 

@@ -24,6 +24,7 @@ from .budget.aim import Aim, Clock
 from .budget.guards import Couple, Guards, coupled, whole_branches
 from .budget.landing import Landing
 from .budget.steering import Steering
+from .budget.streams import links
 from .budget.targets import Budget
 from .errors import PruningError, nearest
 from .graph.build import trace
@@ -104,7 +105,9 @@ class Pruner:
         self._held = self.graph.all_filters()
         clock = read_model(clock, self.graph) if isinstance(clock, (str, PathLike)) else clock
         groups, whole = coupled(self.graph, couple), whole_branches(self.graph, couple)
-        guards = dataclasses.replace(guards or Guards(), groups=groups, branches=whole)
+        guards = dataclasses.replace(
+            guards or Guards(), groups=groups, links=links(self.graph, groups), branches=whole
+        )
         self.aim = Aim(self.graph, budget, guards, clock)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
@@ -118,17 +121,20 @@ class Pruner:
     # -- phases --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def scoring(self) -> Iterator[Pruner]:
+    def scoring(self, *, joint: bool = False) -> Iterator[Pruner]:
         """Train the scores: they are continuous; weights and batch-norm statistics are frozen.
 
         One `with` block is one phase, with a fresh Adam.  When it ends the gates are set from the scores.
+
+        `joint` is there to compare with: nothing is frozen, and an optimiser of the weights may step beside
+        `step()`.  The scores read the weights as they were when the phase began.
         """
         self._check_attached()
         if not self.projection.in_phase:
             self.projection.begin_phase(self._weights())
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
-        thaw = self._freeze()
+        thaw = _nothing if joint else self._freeze()
         self.gates.soft.requires_grad_()
         self.gates.mode = "soft"
         try:
@@ -290,8 +296,7 @@ class Pruner:
         return landing
 
     def _hold(self, masks: dict[str, Mask]) -> None:
-        self._held = self.graph.settle(masks)
-        flow = self.graph.flow(self._held)
+        self._held, flow = self.graph.settled(masks)
         self.gates.set_hard([site.open(flow) for site in self.graph.sites])
         self.gates.mode = "hard"
 
@@ -300,3 +305,7 @@ class Pruner:
             raise PruningError("this pruner was detached; make a new one")
         if self.gates.soft.device != next(self.model.parameters()).device:
             raise PruningError("the model was moved to another device; move it first, then make the pruner")
+
+
+def _nothing() -> None:
+    """What undoes nothing."""

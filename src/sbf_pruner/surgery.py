@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from .graph.channels import ChannelGraph
 from .graph.costs import groups_left
 from .graph.edges import owner
 from .graph.layout import solve, vanished
-from .graph.masks import Flow, Grids, Layout, shrink, some
-from .graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
-from .graph.rules import build_node
-from .graph.trace import REMAP, ZEROS, Call, Op, Value, ops_again
+from .graph.masks import Flow, Layout, shrink, some
+from .graph.nodes import Boundary, Contract, Norm
+from .graph.rehearsal import first_surprise
+from .graph.trace import ZEROS, Call, Op, Value
 from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
@@ -49,14 +48,13 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     graph = graph if graph is not None else trace(model, example_inputs)
     masks = plan.masks(graph)
     graph.check_connected(masks)
-    keep = graph.settle(masks)
-    flow = graph.flow(keep)
+    keep, flow = graph.settled(masks)
     pins = _Pins(graph)
     while True:
         layout = solve(graph, flow, pins.positions, pins.whole)
         surgeon = _Surgeon(model, graph, flow, layout)
         small = surgeon.operate()
-        odd = _first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
+        odd = first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
             if pins.lines:
                 _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
@@ -130,6 +128,8 @@ class _Surgeon:
         for (module, side), edges in self.edges.items():
             if side == "remap":
                 swaps[id(self.modules[module])] = self._remap(edges) or nn.Identity()
+            elif side == "out" and edges[0].walled:
+                swaps[id(self.modules[module])] = self._adapted(module)
         for node in self.graph.nodes:
             if node.op.name == ZEROS and node.op.call is not None:
                 vanished = self.modules[node.op.call.module]
@@ -199,13 +199,20 @@ class _Surgeon:
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
                 return Zeros(width, behind[0].dim, windows, instead_of=module)
-        before, after = self._remap(ahead), self._remap(behind)
+        return self._adapted(path)
+
+    def _adapted(self, path: str) -> nn.Module:
+        """The module between the remaps that it needs."""
+        before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
+        module = self.modules[path]
         return module if before is None and after is None else Adapted(module, before, after)
 
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
         # One remap serves all calls of the module: a channel passes if it is alive in any of them.
         alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line(e.out)) for e in edges]).reshape(-1)
+        if edge.walled:  # no gate closes here: what is dead arrives as zeros
+            alive = np.ones_like(alive)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
         return None if source == list(range(width)) else Remap(source, edge.dim, width)
@@ -259,92 +266,3 @@ def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[W
     ]
     columns = [list(node.weight.shape[2:]), *settings]
     return [Window(*(column[axis] for column in columns)) for axis in range(rank)]
-
-
-# -- the dry run -----------------------------------------------------------------------------------------------
-
-# Whether these appear depends on strides, not on what is computed.
-_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
-_QUIET |= {REMAP, ZEROS}
-_SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
-_SAME["aten.addmm"] = "aten.mm"
-
-
-def _first_surprise(
-    small: nn.Module, example_inputs: Any, graph: ChannelGraph, layout: Layout, vanished: set[str]
-) -> Op | None:
-    """Run the small network as the large one was; the first operator that differs from what the layout promises."""
-    found = ops_again(small, example_inputs, graph.trace)
-    actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
-    at = 0
-    for node in graph.nodes:
-        op = node.op
-        if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
-            continue
-        if at == len(actual) or not _agrees(actual[at], node, layout):
-            return op
-        at += 1
-    return None
-
-
-def _adds_bias(op: Op) -> bool:
-    # A linear layer adds its bias in the product or after it, as the strides of its input decide.
-    return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
-
-
-def _inside(op: Op, modules: Iterable[str]) -> bool:
-    return op.call is not None and any(op.call.within(module) is not None for module in modules)
-
-
-def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
-    promised = node.op
-    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
-    if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
-        return False
-    if not all(map(_same_literal, actual.inputs, promised.inputs)):
-        return False
-    for now, then in zip(actual.outputs, promised.outputs, strict=False):
-        if now is not None and then is not None and now.shape != layout.sizes(then):
-            return False
-    if isinstance(node, Elementwise):
-        # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
-        return _numbers(actual) == _numbers(promised)
-    return not isinstance(node, Map) or _moves_alike(actual, node, layout)
-
-
-def _same_literal(now: Value, then: Value) -> bool:
-    """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
-    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
-    return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
-
-
-def _numbers(op: Op) -> list[Any]:
-    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float))]
-
-
-def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
-    """Does the operator move each channel that is left where the layout expects it?
-
-    Not always, although the shapes are right: half of the channels are others when fewer are there.
-    """
-    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
-    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables]
-    if len(operands) != len(node.operands):
-        return False
-    grids: Grids = {}
-    numbers, start = [], 0
-    for now, then in zip(operands, node.operands, strict=True):
-        there = layout.joint(then)
-        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
-        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
-        start += int(there.sum())
-    found = build_node(actual, grids)
-    if not isinstance(found, Map):
-        return False
-    new = np.append(np.concatenate(numbers), -1)
-    for out, labels, moved in zip(node.outputs, node.labels, found.labels, strict=False):
-        places = [layout.indices(out, d) if n > 1 else [0] for d, n in enumerate(labels.shape)]
-        expected = new[labels[np.ix_(*places)]]
-        if moved.ndim != expected.ndim or not bool(np.all(moved == expected)):
-            return False
-    return True

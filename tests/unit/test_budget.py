@@ -13,6 +13,7 @@ from sbf_pruner.budget.guards import Guards, coupled
 from sbf_pruner.budget.landing import Field, land
 from sbf_pruner.budget.prices import Mix, prices
 from sbf_pruner.budget.steering import RANGE, Steering
+from sbf_pruner.budget.streams import links
 from sbf_pruner.budget.targets import Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
@@ -167,11 +168,24 @@ def test_every_layer_keeps_its_least(graph):
 def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
     groups = coupled(graph, "streams")
     assert any({"conv1", "layer1.0.conv2", "layer1.2.conv2"} <= set(group) for group in groups)
-    masks = Aim(graph, Budget(macs=0.4), Guards(groups=groups)).choose(scores(graph)).masks
+    guards = Guards(groups=groups, links=links(graph, groups))
+    masks = Aim(graph, Budget(macs=0.4), guards).choose(scores(graph)).masks
     for group in groups:
         assert all(np.array_equal(masks[name], masks[group[0]]) for name in group)
     small = extract(resnet20(), IMAGE, Plan.from_masks(masks), graph)
-    assert small.layer1[1].conv1.weight.shape[1] == masks["conv1"].sum() < 16
+    for stage, whole in ((small.layer1, 16), (small.layer2, 32), (small.layer3, 64)):
+        width = stage[1].conv2.weight.shape[0]
+        assert stage[2].conv1.weight.shape[1] == width < whole
+
+
+def test_a_stream_knows_what_a_shortcut_brings_into_it(graph):
+    groups = coupled(graph, "streams")
+    found = {(link.source, link.target): link.places for link in links(graph, groups)}
+    assert found == {
+        (0, 1): (*[-1] * 8, *range(16), *[-1] * 8),
+        (0, 2): (*[-1] * 24, *range(16), *[-1] * 24),
+        (1, 2): (*[-1] * 16, *range(32), *[-1] * 16),
+    }
 
 
 def test_layers_are_coupled_by_pattern(graph):

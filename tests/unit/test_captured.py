@@ -72,7 +72,33 @@ def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Te
     return tallies, [p.detach().cpu() for p in model.parameters()], pruner.plan()
 
 
-@pytest.mark.parametrize("way", [train, train_with_everything])
+def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+    """Scores and weights in the same steps, with all that a phase of weights may have, twice."""
+    torch.manual_seed(1)
+    teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
+    torch.manual_seed(0)
+    model = resolve("resnet20").to(device)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3)
+    data, engine = batches(device), kind(model, device, pruner)
+    config = OptimizerConfig("adam", lr=1e-3, ema=0.9)
+    tallies = []
+    for first in (0, 2):
+        optimizer, average = make_optimizer(model, config), Average(model, config.ema)
+        with pruner.scoring(joint=True):
+            for epoch in (first, first + 1):
+                tallies.append(engine.train_epoch(data, epoch, optimizer, [1e-3] * 3, 0.1, teacher, average))
+                tallies.append(engine.evaluate(data))
+            average.take_over()
+        tallies.append(engine.evaluate(data))
+    assert all(tally.penalty > 0 for tally in tallies[:3:2])
+    held = [*model.state_dict().values(), pruner.gates.soft]
+    return tallies, [t.detach().cpu() for t in held], pruner.plan()
+
+
+WAYS = [train, train_with_everything, train_jointly]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
     plain, fast = way(Engine), way(CapturedEngine)
     assert plain[0] == fast[0]
@@ -83,7 +109,7 @@ def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a CUDA device captures")
-@pytest.mark.parametrize("way", [train, train_with_everything])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
     plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")
     for a, b in zip(plain[0], fast[0], strict=True):

@@ -361,6 +361,68 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
     assert all(map(torch.equal, teacher.values(), weights(dense)))
 
 
+# -- scores and weights in the same steps ------------------------------------------------------------------------
+
+JOINT: dict[str, Any] = {
+    "dense_control": False,
+    "scores__joint": True,
+    "scores__balance": "cost",
+    "scores__lr": 1e-3,
+    "weights__ema": 0.8,
+    "weights__batch_size": 8,
+    "budget__macs": 0.6,
+    "budget__steer": True,
+    "budget__settled": 1,
+    "distill__alpha": 0.3,
+    "distill__during": "weights",
+}
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return fit(model(), recipe(**JOINT), run=tmp_path_factory.mktemp("runs") / "joint")
+
+
+def test_a_joint_run_has_one_phase_a_cycle_and_lands_as_any_other(joint: Result) -> None:
+    records = metrics(joint.folder)
+    spelled = [f"{r['phase']}{r['cycle'] or ''}" for r in records[::2]]
+    assert spelled == ["warmup", "joint1", "joint1", "joint2", "joint2", "finetune"]
+    assert all((r["penalty"] > 0) == (r["phase"] == "joint") for r in records)
+    lines = [json.loads(line) for line in (joint.folder / "scores.jsonl").read_text().splitlines()]
+    assert [line["done"] for line in lines] == list(range(3, 11))
+    assert [line["done"] for line in lines if "kept" in line] == [6, 10]
+    assert lines[-1]["kept"] == joint.plan.widths()
+    pruned, dense = joint.summary["pruned"]["macs"], joint.summary["dense"]["macs"]
+    assert 0.5 * dense < pruned <= 0.6 * dense
+    assert joint.summary["cut_error"] <= 1e-12 and joint.summary["epochs"] == EPOCHS
+    page = (joint.folder / "report.html").read_text()
+    assert "the weights are trained with them" in page and "scores and weights 2" in page
+
+
+@pytest.mark.parametrize("epoch", [4, 6, 9, 10, 11])  # within and at the end of both cycles, in the fine-tuning
+def test_a_joint_run_killed_ends_with_the_same_bits(
+    epoch: int, joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)
+    with pytest.raises(Killed):
+        fit(model(), recipe(**JOINT), run=tmp_path / "run", report=kill_after(epoch))
+    assert_same_run(fit(model(9), recipe(**JOINT), run=tmp_path / "run", resume=True), joint)
+
+
+def test_a_joint_run_by_the_captured_engine_is_the_same(
+    joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "make_engine", CapturedEngine)
+    other = fit(model(), recipe(**JOINT), run=tmp_path / "run")
+    for a, b in zip(metrics(other.folder), metrics(joint.folder), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_a_joint_loss_that_is_not_finite_names_the_weights_rate(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"in phase joint 1, epoch 1 of 4; lower weights\.lr"):
+        fit(model(), recipe(scores__joint=True, weights__lr=1e37, weights__optimizer="sgd"), run=tmp_path / "run")
+
+
 # -- schedules with holes ------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,50 @@ def test_gated_phases_leave_scores_alone_and_train_only_open_filters() -> None:
     assert moved.tolist() == [i % 2 == 0 for i in range(16)]
 
 
+def joint_steps(pruner: Pruner, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        (pruner.model(IMAGES).square().mean() + pruner.penalty()).backward()
+        optimizer.step()
+        pruner.step()
+
+
+def test_a_joint_phase_moves_weights_statistics_and_scores_and_then_sets_the_gates() -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES, lr=3e-3, penalty=1e-2)
+    before = state(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pruner.scoring(joint=True):
+        joint_steps(pruner, optimizer)
+        assert pruner.gates.mode == "soft" and all(m.training for m in model.modules())
+    now = state(model)
+    assert all(not torch.equal(before[name], now[name]) for name in before)
+    scores = torch.cat(list(pruner.scores().values()))
+    kept = torch.cat([torch.isin(torch.arange(len(s)), torch.tensor(pruner.plan().keep[n])) for n, s in
+                      pruner.scores().items()])  # fmt: skip
+    assert pruner.gates.mode == "hard" and 0 < kept.sum() < len(kept)
+    assert (scores[kept] >= 0.5).all()  # those below may have lost their readers too
+    torch.testing.assert_close(pruner.extract().eval()(IMAGES), model.eval()(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+def test_a_joint_step_is_the_gradient_of_the_loss_with_the_penalty() -> None:
+    """Free logits and plain steps: both move along the gradient of one function, written out here."""
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(1176, 2)).double()
+    images, twin = IMAGES.double(), copy.deepcopy(net)
+    pruner = Pruner(net, images, penalty=0.3, projection="free", balance="none")
+    scores = torch.full((6,), 0.8, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        pruner.gates.soft.fill_(0.8)
+    pruner.gates.soft.requires_grad_()
+    pruner.gates.mode = "soft"
+    (net(images).square().mean() + pruner.penalty()).backward()
+    maps = twin[2](twin[1](twin[0](images)) * scores[:, None, None])
+    (twin[4](maps.flatten(1)).square().mean() + 0.3 * scores.abs().sum()).backward()
+    torch.testing.assert_close(pruner.gates.soft.grad, scores.grad)
+    for found, expected in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 def test_an_exception_in_a_score_phase_leaves_a_usable_model() -> None:
     model = network().train()
     pruner = Pruner(model, IMAGES)
@@ -180,6 +224,18 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
         with Folded(model, pruner.gates) as folded:
             model(IMAGES).square().mean().backward()
             torch.testing.assert_close(folded.score_gradients(), by_hooks, rtol=1e-6, atol=1e-8)
+    model.zero_grad()
+    with pruner.scoring(joint=True):
+        with torch.no_grad():
+            pruner.gates.soft.uniform_(0.5, 1)
+        model(IMAGES).square().mean().backward()
+        expected = [p.grad.clone() for p in (*model.parameters(), pruner.gates.soft) if p.grad is not None]
+        model.zero_grad()
+        with Folded(model, pruner.gates) as folded:
+            model(IMAGES).square().mean().backward()
+            scores = folded.both_gradients()
+        for found, gradient in zip([*(p.grad for p in model.parameters()), scores], expected, strict=True):
+            torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
 
 
 def test_a_gated_model_compiles_whole_and_follows_its_gates() -> None:

@@ -184,6 +184,12 @@ def test_a_teacher_must_have_learned_something(tmp_path: Path) -> None:
     assert load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0", "model.weights=w.pt"])
 
 
+def test_a_joint_step_has_one_batch_size() -> None:
+    with pytest.raises(RecipeError, match=r"^scores\.batch_size: with scores\.joint .*; set weights\.batch_size$"):
+        load_recipe("digits", ["scores.joint=true", "scores.batch_size=64"])
+    assert load_recipe("digits", ["scores.joint=true", "weights.batch_size=64"]).scores.joint
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

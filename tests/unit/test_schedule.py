@@ -7,7 +7,16 @@ import math
 import pytest
 
 from sbf_pruner.training.recipe import OptimizerConfig, Recipe, load_recipe
-from sbf_pruner.training.schedule import Phase, learning_rate, optimizer_config, phases, total_epochs
+from sbf_pruner.training.schedule import (
+    Phase,
+    batch_size,
+    cycles_end,
+    is_taught,
+    learning_rate,
+    optimizer_config,
+    phases,
+    total_epochs,
+)
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -24,9 +33,31 @@ def test_the_papers_schedule_with_a_control_of_as_many_epochs() -> None:
     assert total_epochs(recipe("dense_control=false")) == 440
 
 
+def test_joint_cycles_are_as_long_and_train_weights_as_weight_phases_do() -> None:
+    made = recipe("scores.joint=true", "weights.lr=0.02", "weights.batch_size=32", "dense_control=false")
+    found = phases(made)
+    assert [p.kind for p in found] == ["warmup", *["joint"] * 10, "finetune"]
+    assert [p.epochs for p in found] == [50, *[9] * 10, 300]
+    assert total_epochs(made) == 440 and cycles_end(made) == 140
+    assert optimizer_config(made, found[1]).lr == 0.02 and batch_size(made, found[1]) == 32
+    assert found[1].trains_scores and found[1].trains_weights
+    taught = {}
+    for during in ("finetune", "weights", "cycles"):
+        learning = recipe("scores.joint=true", "distill.alpha=0.5", f"distill.during={during}")
+        taught[during] = is_taught(learning, found[1])
+    assert taught == {"finetune": False, "weights": True, "cycles": True}
+
+
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("phases.warmup=0",), ("phases.cycles=0",), ("phases.score=0",), ("phases.finetune=0",)],
+    [
+        ("scores.joint=true",),
+        (),
+        ("phases.warmup=0",),
+        ("phases.cycles=0",),
+        ("phases.score=0",),
+        ("phases.finetune=0",),
+    ],
 )
 def test_every_epoch_belongs_to_one_phase(overrides: tuple[str, ...]) -> None:
     for control in ("true", "false"):

@@ -12,7 +12,9 @@ from torch import nn
 from sbf_pruner.errors import PlanError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.layers import Adapted, Remap, Zeros
+from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
 from zoo import ZOO, conv_bn
 
@@ -237,3 +239,18 @@ def test_the_dry_run_goes_as_the_recording_went(monkeypatch):
 
     monkeypatch.setattr("sbf_pruner.graph.trace.real_copy", never)
     assert extract(model, inputs, Plan({"middle.0": [1, 4]}), graph).sbf_fixed_sizes
+
+
+def test_a_stage_that_keeps_the_same_filters_has_a_narrower_stream():
+    """The shortcut between two stages writes its width down, and that binds nothing but itself."""
+    torch.manual_seed(0)
+    model, images = resolve("resnet20").double(), torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    pruner = Pruner(model, images)
+    pruner.gate(Plan({name: tuple(range(layer.filters // 2)) for name, layer in pruner.graph.layers.items()}))
+    small = pruner.extract()
+    remapped = [name for name, module in small.named_modules() if isinstance(module, Remap)]
+    assert {name.rpartition(".")[0] for name in remapped} == {"layer2.0.shortcut", "layer3.0.shortcut"}
+    assert small.layer1[2].conv2.out_channels == small.layer2[0].conv1.in_channels == 8
+    with pruner.gated():
+        expected = model.eval()(images)
+    torch.testing.assert_close(small.eval()(images), expected, rtol=1e-12, atol=1e-12)

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ..errors import PruningError, nearest
 from ..graph.channels import ChannelGraph
+from ..graph.masks import Mask
 from ..graph.relations import ADD, Relations
 from ..graph.residual import residual_blocks
 from .landing import Masks
+from .streams import Link
 
 WITHIN = 1e-6  # of the difference of scores is left between the filters of one branch
 Couple = Literal["none", "streams", "blocks"]
@@ -41,6 +43,8 @@ class Guards:
     round_to: int = 1
     groups: tuple[tuple[str, ...], ...] = ()
     """layers that keep the same filters"""
+    links: tuple[Link, ...] = ()
+    """what arrives from one group's stream in another's"""
     branches: tuple[tuple[str, ...], ...] = ()
     """layers of one residual branch, which stays or goes as a whole, but for the one that the limits cut through"""
 
@@ -69,6 +73,12 @@ class Guards:
             mean = np.stack([scores[name] for name in group]).mean(axis=0)
             for name in group:
                 found[name] = mean
+        for link in self.links:
+            # What arrives anyway is chosen before what would make the stream wider.
+            arrives, places = np.array(link.places) >= 0, np.array(link.places)
+            source, target = (found[self.groups[number][0]] for number in (link.source, link.target))
+            raised = np.where(arrives, np.maximum(target, source[places]), target)
+            found |= dict.fromkeys(self.groups[link.target], raised)
         for branch in self.branches:
             # Among themselves the filters of a branch keep their order, for the one that is cut through.
             mean = np.mean([found[name].mean() for name in branch])
@@ -79,18 +89,23 @@ class Guards:
     def complete(self, masks: Masks, scores: Mapping[str, NDArray[np.floating]]) -> Masks:
         """A choice with what the guards add to it."""
         found = dict(masks)
-        for group in self.groups:
+        for number, group in enumerate(self.groups):
             together = np.logical_or.reduce([found[name] for name in group])
-            found |= {name: together.copy() for name in group}
-        for name, mask in found.items():
-            count, size = int(mask.sum()), mask.size
-            wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
-            wanted = min(-(-wanted // self.round_to) * self.round_to, size)
-            if wanted > count:
-                absent = np.where(mask, -np.inf, scores[name])
-                found[name] = mask.copy()
-                found[name][np.argsort(-absent, kind="stable")[: wanted - count]] = True
-        return found
+            for link in self.links:
+                if link.target == number:
+                    source, places = found[self.groups[link.source][0]], np.array(link.places)
+                    together = together | (source[places] & (places >= 0))
+            found |= dict.fromkeys(group, self._filled(together, scores[group[0]]))
+        return {name: self._filled(mask, scores[name]) for name, mask in found.items()}
+
+    def _filled(self, mask: Mask, scores: NDArray[np.floating]) -> Mask:
+        """What a layer keeps, and as many more of its best filters as it must have."""
+        count, size = int(mask.sum()), mask.size
+        wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
+        wanted = min(-(-wanted // self.round_to) * self.round_to, size)
+        filled = mask.copy()
+        filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[: wanted - count]] = True
+        return filled
 
 
 def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -108,7 +123,9 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
         if couple != "streams":
             return ()
         met = [group.layers for group in Relations(graph).groups if ADD in group.meet]
-        return tuple(group for layers in met if len(group := tuple(n for n in layers if n in graph.layers)) > 1)
+        groups = (tuple(name for name in layers if name in graph.layers) for layers in met)
+        order = {name: number for number, name in enumerate(graph.layers)}
+        return tuple(sorted((group for group in groups if len(group) > 1), key=lambda group: order[group[0]]))
     return tuple(_matching(graph, pattern) for pattern in couple)
 
 

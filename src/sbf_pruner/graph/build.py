@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError, nearest
 from ..inputs import uncollected
+from ..layers import GatePlace
 from .channels import ChannelGraph, Layer, Site
 from .edges import LAYERS, Wiring, owner
 from .nodes import Boundary, Contract, Elementwise, Map, Node, Norm
@@ -107,14 +108,13 @@ class _Finder:
             nodes = tuple(n for n in self.net.main[module] if isinstance(n, Contract))
             for edge in site.edges:
                 edge.layer = name
-            if len(nodes) == 1:
+            main = self.net.main[site.module][0] if site.kind != "sum" else None
+            if len(nodes) == 1 and main is not None:
                 nodes[0].revives = False
-                norm = self.net.main[site.module][0]
-                norm.revives = False
+                main.revives = False
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
             weight = max(node.weight.roots or (), key=lambda root: math.prod(root.shape)).name
-            main = self.net.main[site.module][0]
             unit = main.per_group if isinstance(main, Norm) else 1
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
         for path, held in self.net.modules.items():
@@ -145,8 +145,14 @@ class _Finder:
         return ""
 
     def _place(self, module: str, layer: str) -> Site:
-        """The first norm after the layer if nothing but it reads the layer's output, else the layer itself."""
+        """The first norm after the layer if nothing but it reads the layer's output, else the layer itself.
+
+        If the model has a place for it behind the sum that comes next, it is there.
+        """
         norm = self._norm_after(module)
+        behind = self._behind_sum(norm or module)
+        if behind is not None and behind.out.shape[behind.dim] == self.net.main[module][0].out.shape[1]:
+            return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
         if norm is None:
             edges = tuple(self.net.edges[module, "out"])
             return Site(module, "map", layer, dim=edges[0].dim, edges=edges)
@@ -172,6 +178,21 @@ class _Finder:
         norm = found.pop() if len(found) == 1 else None
         if norm is not None and len(self.net.main[norm]) == len(self.net.main[module]):
             return norm
+        return None
+
+    def _behind_sum(self, module: str) -> Boundary | None:
+        """The place a model has set behind the sum that a module's output goes into, if no layer has it yet."""
+        edges = self.net.edges[module, "out"]
+        node: Node | None = edges[0] if len(edges) == 1 else None
+        while node is not None:
+            value = node.outputs[0]
+            readers = self.net.consumers[value]
+            node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
+            if isinstance(node, Boundary):
+                place = isinstance(self.net.modules[node.module], GatePlace)
+                return node if place and not node.layer else None
+            if not (isinstance(node, Elementwise) and node.zero == "any"):
+                return None
         return None
 
     def _follow_to_norm(self, value: Value) -> str | None:

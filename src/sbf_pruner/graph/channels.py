@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -22,8 +23,9 @@ class Site:
     """A place in the model where a gate stands.
 
     "affine": folded into the module's scale and shift; "map": multiplied into its output; "bias": into its
-    bias.  `layer` owns the gate; a site without one only follows: it closes where nothing alive arrives, so
-    that a norm or a bias does not bring a dead channel back.
+    bias; "sum": into a sum that the layer's output goes into, where the model has a `GatePlace`.  `layer` owns the
+    gate; a site without one only follows: it closes where nothing alive arrives, so that a norm or a bias does
+    not bring a dead channel back.
     """
 
     module: str
@@ -69,19 +71,37 @@ class ChannelGraph:
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Liveness and need of every channel when each layer has only the given filters."""
-        flow = Flow()
-        for value, grid in self.grids.items():
-            if value.kind != "result":
-                flow.alive[value] = np.broadcast_to(np.True_, grid)
-        for node in self.nodes:
-            node.push(flow)
-            if isinstance(node, Boundary) and node.layer in keep:
-                node.gate(flow, keep[node.layer])
+        flow = self._pushed(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
         for node in reversed(self.nodes):
             node.pull(flow)
         return flow
+
+    def _pushed(self, keep: Mapping[str, Mask]) -> Flow:
+        """Liveness alone."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in keep:
+                node.gate(flow, keep[node.layer])
+        return flow
+
+    def carried(self, origin: Mapping[str, Mask]) -> Flow:
+        """How far the channels of some layers get, whatever those are fed, while no other layer gives anything."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer:
+                grid = self.grids[node.out]
+                given = origin.get(node.layer)
+                flow.alive[node.out] = np.zeros(grid, bool) if given is None else given.reshape(grid)
+        return flow
+
+    @cached_property
+    def _given(self) -> dict[Value, Mask]:
+        """Inputs, parameters and constants: all of them is alive."""
+        return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
 
     def all_filters(self) -> dict[str, Mask]:
         """Every filter of every layer."""
@@ -93,14 +113,18 @@ class ChannelGraph:
         A grouped convolution keeps equal numbers in the groups it keeps: the fullest decides.  Filters that
         a group norm looks at together stay together.
         """
+        return self.settled(keep)[0]
+
+    def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
+        """What `settle` leaves, and the flow under it."""
         held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
             flow = self.flow(held)
             left = {name: self._left(layer, held[name], flow) for name, layer in self.layers.items()}
             if all(np.array_equal(left[n], held[n]) for n in left):
-                break
+                return held, flow
             held = left
-        return held
+        return held, self.flow(held)
 
     def _left(self, layer: Layer, held: Mask, flow: Flow) -> Mask:
         left = np.zeros(layer.filters, bool)
@@ -108,7 +132,9 @@ class ChannelGraph:
             wanted = edge.wanted(flow)
             if wanted is not None:
                 left |= wanted.reshape(-1)
-        left &= held & np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
+        left &= held
+        if layer.site.kind != "sum":  # there a channel may be alive without its filter
+            left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         left = whole_groups(left, layer.unit)
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
@@ -119,11 +145,15 @@ class ChannelGraph:
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
         """Does every output still depend on the inputs, as it does with all filters?"""
-        now, with_all = self._reached(keep), self._reached({})
-        return all(is_there or not was for is_there, was in zip(now, with_all, strict=True))
+        now = self._reached(keep)
+        return all(is_there or not was for is_there, was in zip(now, self._reached_by_all, strict=True))
+
+    @cached_property
+    def _reached_by_all(self) -> list[bool]:
+        return self._reached({})
 
     def _reached(self, keep: Mapping[str, Mask]) -> list[bool]:
-        flow = self.flow(keep)
+        flow = self._pushed(keep)
         reached = set(self.trace.inputs)
         for node in self.nodes:
             if any(v in reached and flow.alive[v].any() for v in node.inputs):

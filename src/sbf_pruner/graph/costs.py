@@ -53,7 +53,7 @@ class Laid:
 
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
     """Lay a network out as surgery would cut it."""
-    flow = graph.flow(graph.settle(keep))
+    flow = graph.settled(keep)[1]
     return Laid(flow, solve(graph, flow), vanished(graph, flow))
 
 

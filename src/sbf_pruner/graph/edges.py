@@ -1,15 +1,16 @@
 """A trace in; its operators as nodes, with the edges of modules as nodes of their own between them, out.
 
 Edges are where a gate can be placed and where, in the extracted network, a remap can be inserted: around
-every call of a module that holds one layer or norm.  Everything later rooms ask about the place of an
-operator (its module, its edges, who reads a value) is answered here.
+every call of a module that holds one layer or norm, and of one without weights that pads channels (a shortcut
+between stages), so that a width it writes down binds nobody outside.  Everything later rooms ask about the
+place of an operator (its module, its edges, who reads a value) is answered here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import nn
@@ -59,6 +60,7 @@ class Wiring:
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> what goes in, as the nodes know it
+        self.padding: set[str] = set()  # modules without weights that pad channels
         self._lay_out(self._edged_calls())
         self._close_edges()
         self._keep_statistics()
@@ -104,7 +106,22 @@ class Wiring:
             and (ops[0].name in _PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
         ]
         full = Counter(call.module for call in good)
-        return [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
+        found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
+        for module, calls in self.trace.calls.items():
+            pads = [op for op in map(self._channel_pad, calls) if op is not None]
+            if len(pads) == len(calls) and module not in self.outside and module != "":
+                self.padding.add(module)
+                found += zip(calls, pads, strict=True)
+        return found
+
+    def _channel_pad(self, call: Call) -> Op | None:
+        """What pads the channels in a call that does little else: one tensor in, one out, no weight."""
+        ops = self.trace.ops[call.first : call.last]
+        one = len(call.inputs) == len(call.outputs) == 1 and len(call.inputs[0].shape) > 2
+        if not one or any(value.kind == "state" for op in ops for value in op.inputs):
+            return None
+        wider = [op for op in ops if op.name == "aten.constant_pad_nd" and _width(op.inputs) != _width(op.outputs)]
+        return wider[0] if len(wider) == 1 and wider[0].call is call else None
 
     def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
         """Build the nodes in order, with an edge before and after each of the given calls."""
@@ -147,7 +164,7 @@ class Wiring:
     def _close_edges(self) -> None:
         """A module whose operator turned out not to be understood is left as it is, edges and all."""
         for (module, side), edges in self.edges.items():
-            if side != "remap" and len(self.main.get(module, ())) != len(edges):
+            if side != "remap" and module not in self.padding and len(self.main.get(module, ())) != len(edges):
                 self.main.pop(module, None)
                 for edge in edges:
                     edge.free = False
@@ -176,7 +193,7 @@ class Wiring:
         self.grids.setdefault(x, (1,) * len(x.shape))
         self.grids[out] = self.grids[x]
         op = Op(f"edge.{side}", (x,), {}, (x,), (out,), call, "")
-        edge = Boundary(op, self.grids, module=call.module, side=side, dim=dim)
+        edge = Boundary(op, self.grids, module=call.module, side=side, dim=dim, walled=call.module in self.padding)
         self.nodes.append(edge)
         self.edges[call.module, side].append(edge)
         return out
@@ -199,6 +216,10 @@ class Wiring:
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
         self.edges[op.call.module, "remap"].append(edge)
         return edge
+
+
+def _width(values: Sequence[Value | None]) -> int | None:
+    return values[0].shape[1] if values and values[0] is not None and len(values[0].shape) > 1 else None
 
 
 def _weight_grids(trace: Trace) -> Grids:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .channels import ChannelGraph
 from .masks import Flow, Layout
-from .nodes import Boundary
+from .nodes import Boundary, Node
 from .trace import ZEROS, Call, Value
 
 
@@ -38,7 +38,7 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
         # With an operator the edges of its module get everything: what it sees may depend on what is outside.
         edge = isinstance(node, Boundary) and node.op.call in calls
         if node.op.position in pinned or edge or (node.op.position >= 0 and node.op.call in whole):
-            for value in (*node.inputs, *node.outputs):
+            for value in _inside(node):
                 layout.fill(value)
     for call in whole:
         for value in graph.entries[call]:
@@ -50,6 +50,13 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
             _hold_place(layout, value)
     _grow(graph, layout, shared)
     return layout
+
+
+def _inside(node: Node) -> tuple[Value, ...]:
+    """The tensors of an operator; of an edge that is a wall only the inner one."""
+    if isinstance(node, Boundary) and node.walled:
+        return (node.out,) if node.side == "in" else (node.x,)
+    return (*node.inputs, *node.outputs)
 
 
 def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:

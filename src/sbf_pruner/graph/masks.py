@@ -113,7 +113,7 @@ class Layout:
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
-    present = present if present.shape == grid else np.broadcast_to(present, grid)
+    present = spread(present, grid)
     axes = range(len(grid))
     return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
 
@@ -129,7 +129,11 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
     if extra > 0:
         mask = some(mask, tuple(range(extra)))
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
-    mask = some(mask, axes, keepdims=True) if axes else mask
+    return spread(some(mask, axes, keepdims=True) if axes else mask, grid)
+
+
+def spread(mask: Mask, grid: Grid) -> Mask:
+    """A mask over a larger grid; it is not written to, and may be the same array."""
     return mask if mask.shape == grid else np.broadcast_to(mask, grid)
 
 

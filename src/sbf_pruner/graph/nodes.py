@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some, whole_groups
+from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some, spread, whole_groups
 from .trace import Op, Value
 
 
@@ -111,13 +111,13 @@ class Elementwise(Node):
         elif self.zero == "always":
             alive = np.zeros((), bool)
         elif self.zero == "all":
-            alive = np.logical_and.reduce(np.broadcast_arrays(*masks))
+            alive = reduce(np.logical_and, masks)
         elif self.zero == "first":
-            alive = np.logical_or.reduce(np.broadcast_arrays(masks[0], *(~m for m in masks[1:])))
+            alive = reduce(np.logical_or, [masks[0], *(~m for m in masks[1:])])
         else:
-            alive = np.logical_or.reduce(np.broadcast_arrays(*masks))
+            alive = reduce(np.logical_or, masks)
         for value in self.outputs:
-            flow.alive[value] = np.broadcast_to(alive, self.grids[value])
+            flow.alive[value] = spread(alive, self.grids[value])
 
     def pull(self, flow: Flow) -> None:
         for out in self.outputs:
@@ -388,6 +388,7 @@ class Boundary(Node):
     labels: NDArray[np.int64] | None = None
     dim: int = 1
     free: bool = True  # False: nothing can be inserted here, both sides have one layout
+    walled: bool = False  # sizes that the module's own code fixes bind only its inside
     lasting: bool = False  # every call leaves a trace in the module's statistics, so none is ever useless
 
     def line(self, value: Value) -> Grid:
@@ -407,7 +408,7 @@ class Boundary(Node):
         alive = flow.alive[self.x]
         if self.labels is not None:
             alive = np.append(shrink(alive, self.line(self.x)), False)[self.labels]
-        flow.alive[self.out] = np.broadcast_to(alive, self.grids[self.out])
+        flow.alive[self.out] = spread(alive, self.grids[self.out])
 
     def wanted(self, flow: Flow) -> Mask | None:
         return flow.alive[self.out] if self.lasting else super().wanted(flow)

@@ -18,6 +18,7 @@ import numpy as np
 from ..budget.aim import Aim
 from ..budget.guards import Couple, Guards, coupled, whole_branches
 from ..budget.landing import Masks, Values
+from ..budget.streams import links
 from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
@@ -58,7 +59,7 @@ def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
         return None
     if way != "filters" and not groups and not branches:
         return None
-    return dataclasses.replace(guards, groups=groups, branches=branches)
+    return dataclasses.replace(guards, groups=groups, links=links(graph, groups), branches=branches)
 
 
 def choose_way(graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards) -> Chosen:

@@ -12,7 +12,13 @@ from .chart import WIDE, Figure, Scale, Table, column, curve, frame, grid, pictu
 from .data import Record, Run
 from .numbers import DASH, count, percent
 
-STAGES = {"warmup": "warm-up", "score": "scores", "weights": "gated weights", "finetune": "fine-tuning"}
+STAGES = {
+    "warmup": "warm-up",
+    "score": "scores",
+    "weights": "gated weights",
+    "joint": "scores and weights",
+    "finetune": "fine-tuning",
+}
 _GAP = 30.0
 
 Points = list[tuple[int, float]]  # epochs and values
@@ -109,7 +115,7 @@ def _filters(run: Run) -> Panel:
 
 
 def _phases(run: Run, across: _Across, height: float) -> str:
-    shades = {"score": "score", "finetune": "tune"}
+    shades = {"score": "score", "joint": "score", "finetune": "tune"}
     return "".join(
         f'<rect class="shade {shades[phase.kind]}" x="{across.left(phase.first + 1):.3f}%" y=0 '
         f'width="{100 * phase.epochs / across.epochs:.3f}%" height="{height:.0f}"/>'
@@ -133,7 +139,9 @@ def _stages(run: Run, across: _Across) -> str:
 
 
 def _caption(run: Run) -> str:
-    said = f"Epochs 1 to {run.epochs}. In the shaded phases the scores are trained and the weights stand still."
+    joint = any(phase.kind == "joint" for phase in run.schedule)
+    weights = "are trained with them" if joint else "stand still"
+    said = f"Epochs 1 to {run.epochs}. In the shaded phases the scores are trained and the weights {weights}."
     if run.control:
         said += " The dense control is another network, trained for as many epochs."
     return said

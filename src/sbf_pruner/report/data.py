@@ -19,12 +19,14 @@ from .older import checkpointed_plan, inspected
 
 Record = dict[str, Any]
 
+SCORED = ("score", "joint")  # the phases that train scores
+
 
 @dataclass(frozen=True)
 class Stretch:
     """A phase: epochs in which the same thing is trained in the same way."""
 
-    kind: str  # "warmup", "score", "weights", "finetune" or "control"
+    kind: str  # "warmup", "score", "weights", "joint", "finetune" or "control"
     cycle: int
     first: int  # number of its first epoch, from 0
     epochs: int
@@ -113,10 +115,13 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
 
 def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
     """The phases of a resolved recipe in order, as the run goes through them."""
-    lengths = recipe["phases"]
+    lengths, joint = recipe["phases"], recipe.get("scores", {}).get("joint", False)
     planned = [("warmup", 0, lengths["warmup"])]
     for cycle in range(1, lengths["cycles"] + 1):
-        planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
+        if joint:
+            planned.append(("joint", cycle, lengths["score"] + lengths["weights"]))
+        else:
+            planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
     planned.append(("finetune", 0, lengths["finetune"]))
     if recipe.get("dense_control"):
         planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
@@ -203,7 +208,7 @@ def _refinement(run: Run) -> list[Record]:
 
 
 def _explain_missing(run: Run) -> None:
-    scored = any(record["phase"] == "score" for record in run.records)
+    scored = any(record["phase"] in SCORED for record in run.records)
     older = "The run was made by an older version, which did not store "
     if not run.layers:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."

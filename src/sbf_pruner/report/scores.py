@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 from .chart import Figure, Table, tick, way
-from .data import Run
+from .data import SCORED, Run
 
 _WIDE, _HIGH = 300.0, 140.0  # fine enough for whole numbers
 _LEVELS = (0, 25, 50, 75, 100)
@@ -26,8 +26,8 @@ def scores(run: Run) -> Figure:
     last = run.scores[-1]
     names = list(last["scores"])
     # There may be epochs of scores still to come, and some that an older version did not store.
-    planned = sum(phase.epochs for phase in run.schedule if phase.kind == "score")
-    missed = max(sum(record["phase"] == "score" for record in run.records) - len(run.scores), 0)
+    planned = sum(phase.epochs for phase in run.schedule if phase.kind in SCORED)
+    missed = max(sum(record["phase"] in SCORED for record in run.records) - len(run.scores), 0)
     times = max(planned, len(run.scores))
     threshold = float(run.recipe.get("scores", {}).get("threshold", 0.5))
     held = {name: [np.percentile(line["scores"][name], _LEVELS) for line in run.scores] for name in names}

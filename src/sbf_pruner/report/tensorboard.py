@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PruningError
+from .data import SCORED
 
 FOLDER = "tensorboard"
 _SCALARS = {
@@ -54,7 +55,7 @@ def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
         for key, name in _SCALARS.items():
             if record.get(key) is not None:
                 log.add_scalar(control + name, record[key], record["done"])
-        if record["phase"] == "score":
+        if record["phase"] in SCORED:
             for name, scores in _last_scores(folder, record["done"]).items():
                 log.add_histogram(f"scores/{name}", np.asarray(scores), record["done"])
 

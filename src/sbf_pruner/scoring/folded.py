@@ -56,17 +56,28 @@ class Folded:
         """Gate the parameters anew."""
         torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
-    @torch.no_grad()
     def weight_gradients(self) -> None:
         """Carry the leaves' gradients back to the parameters; a closed gate lets none through."""
-        found = _products(self._taken_gradients(), self._gates)
-        for parameter, gradient in zip(self.parameters, found, strict=True):
+        self._to_weights(self._taken_gradients())
+
+    def score_gradients(self) -> Tensor:
+        """The leaves' gradients carried back to the scores, added over each pair."""
+        return self._to_scores(self._taken_gradients())
+
+    def both_gradients(self) -> Tensor:
+        """The leaves' gradients carried back to the parameters, and to the scores, whose are returned."""
+        taken = self._taken_gradients()
+        self._to_weights(taken)
+        return self._to_scores(taken)
+
+    @torch.no_grad()
+    def _to_weights(self, taken: list[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, _products(taken, self._gates), strict=True):
             parameter.grad = gradient
 
     @torch.no_grad()
-    def score_gradients(self) -> Tensor:
-        """The leaves' gradients carried back to the scores, added over each pair."""
-        found = torch.cat(_products(self._taken_gradients(), self.parameters))
+    def _to_scores(self, taken: list[Tensor]) -> Tensor:
+        found = torch.cat(_products(taken, self.parameters))
         return torch.zeros_like(self.gates.soft).index_add_(0, self._places, found.to(self.gates.soft.dtype))
 
     def _taken_gradients(self) -> list[Tensor]:

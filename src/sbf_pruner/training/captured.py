@@ -69,11 +69,15 @@ class CapturedEngine(Engine):
     ) -> Tally:
         self.network.train()
         if optimizer not in self._steps:
-            folded = self._folded()
+            folded, scored = self._folded(), self._scored()
             taught = self._taught(teacher)
-            work = self._weight_work(optimizer, label_smoothing, folded, taught, average)
+            work = self._weight_work(optimizer, label_smoothing, folded, taught, average, scored)
             rate = optimizer.param_groups[0]["lr"]
-            changed = Changed(self.network, optimizer, [] if average is None else average.tensors)
+            optimizers, more = [optimizer], [] if average is None else list(average.tensors)
+            if scored is not None and scored.optimizer is not None:
+                optimizers.append(scored.optimizer)
+                more += _score_tensors(scored)
+            changed = Changed(self.network, optimizers, more)
             self._keep_only(optimizer, Step(batches, work, changed, rate, self._inside(folded)))
         return self._steps[optimizer].epoch(epoch, rates)
 
@@ -84,8 +88,7 @@ class CapturedEngine(Engine):
         if optimizer not in self._steps:
             folded = self._folded()
             assert folded is not None
-            scores = [*self.pruner.score_parameters, self.pruner.gates.soft]
-            changed = Changed(self.network, optimizer, scores)
+            changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
             self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded)))
         return self._steps[optimizer].epoch(epoch)
@@ -129,6 +132,7 @@ class CapturedEngine(Engine):
         folded: Folded | None,
         taught: Taught,
         average: Average | None,
+        scored: Pruner | None,
     ) -> Work:
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             optimizer.zero_grad(set_to_none=True)
@@ -138,13 +142,19 @@ class CapturedEngine(Engine):
                 self._tunable.refresh()
             loss, outputs = self._loss(images, labels, label_smoothing)
             loss = taught(images, loss, outputs)
-            loss.backward()
-            if folded is not None:
+            penalty = torch.zeros_like(loss) if scored is None else scored.penalty()
+            (loss if scored is None else loss + penalty).backward()
+            if scored is not None:
+                assert folded is not None and scored.gates.soft.grad is not None
+                scored.gates.soft.grad += folded.both_gradients()
+            elif folded is not None:
                 folded.weight_gradients()
             optimizer.step()
+            if scored is not None:
+                scored.step()
             if average is not None:
                 average.update()
-            return loss.detach(), outputs.detach(), torch.zeros_like(loss)
+            return loss.detach(), outputs.detach(), penalty.detach()
 
         return work
 
@@ -193,6 +203,11 @@ class _Dressed:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _score_tensors(pruner: Pruner) -> list[Tensor]:
+    """What a step of the scores changes."""
+    return [*pruner.score_parameters, pruner.gates.soft]
 
 
 def _answers(teacher: Teacher, images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The inner loops: one epoch of weights, one epoch of scores, one pass of evaluation.
+"""The inner loops: one epoch of weights, of scores or of both, and one pass of evaluation.
 
 A network and batches enter; plain numbers leave.  Losses and hits are summed on the device and read once an
 epoch, so nothing waits for the host between steps.  The learning rate is a tensor that is filled in place and
@@ -71,9 +71,11 @@ class Engine:
     ) -> Tally:
         """Train the weights for one epoch; `rates` holds the learning rate of each step.
 
-        An optimiser is always used with the same smoothing, teacher and average.
+        An optimiser is always used with the same smoothing, teacher and average.  Inside
+        `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
         self.network.train()
+        scored = self._scored()
         sums = _Sums(self.device)
         for (images, labels), rate in zip(batches.epoch(epoch), rates, strict=True):
             set_rate(optimizer, rate)
@@ -82,11 +84,14 @@ class Engine:
             loss = F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
             if teacher is not None:
                 loss = teacher.mixed(loss, outputs, teacher.answers(images))
-            loss.backward()
+            penalty = None if scored is None else scored.penalty()
+            (loss if penalty is None else loss + penalty).backward()
             optimizer.step()
+            if scored is not None:
+                scored.step()
             if average is not None:
                 average.update()
-            sums.add(outputs, labels, loss)
+            sums.add(outputs, labels, loss, penalty)
         return sums.tally()
 
     def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
@@ -130,6 +135,10 @@ class Engine:
             self._forward(images)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
+
+    def _scored(self) -> Pruner | None:
+        """The pruner, if it is in a phase that trains its scores."""
+        return None if self.pruner is None or self.pruner.optimizer is None else self.pruner
 
     def _forward(self, images: Tensor) -> Tensor:
         outputs = self.network(images.contiguous(memory_format=torch.channels_last))

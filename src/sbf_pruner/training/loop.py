@@ -186,7 +186,7 @@ class _Run:
         network, pruner = self.networks.of(phase)
         engine = self._engine(network, pruner)
         optimizer = average = None
-        if phase.kind != "score":
+        if phase.trains_weights:
             config = optimizer_config(self.recipe, phase)
             optimizer = make_optimizer(network, config)
             if self.unfinished is not None:
@@ -198,17 +198,18 @@ class _Run:
         self.unfinished = self.unfinished_average = None
         with ExitStack() as frozen:
             if pruner is not None:
-                frozen.enter_context(pruner.scoring() if phase.kind == "score" else pruner.gated())
+                scores = phase.trains_scores
+                frozen.enter_context(pruner.scoring(joint=phase.trains_weights) if scores else pruner.gated())
             while self.done < phase.end:
                 record = self._run_epoch(phase, engine, optimizer, average)
                 self.done += 1
-                if phase.kind == "score":
+                if phase.trains_scores:
                     self.networks.closes_in(phase, self.done - phase.first_epoch)
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
                     frozen.close()
                     optimizer = average = None
-                    if phase.kind == "score":
+                    if phase.trains_scores:
                         if phase.cycle == self.recipe.phases.cycles:
                             self.networks.come_in_time()
                         self.networks.gates_changed()
@@ -274,7 +275,7 @@ class _Run:
         """Stop before weights that are no numbers are saved; those of the last step show in the test loss."""
         if all(tally.finite for tally in tallies):
             return
-        section = {"score": "scores", "control": "warmup"}.get(phase.kind, phase.kind)
+        section = {"score": "scores", "joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
         rate = getattr(self.recipe, section).lr
         raise RunError(
             f"the loss is no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "

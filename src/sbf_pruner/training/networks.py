@@ -28,7 +28,7 @@ from ..pruner import Pruner
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
-from .schedule import Phase
+from .schedule import Phase, batch_size, phases
 from .start import check_fit, load_weights
 from .timed import Timed, coupling, timer_here
 
@@ -90,6 +90,12 @@ class Networks:
         )
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
+        behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
+        if behind and asked == "padded":
+            raise PruningError(
+                f"finetune_on = padded: the gate at {behind[0]} stands behind a sum, and a network that was cut "
+                "has no such place left; set finetune_on to small or gated"
+            )
         self._padded: Padded | None = None
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
@@ -102,8 +108,9 @@ class Networks:
         scores, budget, lengths = self._recipe.scores, self._recipe.budget, self._recipe.phases
         if scores.speed or not budget.steer:
             return scores.speed
-        each = max(images // (scores.batch_size or self._recipe.data.batch_size), 1)
-        return TRAVEL / max((lengths.cycles - budget.settled) * lengths.score * each, 1)
+        moving = [phase for phase in phases(self._recipe) if phase.trains_scores][:1]
+        steps = sum(phase.epochs * max(images // batch_size(self._recipe, phase), 1) for phase in moving)
+        return TRAVEL / max((lengths.cycles - budget.settled) * steps, 1)
 
     def _tensor_bytes(self, size: float, inputs: Tensor) -> float:
         """What a limit on the file of weights leaves for the tensors that pruning can make smaller."""

@@ -177,6 +177,13 @@ class ScoresConfig(Section):
     freeze_norms: bool = field(
         default=True, metadata=about("leave batch norms at their running statistics in score phases")
     )
+    joint: bool = field(
+        default=False,
+        metadata=about(
+            "train scores and weights in the same steps of one phase per cycle, as long as both together, with "
+            "the settings of weights and norms as in training; to compare with taking turns"
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -317,6 +324,10 @@ class Recipe(Section):
         super().__post_init__()
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
             raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
+        if self.scores.joint and self.scores.batch_size:
+            raise RecipeError(
+                "scores.batch_size: with scores.joint a step is of weights too; set weights.batch_size"
+            )
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

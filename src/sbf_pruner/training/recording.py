@@ -44,7 +44,7 @@ class Recording:
 
     def after_epoch(self, phase: Phase, done: int) -> None:
         """Write down the scores after an epoch of them, and after the last one what the gates let through."""
-        if phase.kind != "score":
+        if not phase.trains_scores:
             return
         pruner = self.networks.pruner
         scores = {name: [round(s, 3) for s in held.tolist()] for name, held in pruner.scores().items()}

@@ -26,7 +26,9 @@ def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     With the scores S of the branch's last layer, delta the least and top the greatest of them, the ratio lies
     between delta^2 and top^2 times the one without scores: that is Lemma 1, put right.
     """
-    blocks = [block for block in residual_blocks(pruner.graph) if block.layer]
+    layers = pruner.graph.layers
+    # A score behind the sum leaves the branch itself as it is, and the lemma is another one there.
+    blocks = [b for b in residual_blocks(pruner.graph) if b.layer and layers[b.layer].site.kind != "sum"]
     was, pruner.gates.mode = pruner.gates.mode, "soft"
     try:
         energies = _energies(pruner.model, blocks, images, len(additions(pruner.graph.trace.ops)))

@@ -43,23 +43,28 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
 class Changed:
     """Everything a step changes, remembered so that warming it up leaves no trace."""
 
-    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, more: Sequence[Tensor] = ()) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], more: Sequence[Tensor] = ()
+    ) -> None:
+        self.optimizers = optimizers
         self.tensors = [*network.parameters(), *network.buffers(), *more]
         self.before = [t.detach().clone() for t in self.tensors]
-        self.state = {p: {k: _clone(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        self.state = {p: {k: _clone(v) for k, v in held.items()} for p, held in self._held()}
 
     @torch.no_grad()
     def undo(self) -> None:
         """Put everything back."""
         for tensor, before in zip(self.tensors, self.before, strict=True):
             tensor.copy_(before)
-        for parameter, held in self.optimizer.state.items():
+        for parameter, held in self._held():
             before_state = self.state.get(parameter, {})
             for key, value in held.items():
                 if isinstance(value, Tensor):
                     # A moment that did not exist is the same as one of zero: the step adds to it either way.
                     value.copy_(before_state[key]) if key in before_state else value.zero_()
+
+    def _held(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [held for optimizer in self.optimizers for held in optimizer.state.items()]
 
 
 class Step:

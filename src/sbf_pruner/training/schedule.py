@@ -12,7 +12,7 @@ from typing import Literal
 
 from .recipe import OptimizerConfig, Recipe
 
-Kind = Literal["warmup", "score", "weights", "finetune", "control"]
+Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class Phase:
         """Number of the first epoch after it."""
         return self.first_epoch + self.epochs
 
+    @property
+    def trains_scores(self) -> bool:
+        """Do its epochs move the scores?"""
+        return self.kind in ("score", "joint")
+
+    @property
+    def trains_weights(self) -> bool:
+        """Do its epochs move the weights?"""
+        return self.kind != "score"
+
     def __str__(self) -> str:
         return f"{self.kind} {self.cycle}" if self.cycle else self.kind
 
@@ -48,7 +58,10 @@ def phases(recipe: Recipe) -> list[Phase]:
     lengths = recipe.phases
     planned: list[tuple[Kind, int, int]] = [("warmup", 0, lengths.warmup)]
     for cycle in range(1, lengths.cycles + 1):
-        planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
+        if recipe.scores.joint:
+            planned.append(("joint", cycle, lengths.score + lengths.weights))
+        else:
+            planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
     planned.append(("finetune", 0, lengths.finetune))
     if recipe.dense_control:
         planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
@@ -81,6 +94,7 @@ def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
     return {
         "warmup": recipe.warmup,
         "weights": recipe.weights,
+        "joint": recipe.weights,
         "finetune": recipe.finetune,
         "control": recipe.warmup,
     }[phase.kind]
@@ -88,7 +102,7 @@ def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
 
 def batch_size(recipe: Recipe, phase: Phase) -> int:
     """Images per step of a phase."""
-    section = recipe.scores if phase.kind == "score" else optimizer_config(recipe, phase)
+    section = optimizer_config(recipe, phase) if phase.trains_weights else recipe.scores
     return section.batch_size or recipe.data.batch_size
 
 
@@ -97,8 +111,8 @@ def is_taught(recipe: Recipe, phase: Phase) -> bool:
     during = recipe.distill.during
     kinds = {
         "finetune": ("finetune",),
-        "weights": ("finetune", "weights"),
-        "cycles": ("finetune", "weights", "score"),
+        "weights": ("finetune", "weights", "joint"),
+        "cycles": ("finetune", "weights", "joint", "score"),
     }
     return recipe.distill.alpha > 0 and phase.kind in kinds[during]
 

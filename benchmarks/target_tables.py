@@ -1,0 +1,74 @@
+"""Sizes asked for beside sizes left, as Markdown: nothing measured here.
+
+The content of results/targets.json (digits) or results/cifar10_targets.json enters; a block of text leaves, with
+the least and the most that was left over the seeds of every target.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from cifar10_tables import NONE, accuracy_of, machines
+from saving import origin
+
+WORDS = {"macs": "MACs", "params": "parameters"}
+NETWORKS = {"resnet20": "ResNet-20", "resnet56": "ResNet-56"}
+
+
+def targets(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "Not measured yet."
+    runs = result["runs"]
+    asked = sorted({(r["of"], -r["share"]) for r in runs if r["kind"] == "target"})
+    lines = ["| asked for | left, least and most | accuracy |", "|---|---|---|"]
+    for key, share in asked:
+        group = [r for r in runs if r["kind"] == "target" and (r["of"], -r["share"]) == (key, share)]
+        left = [100 * r[key] for r in group]
+        lines.append(
+            f"| {-100 * share:g} % of the {WORDS[key]} | {min(left):.2f} to {max(left):.2f} % | {_mean(group)} |"
+        )
+    fixed, beside = ([r for r in runs if r["kind"] == kind] for kind in ("fixed lambda", "beside"))
+    if fixed and len(fixed) == len(beside):
+        left = ", ".join(f"{100 * r['macs']:.1f}" for r in fixed)
+        lines += [
+            "",
+            f"Beside a fixed lambda, which left {left} % of the MACs with {_mean(fixed)}: asked for just that, "
+            f"seed by seed, {_mean(beside)}.",
+        ]
+    return "\n".join(
+        ["The digits recipe, lambda never touched, mean ± deviation (seeds):", "", *lines, *origin(result)]
+    )
+
+
+def _mean(group: list[dict[str, Any]]) -> str:
+    values = [run["accuracy"] for run in group]
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
+
+
+def cifar10_targets(result: dict[str, Any] | None) -> str:
+    """Both networks, every target; and the fixed lambda beside the same size asked for."""
+    if not result or not result["runs"]:
+        return NONE
+    lines = ["| network | asked for | left, least and most | runs |", "|---|---|---|---|"]
+    for network, title in NETWORKS.items():
+        for key, said in WORDS.items():
+            groups: dict[float, list[float]] = {}
+            for run in result["runs"]:
+                if run["recipe"]["name"].startswith(f"{network}-{key}-"):
+                    left = 100 - run["left"][f"{key}_removed"]
+                    groups.setdefault(run["recipe"]["budget"][key], []).append(left)
+            for share, left in sorted(groups.items(), reverse=True):
+                landed = f"{min(left):.2f} to {max(left):.2f} %"
+                lines.append(f"| {title} | {100 * share:g} % of the {said} | {landed} | {len(left)} |")
+    pair = ("fixed-lambda", "beside-fixed-lambda")
+    fixed, beside = ([run for run in result["runs"] if run["recipe"]["name"] == name] for name in pair)
+    if fixed and len(fixed) == len(beside):
+        left = ", ".join(f"{100 - run['left']['macs_removed']:.1f}" for run in fixed)
+        lines += [
+            "",
+            f"ResNet-20 beside a fixed lambda, which left {left} % of the MACs with {accuracy_of(fixed)}: asked "
+            f"for just that, seed by seed, {accuracy_of(beside)}.",
+        ]
+    return "\n".join([*lines, "", machines(result)])

@@ -1,0 +1,107 @@
+"""Does a network that was cut run as its layout promises?
+
+The small network, the graph of the large one and the layout enter; the first operator that did something else
+leaves, if there is one: another shape, another literal, channels moved elsewhere.  It runs on the meta device,
+so it costs no arithmetic, and what the model's own code insists on shows before anyone trains the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .channels import ChannelGraph
+from .masks import Grids, Layout
+from .nodes import Elementwise, Map, Node
+from .rules import build_node
+from .trace import REMAP, ZEROS, Op, Value, ops_again
+
+# Whether these appear depends on strides, not on what is computed.
+_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
+_QUIET |= {REMAP, ZEROS}
+_SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
+_SAME["aten.addmm"] = "aten.mm"
+
+
+def first_surprise(
+    small: nn.Module, example_inputs: Any, graph: ChannelGraph, layout: Layout, vanished: set[str]
+) -> Op | None:
+    """Run the small network as the large one was; the first operator that differs from what the layout promises."""
+    found = ops_again(small, example_inputs, graph.trace)
+    actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
+    at = 0
+    for node in graph.nodes:
+        op = node.op
+        if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
+            continue
+        if at == len(actual) or not _agrees(actual[at], node, layout):
+            return op
+        at += 1
+    return None
+
+
+def _adds_bias(op: Op) -> bool:
+    # A linear layer adds its bias in the product or after it, as the strides of its input decide.
+    return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+
+
+def _inside(op: Op, modules: Iterable[str]) -> bool:
+    return op.call is not None and any(op.call.within(module) is not None for module in modules)
+
+
+def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
+    promised = node.op
+    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
+    if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
+        return False
+    if not all(map(_same_literal, actual.inputs, promised.inputs)):
+        return False
+    for now, then in zip(actual.outputs, promised.outputs, strict=False):
+        if now is not None and then is not None and now.shape != layout.sizes(then):
+            return False
+    if isinstance(node, Elementwise):
+        # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
+        return _numbers(actual) == _numbers(promised)
+    return not isinstance(node, Map) or _moves_alike(actual, node, layout)
+
+
+def _same_literal(now: Value, then: Value) -> bool:
+    """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
+    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
+    return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
+
+
+def _numbers(op: Op) -> list[Any]:
+    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float))]
+
+
+def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
+    """Does the operator move each channel that is left where the layout expects it?
+
+    Not always, although the shapes are right: half of the channels are others when fewer are there.
+    """
+    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
+    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables]
+    if len(operands) != len(node.operands):
+        return False
+    grids: Grids = {}
+    numbers, start = [], 0
+    for now, then in zip(operands, node.operands, strict=True):
+        there = layout.joint(then)
+        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
+        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
+        start += int(there.sum())
+    found = build_node(actual, grids)
+    if not isinstance(found, Map):
+        return False
+    new = np.append(np.concatenate(numbers), -1)
+    for out, labels, moved in zip(node.outputs, node.labels, found.labels, strict=False):
+        places = [layout.indices(out, d) if n > 1 else [0] for d, n in enumerate(labels.shape)]
+        expected = new[labels[np.ix_(*places)]]
+        if moved.ndim != expected.ndim or not bool(np.all(moved == expected)):
+            return False
+    return True
