@@ -83,7 +83,7 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
     truth = slower(clock)
 
     def cut_short(plan):
-        if len(truth.asked) == 2:
+        if truth.asked:
             raise KeyboardInterrupt
         assert len(json.loads((tmp_path / "latency.json").read_text())["rounds"]) == len(truth.asked)
         return truth(plan)
@@ -92,7 +92,7 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
         timed.come_in_time(pruner, cut_short)
     again, other = scored(Budget(latency=0.5))
     rounds = json.loads((tmp_path / "latency.json").read_text())["rounds"]
-    assert len(rounds) == 2
+    assert len(rounds) == 1
     later = slower(other)
     Timed(other, Chosen("filters", {}), rounds).come_in_time(again, later)
     whole, third = scored(Budget(latency=0.5))

@@ -65,7 +65,8 @@ class Operators:
                 self._maker[value] = node
         self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, Contract)]
         self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
-        self.rest = [node for node in graph.nodes if node not in self.joins and self._costs(node)]
+        joined = set(map(id, self.joins))  # to compare nodes would compare all they know
+        self.rest = [node for node in graph.nodes if id(node) not in joined and self._costs(node)]
 
     def elements(self, value: Value, laid: Laid) -> float:
         """How many numbers of a tensor there are, per sample."""
