@@ -2,7 +2,7 @@
 
 Scores and limits enter; masks leave that keep the filters with the highest scores, as many as the limits hold.
 What holds: the network these masks make breaks no limit, and either it comes within a point of one of them or
-no filter of those dropped could be added without breaking one.
+no filter of those dropped could be added without breaking one (of a time, which goes in steps: no layer widened).
 
 Of several limits one is reached first, and what the others would still allow is wasted.  Then the ranking is
 tilted towards filters that cost little of what is scarce, no further than it takes to use the rest too.
