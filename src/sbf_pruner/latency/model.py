@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..budget.aim import Clock
 from ..errors import PruningError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
@@ -153,6 +154,15 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PruningError(f"latency.table: {source} is no file of `sbf latency` ({error!r}); {_REMEDY}") from None
     raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
+
+
+def bound(clock: Clock | str | PathLike[str] | None, graph: ChannelGraph) -> Clock | None:
+    """A clock for this very graph, also where it comes as a file or knows another trace of the network."""
+    if isinstance(clock, (str, PathLike)):
+        return read_model(clock, graph)
+    if isinstance(clock, LatencyModel) and clock.graph is not graph:
+        return from_dict(clock.to_dict(), graph)
+    return clock
 
 
 def signature(predictor: Predictor) -> str:

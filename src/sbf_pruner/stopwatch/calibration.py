@@ -23,7 +23,7 @@ from ..graph.costs import lay_out
 from ..graph.masks import Mask
 from ..latency.fitting import fit
 from ..latency.model import BLOCKWISE, Conditions, LatencyModel
-from ..latency.predictor import PLAIN, TERMS, Predictor, Terms
+from ..latency.predictor import TERMS, Predictor, Terms
 from ..latency.shapes import Site
 from ..latency.table import Table, Widths
 from ..latency.ways import WAYS, guarded, made_up
@@ -149,7 +149,9 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
 def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     rows = [terms for one in timed for terms in one.terms.values()]
     seconds = [one.seconds[form] for one in timed for form in one.terms]
-    return fit(rows, seconds, TERMS, PLAIN)
+    # Expected is that time goes with the table, whatever the clock of the processor did meanwhile.
+    usual = statistics.median(s / row["layers"] for s, row in zip(seconds, rows, strict=True))
+    return fit(rows, seconds, TERMS, {"layers": usual})
 
 
 def _foretold(timed: Sequence[Timed]) -> list[dict[str, Any]]:
