@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.bench import comparison, machine, runtimes
+from sbf_pruner import environment
+from sbf_pruner.bench import comparison, runtimes
 from sbf_pruner.bench.anatomy import LAYERS, REST, dissect
 from sbf_pruner.bench.comparison import bench
 from sbf_pruner.bench.machine import faults
@@ -239,16 +240,16 @@ def test_page_faults_are_counted() -> None:
 
 def test_the_load_is_what_others_do_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter([(100, 1000), (130, 1060), None, (1, 2), (5, 9), (5, 9)])
-    monkeypatch.setattr(machine, "_ticks", lambda: next(told))
+    monkeypatch.setattr(environment, "_ticks", lambda: next(told))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert machine._load(0) == 1.0  # half of the time of two cores
-    assert machine._load(0) is None and machine._load(0) is None  # unknown; no tick has passed
+    assert environment.load(0) == 1.0  # half of the time of two cores
+    assert environment.load(0) is None and environment.load(0) is None  # unknown; no tick has passed
     monkeypatch.undo()
     if Path("/proc/stat").is_file():
-        busy, whole = machine._ticks()
+        busy, whole = environment._ticks()
         assert 0 < busy < whole
     monkeypatch.setattr(Path, "read_text", lambda *given: "nothing of the kind")
-    assert machine._ticks() is None
+    assert environment._ticks() is None
 
 
 def test_inputs_of_any_kind_get_the_batch_asked_for() -> None:
