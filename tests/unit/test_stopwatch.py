@@ -189,6 +189,7 @@ def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
     assert found.median < 0.9  # one filter of 32 is left
 
 
+@pytest.mark.slow
 def test_calibrating_for_real_gives_a_clock_that_knows_its_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()

@@ -135,6 +135,7 @@ def test_a_run_with_a_table_from_elsewhere_lands_by_prediction_and_says_so(table
     assert json.loads((tmp_path / "run" / "latency.json").read_text())["chosen"]["way"] == found["way"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_corrects_ends_on_the_same_filters(table, tmp_path, monkeypatch):
     recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "latency.way=filters"])
 
