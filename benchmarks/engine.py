@@ -32,7 +32,7 @@ from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally, make_optimizer
 from sbf_pruner.training.padded import Padded
-from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.sections import OptimizerConfig
 
 LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "weight_step_ms": ("most", 5.0),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sbf_pruner.cli import main
-from sbf_pruner.terminal import progress, transfer
+from sbf_pruner.terminal.progress import progress, transfer
 
 RECIPE = """
 device = "cpu"

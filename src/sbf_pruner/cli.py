@@ -57,7 +57,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
 
-    from .terminal import progress, summary_lines, told, watched
+    from .terminal.lines import summary_lines
+    from .terminal.progress import progress, told, watched
     from .training.finished import build_dense
     from .training.folder import RunFolder
     from .training.loop import fit
@@ -127,7 +128,7 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         hint = nearest(arguments.name, ["cifar10"])
         raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
 
-    from .terminal import transfer
+    from .terminal.progress import transfer
     from .training.cifar import data_folders, default_folder, prepare_cifar10
 
     target = Path(arguments.to).expanduser() if arguments.to else default_folder()
@@ -154,7 +155,7 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from .models import resolve
     from .overview import inspect
-    from .terminal import overview_lines
+    from .terminal.lines import overview_lines
 
     model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
     seen = inspect(model, tuple(torch.zeros(1, *shape) for shape in shapes))
@@ -185,7 +186,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .bench.comparison import bench
     from .bench.settings import read_settings
     from .bench.subject import Subject
-    from .terminal import bench_lines
+    from .terminal.lines import bench_lines
 
     settings = read_settings(
         arguments.batch, arguments.runtimes, arguments.device, arguments.pairs, arguments.threads
@@ -212,7 +213,7 @@ def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     options = dict(_option(text) for text in arguments.option)
 
     from .bench.latency import Request, known_by, latency, measured
-    from .terminal import latency_lines
+    from .terminal.lines import latency_lines
 
     request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
     network, example, ignore = known_by(arguments.subject, shapes or [_shape(_usual(arguments.subject))], options)
@@ -233,7 +234,7 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from .frontier.picture import draw_frontier
     from .frontier.sweep import USUAL, Request, frontier
-    from .terminal import frontier_lines
+    from .terminal.lines import frontier_lines
 
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
     request = Request(arguments.of, at, arguments.batches, arguments.device)
@@ -259,7 +260,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
     from .bundle.export import Request, export_run
-    from .terminal import export_lines
+    from .terminal.lines import export_lines
 
     request = Request(
         formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),

@@ -15,8 +15,8 @@ from torch import nn
 
 from .graph.build import trace
 from .graph.channels import ChannelGraph
-from .graph.nodes import Contract
 from .graph.relations import Relations
+from .graph.weighted import Contract
 from .graph.worth import Appraiser
 from .measuring import Measurement, measure
 

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 from .attached import without_attached
 from .errors import PruningError
+from .graph.boundary import Boundary
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.costs import groups_left
 from .graph.edges import owner
 from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink, some
-from .graph.nodes import Boundary, Contract, Norm
+from .graph.records import ZEROS, Call, Op, Value
 from .graph.rehearsal import first_surprise
-from .graph.trace import ZEROS, Call, Op, Value
+from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan

@@ -21,7 +21,7 @@ from sbf_pruner.scoring.folded import Folded
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, make_optimizer
-from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.sections import OptimizerConfig
 from zoo import randomise
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

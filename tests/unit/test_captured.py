@@ -14,7 +14,7 @@ from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import TunableConvolutions
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally, make_optimizer
-from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.sections import OptimizerConfig
 from sbf_pruner.training.teacher import Teacher
 
 Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]

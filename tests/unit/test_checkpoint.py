@@ -17,7 +17,7 @@ from sbf_pruner import files
 from sbf_pruner.errors import RunError
 from sbf_pruner.training.checkpoint import NAME, load_checkpoint, save_checkpoint
 from sbf_pruner.training.engine import make_optimizer, restore_optimizer
-from sbf_pruner.training.recipe import OptimizerConfig
+from sbf_pruner.training.sections import OptimizerConfig
 
 
 def same(left: Any, right: Any) -> bool:

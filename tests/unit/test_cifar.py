@@ -31,7 +31,7 @@ from sbf_pruner.training.cifar import FILE, PARTS, Part, default_folder, load_ci
 from sbf_pruner.training.data import load_data
 from sbf_pruner.training.fetch import Archive, download, read_archive
 from sbf_pruner.training.pickled import read_pickle
-from sbf_pruner.training.recipe import DataConfig
+from sbf_pruner.training.sections import DataConfig
 
 FORMS = ("python", "binary", "sheets")
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]

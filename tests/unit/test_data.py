@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sbf_pruner.errors import DataError
 from sbf_pruner.training.data import Augment, Batches, Data, Split, load_data
-from sbf_pruner.training.recipe import DataConfig
+from sbf_pruner.training.sections import DataConfig
 from sbf_pruner.training.sources import SOURCES, register
 
 

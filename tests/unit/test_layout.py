@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from sbf_pruner.graph.boundary import Boundary
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.layout import solve
 from sbf_pruner.graph.masks import level, shrink
-from sbf_pruner.graph.nodes import Boundary
 from sbf_pruner.plan import Plan
 from zoo import ZOO
 

@@ -14,9 +14,10 @@ from torch import nn
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.masks import Flow
-from sbf_pruner.graph.nodes import Contract, Elementwise, Map, Norm, Opaque, Source
+from sbf_pruner.graph.nodes import Elementwise, Map, Opaque, Source
 from sbf_pruner.graph.rules import NAMED, RULES, build_node, register_rule
 from sbf_pruner.graph.trace import record
+from sbf_pruner.graph.weighted import Contract, Norm
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract

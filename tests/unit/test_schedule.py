@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sbf_pruner.training.recipe import OptimizerConfig, Recipe, load_recipe
+from sbf_pruner.training.recipe import Recipe, load_recipe
 from sbf_pruner.training.schedule import (
     Phase,
     batch_size,
@@ -17,6 +17,7 @@ from sbf_pruner.training.schedule import (
     phases,
     total_epochs,
 )
+from sbf_pruner.training.sections import OptimizerConfig
 
 
 def recipe(*overrides: str) -> Recipe:

@@ -11,7 +11,8 @@ from torch import nn
 
 from sbf_pruner.errors import PruningError, TraceError
 from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.trace import STALE, record
+from sbf_pruner.graph.records import STALE
+from sbf_pruner.graph.trace import record
 from zoo import REFUSED, ZOO
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask, shrink
 from ..graph.nodes import Elementwise
-from ..graph.trace import Value
+from ..graph.records import Value
 
 Groups = Sequence[Sequence[str]]
 

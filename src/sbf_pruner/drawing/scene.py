@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graph.nodes import Contract, Elementwise, Map, Node, Norm, Opaque
+from ..graph.nodes import Elementwise, Map, Node, Opaque
+from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY
-from ..graph.trace import Value
+from ..graph.weighted import Contract, Norm
 from ..overview import Inspection, some
 
 LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"

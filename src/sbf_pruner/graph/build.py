@@ -19,10 +19,13 @@ from torch.nn.modules.conv import _ConvNd
 from ..errors import PruningError, nearest
 from ..inputs import uncollected
 from ..layers import GatePlace
+from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
 from .edges import LAYERS, Wiring, owner
-from .nodes import Boundary, Contract, Elementwise, Map, Node, Norm
-from .trace import Value, record
+from .nodes import Elementwise, Map, Node
+from .records import Value
+from .trace import record
+from .weighted import Contract, Norm
 
 
 @uncollected()

@@ -13,9 +13,11 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import PlanError
+from .boundary import Boundary
 from .masks import Flow, Grids, Mask, level, some, whole_groups
-from .nodes import Boundary, Contract, Node
-from .trace import Call, Trace, Value
+from .nodes import Node
+from .records import Call, Trace, Value
+from .weighted import Contract
 
 
 @dataclass(frozen=True)

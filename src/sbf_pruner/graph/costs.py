@@ -15,8 +15,8 @@ from .channels import ChannelGraph
 from .edges import owner
 from .layout import solve, vanished
 from .masks import Flow, Layout, Mask
-from .nodes import Contract
-from .trace import Value
+from .records import Value
+from .weighted import Contract
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..layers import Adapted, Remap, Zeros
+from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, shrink
-from .nodes import Boundary, Contract, Node, Norm, Opaque, Source
+from .nodes import Node, Opaque, Source
+from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
-from .trace import REMAP, ZEROS, Call, Op, Trace, Value
+from .weighted import Contract, Norm
 
 LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
 _PRODUCTS = {"aten.mm", "aten.addmm"}

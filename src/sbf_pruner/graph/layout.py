@@ -12,10 +12,11 @@ from collections.abc import Collection
 
 import numpy as np
 
+from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Flow, Layout
-from .nodes import Boundary, Node
-from .trace import ZEROS, Call, Value
+from .nodes import Node
+from .records import ZEROS, Call, Value
 
 
 def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .trace import Value
+from .records import Value
 
 Mask = NDArray[np.bool_]
 Grid = tuple[int, ...]

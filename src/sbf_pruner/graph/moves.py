@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .masks import Grid, Grids
 from .nodes import Map, Node, Opaque, Source, Sum
-from .trace import Op, Value
+from .records import Op, Value
 
 _RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
 

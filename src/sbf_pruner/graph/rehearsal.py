@@ -17,8 +17,9 @@ from torch import nn
 from .channels import ChannelGraph
 from .masks import Grids, Layout
 from .nodes import Elementwise, Map, Node
+from .records import REMAP, ZEROS, Op, Value
 from .rules import build_node
-from .trace import REMAP, ZEROS, Op, Value, ops_again
+from .trace import ops_again
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Mask
-from .nodes import Boundary, Contract, Elementwise, Map, Node, Norm
-from .trace import Value
+from .nodes import Elementwise, Map, Node
+from .records import Value
+from .weighted import Contract, Norm
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
 _MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}

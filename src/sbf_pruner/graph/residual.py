@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .boundary import Boundary
 from .channels import ChannelGraph
-from .nodes import Boundary, Contract, Elementwise, Node, Norm
-from .trace import Op, Value
+from .nodes import Elementwise, Node
+from .records import Op, Value
+from .weighted import Contract, Norm
 
 ADDITIONS = ("aten.add", "aten.add_")
 

@@ -15,8 +15,9 @@ import numpy as np
 from ..errors import PruningError, nearest
 from .masks import Grid, Grids
 from .moves import joined, moved, padded, pooled, reduced
-from .nodes import Across, Contract, Elementwise, Node, Norm, Opaque, Source
-from .trace import STALE, Op, Value
+from .nodes import Across, Elementwise, Node, Opaque, Source
+from .records import STALE, Op, Value
+from .weighted import Contract, Norm
 
 Rule = Callable[[Op, Grids], Node]
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from .boundary import Boundary
 from .channels import ChannelGraph, Layer
 from .masks import Flow, Mask, shrink, whole_groups
-from .nodes import Boundary, Contract, Elementwise, Node, Norm
-from .trace import Value
+from .nodes import Elementwise, Node
+from .records import Value
+from .weighted import Contract, Norm
 
 
 @dataclass(frozen=True)

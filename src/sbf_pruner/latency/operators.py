@@ -13,11 +13,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..graph.boundary import Boundary
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid
 from ..graph.edges import owner
-from ..graph.nodes import Boundary, Contract, Elementwise, Map, Node, Norm
-from ..graph.trace import Value
+from ..graph.nodes import Elementwise, Map, Node
+from ..graph.records import Value
+from ..graph.weighted import Contract, Norm
 from .shapes import Site
 
 FREE = ("aten.view", "aten._unsafe_view", "aten.t", "aten.detach", "aten.alias", "aten.expand", "aten.slice")

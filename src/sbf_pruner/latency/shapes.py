@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..graph.nodes import Contract
+from ..graph.weighted import Contract
 
 Sizes = tuple[int, ...]
 WIDE = 64  # from here on widths are measured sparsely

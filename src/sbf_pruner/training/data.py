@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from .recipe import DataConfig
+from .sections import DataConfig
 from .sources import read_arrays
 
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..pruner import Pruner
 from .average import Average
 from .data import Batches
-from .recipe import OptimizerConfig
+from .sections import OptimizerConfig
 from .teacher import Teacher
 
 Batch = tuple[Tensor, Tensor]

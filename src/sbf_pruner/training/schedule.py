@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .recipe import OptimizerConfig, Recipe
+from .recipe import Recipe
+from .sections import OptimizerConfig
 
 Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
 

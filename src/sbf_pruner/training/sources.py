@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
 from .cifar import load_cifar10
-from .recipe import DataConfig
+from .sections import DataConfig
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
 Source = Callable[[DataConfig, int, int], Arrays]

@@ -1,155 +1,13 @@
-"""Records and summaries as text: progress while a run goes on, tables when it has ended.
-
-Plain dictionaries enter; lines leave.  A terminal with rich installed gets a progress bar, everything else
-one plain line per epoch.  Progress goes to stderr, so that stdout holds results alone.
-"""
+"""Results as text: plain dictionaries enter, lines leave."""
 
 from __future__ import annotations
 
 import importlib
 import io
-import logging
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .errors import PruningError
-from .overview import some
-
-Record = dict[str, Any]
-
-
-@contextmanager
-def progress(
-    total: int, *, quiet: bool = False, stream: TextIO | None = None
-) -> Iterator[Callable[[Record], None]]:
-    """A function to call with the record of every epoch."""
-    stream = stream or sys.stderr
-    if quiet:
-        yield lambda record: None
-        return
-    rich = _rich() if stream.isatty() else None
-    if rich is None:
-        yield _Lines(stream)
-        return
-    columns = (
-        "[bold]{task.description}",
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        "{task.fields[facts]}",
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=importlib.import_module("rich.console").Console(file=stream)) as bar:
-        task = bar.add_task("starting", total=total, facts="")
-
-        def show(record: Record) -> None:
-            bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
-
-        yield show
-
-
-@contextmanager
-def told(logger: str, *, quiet: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """While entered, what a part of the package logs is said on stderr, a line each."""
-    held, handler = logging.getLogger(logger), logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(logging.Formatter("sbf: %(message)s"))
-    before = held.level
-    try:
-        if not quiet:
-            held.addHandler(handler)
-            held.setLevel(logging.INFO)
-        yield
-    finally:
-        held.removeHandler(handler)
-        held.setLevel(before)
-
-
-@contextmanager
-def watched(
-    report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
-) -> Iterator[Callable[[Record], None]]:
-    """`report`, and beside it what else was asked for: a page in the browser, TensorBoard's files."""
-    reports = [report]
-    with ExitStack() as stack:
-        if tensorboard:
-            from .report.tensorboard import tensorboard_log
-
-            reports.append(stack.enter_context(tensorboard_log(folder)))
-        if live is not None:
-            from .report.live import PORT, live_view
-
-            if live and not live.isdigit():
-                raise PruningError(f"--live {live!r}: a port is a number from 1 to 65535")
-            address = stack.enter_context(live_view(folder, int(live or PORT), fresh=fresh))
-            print(f"sbf: live at {address}", file=sys.stderr, flush=True)
-
-        def tell(record: Record) -> None:
-            for each in reports:
-                each(record)
-
-        yield tell
-
-
-@contextmanager
-def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """A function to call as bytes arrive: with what is being done, the bytes done, and all bytes (0: unknown)."""
-    stream = stream or sys.stderr
-    rich = _rich() if stream.isatty() and not quiet else None
-    if quiet:
-        yield lambda what, done, total: None
-    elif rich is None:
-        yield _Tenths(stream)
-    else:
-        columns = ("[bold]{task.description}", rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn())
-        with rich.Progress(*columns, console=importlib.import_module("rich.console").Console(file=stream)) as bar:
-            tasks: dict[str, Any] = {}
-
-            def show(what: str, done: int, total: int) -> None:
-                if not total:
-                    bar.console.print(what, highlight=False, soft_wrap=True, markup=False)
-                    return
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what.partition(" ")[0], total=total)
-                bar.update(tasks[what], completed=done)
-
-            yield show
-
-
-class _Tenths:
-    """One plain line for each thing that is done, and one for every tenth of a transfer."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.told: tuple[str, int] = "", 0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 0
-        if (what, tenth) != self.told:
-            self.told = what, tenth
-            of = f": {done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else ""
-            print(what + of, file=self.stream, flush=True)
-
-
-class _Lines:
-    """One plain line per epoch."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.began = time.perf_counter()
-        self.before: int | None = None
-
-    def __call__(self, record: Record) -> None:
-        if self.before is None:
-            self.before = record["done"] - 1
-            self.began -= record["seconds"]
-        done, total = record["done"], record["total"]
-        left = (time.perf_counter() - self.began) / (done - self.before) * (total - done)
-        width = len(str(total))
-        where = f"[{done:>{width}}/{total}] {_stage(record)}"
-        print(f"{where:<32} {_facts(record)}  {_clock(left)} left", file=self.stream, flush=True)
+from ..overview import some
 
 
 def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
@@ -157,7 +15,7 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
     change = "" if dense["accuracy"] is None else f"{pruned['accuracy'] - dense['accuracy']:+.2f}"
-    rows.append(["accuracy", _percent(dense["accuracy"]), _percent(pruned["accuracy"]), change])
+    rows.append(["accuracy", percent(dense["accuracy"]), percent(pruned["accuracy"]), change])
     for key, label in (("params", "parameters"), ("macs", "MACs")):
         rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
     times = [part["latency_ms"] for part in (dense, pruned)]
@@ -321,7 +179,7 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
         "dense control": result["dense"]["control_accuracy"],
         "the run's own, fine-tuned": result["own"]["finetuned_accuracy"],
     }
-    known = [f"{what}: {_percent(accuracy)}" for what, accuracy in trained.items() if accuracy is not None]
+    known = [f"{what}: {percent(accuracy)}" for what, accuracy in trained.items() if accuracy is not None]
     lines += ["; ".join(known)] if known else []
     lines.append(
         f"accuracy on {result['judged_images']:,} {result['judged_on']} images; batch-norm statistics from "
@@ -337,7 +195,7 @@ def _left(target: str, point: Mapping[str, Any] | None) -> list[str]:
         return [target, *"-----", "-", "cannot be reached"]
     left = {key: f"{100 * part:.1f} %" for key, part in point["left"].items()}
     sizes = [f"{point['macs']:,}", left["macs"], f"{point['params']:,}", left["params"], f"{point['size']:,} B"]
-    return [target, *sizes, f"{point['filters']:,}", _percent(point["accuracy"])]
+    return [target, *sizes, f"{point['filters']:,}", percent(point["accuracy"])]
 
 
 def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
@@ -378,34 +236,10 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     ]
 
 
-def _stage(record: Record) -> str:
-    cycle = f" {record['cycle']}" if record["cycle"] else ""
-    return f"{record['phase']}{cycle}, epoch {record['epoch']}/{record['epochs']}"
-
-
-def _facts(record: Record) -> str:
-    held_out = record["validation_accuracy"]
-    accuracy = record["test_accuracy"] if held_out is None else held_out
-    filters = f"{record['filters']}/{record['filters_total']}"
-    return f"loss {record['loss']:.3f}  accuracy {_percent(accuracy)}  filters {filters}"
-
-
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """An accuracy, or a dash where there is none."""
     return "-" if value is None else f"{value:.2f} %"
 
 
 def _change(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %" if before else "-"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _rich() -> Any:
-    try:
-        return importlib.import_module("rich.progress")
-    except ImportError:
-        return None

@@ -1,0 +1,84 @@
+"""What a recording consists of: tensors, calls of modules, operators, and all of them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"  # operators of our own
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor at one moment: an input, a parameter or buffer, a constant, or an operator's result."""
+
+    shape: tuple[int, ...]
+    kind: str  # "input", "state", "constant" or "result"
+    name: str = ""  # of a parameter or buffer: its qualified name
+    data: Tensor | None = field(default=None, repr=False)  # of a parameter, buffer or literal: the real numbers
+    trained: bool = False  # it is a parameter
+    transpose_of: Value | None = None  # the tensor this is the transpose of
+    made_of: tuple[Value, ...] | None = None  # of a result: the parameters and buffers, if of nothing else
+
+    @property
+    def roots(self) -> tuple[Value, ...] | None:
+        """The parameters and buffers it is made of; None if of inputs too."""
+        if self.kind == "state":
+            return (self,)
+        return () if self.kind == "constant" else self.made_of
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one module: what went in and came out, and the range of operators it ran."""
+
+    module: str
+    inputs: tuple[Value, ...]
+    first: int
+    parent: Call | None
+    outputs: tuple[Value, ...] = ()
+    last: int = -1
+
+    def within(self, module: str) -> Call | None:
+        """The call of `module` that this call is part of (or is itself)."""
+        at: Call | None = self
+        while at is not None and at.module != module:
+            at = at.parent
+        return at
+
+
+@dataclass(eq=False)
+class Op:
+    """One operator that ran; `args` and `kwargs` are its own, with a `Value` in place of each tensor."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+    call: Call | None
+    where: str  # file:line in the user's code
+    overload: Any = None
+    mutates: bool = False
+    position: int = -1  # in the recording
+
+    def number(self, position: int, name: str, default: float | None) -> float | None:
+        """A number among the arguments; nan where a tensor stands in its place."""
+        given = self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+        return given if given is None or isinstance(given, (int, float)) else float("nan")
+
+
+@dataclass(eq=False)
+class Trace:
+    """Everything one forward pass did."""
+
+    ops: list[Op]
+    inputs: list[Value]
+    outputs: list[Value]
+    calls: dict[str, list[Call]]  # by module
+    states: dict[str, Value]  # parameters and buffers that were used, by qualified name
+    literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
+    training: tuple[str, ...] = ()  # the modules that ran in training mode
+    on_meta: bool = True  # it ran without numbers

@@ -1,0 +1,154 @@
+"""Operators with weights: convolutions and matrix products, which end channels and begin others, and norms.
+
+How each of them lets liveness through, what it needs, and which layouts it can run in; see `nodes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some, whole_groups
+from .nodes import Node
+from .records import Value
+
+
+def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None:
+    """Weights that depend on the input are needed as any other tensor is."""
+    for value in weights:
+        if value is not None and value.roots is None:
+            flow.need(value, np.ones(grids[value], bool), grids[value])
+
+
+@dataclass
+class Contract(Node):
+    """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
+
+    x: Value = field(kw_only=True)
+    weight: Value = field(kw_only=True)  # as stored, also where the operator got it transposed
+    bias: Value | None = field(kw_only=True)
+    out_axis: int = field(kw_only=True)  # of the stored weight
+    in_axis: int = field(kw_only=True)
+    groups: int = field(default=1, kw_only=True)
+    revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
+    idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
+    layer: str = field(default="", kw_only=True)  # what the graph calls the layer that runs here
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    @property
+    def filters(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def stored(self) -> bool:
+        """Is the weight a parameter itself?  Else it is computed, from parameters or even from the input."""
+        return self.weight.kind == "state"
+
+    @property
+    def transposed(self) -> bool:
+        return self.op.name == "aten.convolution" and bool(self.op.args[6])
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.groups == self.x.shape[1]
+
+    def grouped(self, mask: Mask) -> Mask:
+        """A mask over channels as one row per group."""
+        return mask.reshape(self.groups, -1)
+
+    def live(self, flow: Flow) -> Mask:
+        """Which filters have any live input."""
+        alive = shrink(flow.alive[self.x], self._line(self.x)).reshape(-1)
+        return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
+
+    def fed(self, flow: Flow) -> Mask:
+        """Which filters have not lost their input (what had none from the start is the user's own constant)."""
+        live = self.live(flow)
+        return live if self.idle is None else live | self.idle
+
+    def _line(self, value: Value) -> Grid:
+        return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
+
+    def push(self, flow: Flow) -> None:
+        alive = self.live(flow) if self.bias is None else self.fed(flow)
+        if self.revives:
+            alive = np.ones(self.filters, bool)
+        flow.alive[self.out] = alive.reshape(self._line(self.out))
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is None:
+            return
+        rows = np.repeat(self.grouped(wanted.reshape(-1)).any(1), self.x.shape[1] // self.groups)
+        flow.need(self.x, rows.reshape(self._line(self.x)), self.grids[self.x])
+        _need_all(flow, [self.weight, self.bias], self.grids)
+
+    def tie(self, layout: Layout) -> None:
+        sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
+        if not self.stored:
+            # A computed weight is sliced by slicing what it is made of: by filters, never by inputs, because
+            # those are what a filter is normalised over.
+            sides = sides[:1] if self.weight.roots and self.weight.shape[self.out_axis] == self.filters else []
+            layout.fill_other(self.weight, self.out_axis)
+            if not sides:
+                for value in (self.weight, self.x, self.out):
+                    layout.fill(value)
+        layout.fill_other(self.x, 1)
+        if self.groups > 1:
+            self._tie_groups(layout)
+        elif not self.stored:
+            layout.fill(self.x)
+        if self.bias is not None:
+            layout.tie([(self.bias, 0), (self.out, 1)])
+        # With groups the stored weight has no axis of all inputs; surgery slices it group by group.
+        for axis, value in sides:
+            if self.weight.shape[axis] == value.shape[1]:
+                layout.tie([(self.weight, axis), (value, 1)])
+
+    def _tie_groups(self, layout: Layout) -> None:
+        """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
+        sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
+        there = some(sides[0], 1) | some(sides[1], 1)
+        if not self.stored:
+            sides[0] = sides[0] | there[:, None]
+        for value, rows in zip((self.x, self.out), sides, strict=True):
+            layout.add(value, 1, level(rows, there).reshape(-1))
+
+
+@dataclass
+class Norm(Node):
+    """Normalisation: every channel by its own statistics or its group's, with a scale and shift of its own."""
+
+    x: Value = field(kw_only=True)
+    states: tuple[Value, ...] = field(kw_only=True)
+    per_group: int = field(default=1, kw_only=True)  # channels that share statistics
+    revives: bool = field(default=True, kw_only=True)  # no gate stands here: a zero comes back as a constant
+    idle: Mask | None = field(default=None, kw_only=True)  # zero in the user's own network, a constant after
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def push(self, flow: Flow) -> None:
+        for value in self.outputs:
+            flow.alive[value] = np.ones(self.grids[value], bool)
+        if not self.revives:
+            alive = shrink(flow.alive[self.x], self.grids[self.out])
+            flow.alive[self.out] = alive if self.idle is None else alive | self.idle
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            flow.need(self.x, whole_groups(wanted, self.per_group), self.grids[self.x])
+            _need_all(flow, self.states, self.grids)
+
+    def tie(self, layout: Layout) -> None:
+        layout.fill_other(self.x, 1)
+        if self.per_group > 1:
+            layout.add(self.x, 1, whole_groups(layout.line(self.x, 1), self.per_group))
+        layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])

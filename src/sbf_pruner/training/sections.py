@@ -1,0 +1,265 @@
+"""The sections of a recipe: every setting with its default (the paper's), its limits and its one description.
+
+Nothing enters; frozen dataclasses leave, which check what they are given.  `recipe` puts them together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RecipeError
+from .settings import Section, about
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The network a run starts from."""
+
+    name: str = field(
+        metadata=about('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
+    )
+    num_classes: int = field(default=10, metadata=about("number of classes", least=1))
+    in_channels: int = field(default=3, metadata=about("channels of the images", least=1))
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata=about("further keyword arguments for the network's builder")
+    )
+    weights: str = field(
+        default="", metadata=about("a .safetensors or .pt file of weights to start from; empty: from scratch")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("num_classes", "in_channels"):
+            if key in self.options:
+                raise RecipeError(f"options.{key}: set {key} itself, not among the options")
+        if self.weights and not self.weights.endswith((".safetensors", ".pt")):
+            raise RecipeError(f"weights: {self.weights!r} ends in neither .safetensors nor .pt")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """The images a run learns from and is judged on."""
+
+    name: str = field(metadata=about("a data set: digits, cifar10, synthetic, npz, folder"))
+    path: str = field(default="", metadata=about("the file or folder that npz, folder and cifar10 read"))
+    validation: float = field(
+        default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
+    )
+    batch_size: int = field(default=256, metadata=about("images per step", least=1))
+    crop: int = field(default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0))
+    flip: bool = field(default=False, metadata=about("mirror half of the training images"))
+    image_size: int = field(
+        default=0,
+        metadata=about("side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0),
+    )
+    channels: int = field(
+        default=3,
+        metadata=about("channels that synthetic makes and folder reads (1: grey, 3: colour)", least=1),
+    )
+    samples: int = field(default=2048, metadata=about("training images that synthetic makes", least=1))
+
+
+@dataclass(frozen=True)
+class PhasesConfig(Section):
+    """How many epochs each phase lasts."""
+
+    warmup: int = field(default=50, metadata=about("epochs of dense training before any pruning", least=0))
+    cycles: int = field(default=10, metadata=about("times that scores and weights take turns", least=0))
+    score: int = field(default=3, metadata=about("epochs of scores in each cycle", least=0))
+    weights: int = field(default=6, metadata=about("epochs of gated weights in each cycle", least=0))
+    finetune: int = field(default=300, metadata=about("epochs of the small network after removal", least=0))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """How one phase trains the weights."""
+
+    optimizer: str = field(default="sgd", metadata=about("the optimiser", choices=("sgd", "adam")))
+    lr: float = field(default=0.1, metadata=about("learning rate at the start of the phase", above=0))
+    momentum: float = field(default=0.9, metadata=about("momentum of sgd", least=0, below=1))
+    nesterov: bool = field(default=False, metadata=about("Nesterov's form of momentum"))
+    weight_decay: float = field(default=5e-4, metadata=about("weight decay", least=0))
+    decay_all: bool = field(
+        default=True, metadata=about("weight decay on biases and on the norms' scales and shifts too")
+    )
+    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    schedule: str = field(
+        default="cosine",
+        metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
+    )
+    ramp: int = field(
+        default=0, metadata=about("epochs at the start in which the learning rate rises from near 0", least=0)
+    )
+    milestones: tuple[float, ...] = field(
+        default=(0.5, 0.75), metadata=about("where step multiplies by gamma, as fractions of the phase")
+    )
+    gamma: float = field(default=0.1, metadata=about("factor at each milestone of step", above=0, most=1))
+    label_smoothing: float = field(
+        default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
+    )
+    ema: float = field(
+        default=0.0,
+        metadata=about(
+            "decay per step of a running average of the network, which is what is judged and what the phase "
+            "leaves; 0: none",
+            least=0,
+            below=1,
+        ),
+    )
+    recalibrate: int = field(
+        default=0,
+        metadata=about("batches from which batch-norm statistics are taken anew as the phase ends", least=0),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = (0.0, *self.milestones, 1.0)
+        if any(left >= right for left, right in itertools.pairwise(bounds)):
+            raise RecipeError(f"milestones: must rise between 0 and 1, got {list(self.milestones)}")
+        if self.nesterov and self.momentum == 0:
+            raise RecipeError("nesterov: needs a momentum above 0")
+
+
+def adam() -> OptimizerConfig:
+    """What the paper trains gated weights with."""
+    return OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, schedule="constant")
+
+
+@dataclass(frozen=True)
+class ScoresConfig(Section):
+    """How filters earn their scores."""
+
+    projection: str = field(
+        default="factored",
+        metadata=about(
+            "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
+            "sees no weights",
+            choices=("factored", "literal", "free"),
+        ),
+    )
+    lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
+    eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
+    leak: float = field(default=0.1, metadata=about("slope of the leaky exponential above 0", least=0))
+    penalty: float = field(default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", least=0))
+    balance: str = field(
+        default="area",
+        metadata=about(
+            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits",
+            choices=("area", "side", "none", "cost"),
+        ),
+    )
+    threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
+    speed: float = field(
+        default=0.0,
+        metadata=about(
+            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
+            "or, with budget.steer, as far as it takes",
+            least=0,
+        ),
+    )
+    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    activation: str = field(
+        default="leaky_exponential",
+        metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+    )
+    blocks: bool = field(
+        default=False,
+        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+    )
+    freeze_norms: bool = field(
+        default=True, metadata=about("leave batch norms at their running statistics in score phases")
+    )
+    joint: bool = field(
+        default=False,
+        metadata=about(
+            "train scores and weights in the same steps of one phase per cycle, as long as both together, with "
+            "the settings of weights and norms as in training; to compare with taking turns"
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class BudgetConfig(Section):
+    """What may be left of the network: up to 1 a part of it, above 1 a number; with all at 1 the scores decide."""
+
+    params: float = field(default=1.0, metadata=about("parameters to keep at most, 0.4 or 350e3", above=0))
+    macs: float = field(default=1.0, metadata=about("MACs to keep at most, 0.5 or 60e6", above=0))
+    size: float = field(
+        default=1.0, metadata=about("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
+    )
+    latency: float = field(
+        default=1.0,
+        metadata=about("time of a pass to keep at most, 0.6 of it or 5000 microseconds", above=0),
+    )
+    settled: int = field(
+        default=2,
+        metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
+    )
+    steer: bool = field(
+        default=False,
+        metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
+    )
+
+
+@dataclass(frozen=True)
+class GuardsConfig(Section):
+    """What no score may take away."""
+
+    min_filters: int = field(default=0, metadata=about("filters that every layer keeps at least", least=0))
+    max_removed: float = field(
+        default=1.0, metadata=about("part of a layer's filters that may go at most", least=0, most=1)
+    )
+    round_to: int = field(default=1, metadata=about("layers keep a multiple of this, or all they have", least=1))
+    ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
+    couple: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            'name patterns of layers that keep the same filters; "streams": all that are added up; "blocks": '
+            "residual branches stay or go as a whole"
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class LatencyConfig(Section):
+    """Whose time budget.latency means."""
+
+    runtime: str = field(
+        default="onnxruntime",
+        metadata=about("what runs the network: ONNX Runtime, or torch itself", choices=("onnxruntime", "torch")),
+    )
+    batch: int = field(default=64, metadata=about("samples in a pass", least=1))
+    threads: int = field(default=0, metadata=about("threads of a pass; 0: as torch chooses", least=0))
+    way: str = field(
+        default="auto",
+        metadata=about(
+            "what goes: single filters, the same ones of all layers that are added up, or whole residual branches; "
+            "auto: what keeps the most MACs in the time asked for",
+            choices=("auto", "filters", "streams", "blocks"),
+        ),
+    )
+    table: str = field(
+        default="", metadata=about("a file of `sbf latency`, from another machine say; empty: measured here")
+    )
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    """What the network learns from its own dense stage, besides the labels."""
+
+    alpha: float = field(
+        default=0.0,
+        metadata=about(
+            "part of the loss that compares with the dense network as the warm-up left it; 0: none", least=0, most=1
+        ),
+    )
+    temperature: float = field(default=4.0, metadata=about("divides both networks' logits", above=0))
+    during: str = field(
+        default="finetune",
+        metadata=about(
+            "fine-tuning alone, the gated weight phases too, or the whole cycles with their score phases",
+            choices=("finetune", "weights", "cycles"),
+        ),
+    )
