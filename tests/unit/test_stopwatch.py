@@ -123,6 +123,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(calibration, "time_layers", layers)
     monkeypatch.setattr(calibration, "Timer", Timer)
     monkeypatch.setattr(source, "calibrate", calibrated)
+    monkeypatch.setattr(source, "load", lambda: 0.0)
     return counted
 
 

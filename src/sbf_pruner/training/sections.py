@@ -231,7 +231,7 @@ class LatencyConfig(Section):
         metadata=about("what runs the network: ONNX Runtime, or torch itself", choices=("onnxruntime", "torch")),
     )
     batch: int = field(default=64, metadata=about("samples in a pass", least=1))
-    threads: int = field(default=0, metadata=about("threads of a pass; 0: as torch chooses", least=0))
+    threads: int = field(default=0, metadata=about("threads of a pass; 0: as many as the run itself has", least=0))
     way: str = field(
         default="auto",
         metadata=about(
