@@ -89,7 +89,7 @@ def to_target(model: LatencyModel, pairs: Pairs, share: float, args: argparse.Na
 def at_half_the_macs(graph: ChannelGraph, model: LatencyModel, pairs: Pairs, args: argparse.Namespace) -> list[Any]:
     """What equal MACs are worth in time, by the way they are taken."""
     found = []
-    cases = [(way, 1) for way in WAYS] + [("filters", 8)]
+    cases = [*((way, 1) for way in WAYS), ("filters", 8), ("streams", 8)]
     for way, unit in cases:
         guards = guarded(graph, Guards(round_to=unit), way)
         assert guards is not None

@@ -8,7 +8,6 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -21,10 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
 from .budget.aim import Aim, Clock
-from .budget.guards import Couple, Guards, coupled, whole_branches
+from .budget.guards import Couple, Guards, with_coupled
 from .budget.landing import Landing
 from .budget.steering import Steering
-from .budget.streams import links
 from .budget.targets import Budget
 from .errors import PruningError, nearest
 from .graph.build import trace
@@ -104,11 +102,7 @@ class Pruner:
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
         clock = bound(clock, self.graph)
-        groups, whole = coupled(self.graph, couple), whole_branches(self.graph, couple)
-        guards = dataclasses.replace(
-            guards or Guards(), groups=groups, links=links(self.graph, groups), branches=whole
-        )
-        self.aim = Aim(self.graph, budget, guards, clock)
+        self.aim = Aim(self.graph, budget, with_coupled(guards or Guards(), self.graph, couple), clock)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)

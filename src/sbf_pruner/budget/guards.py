@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Literal, get_args
 
@@ -22,7 +22,7 @@ from ..graph.masks import Mask
 from ..graph.relations import ADD, Relations
 from ..graph.residual import residual_blocks
 from .landing import Masks
-from .streams import Link
+from .streams import Link, links
 
 WITHIN = 1e-6  # of the difference of scores is left between the filters of one branch
 Couple = Literal["none", "streams", "blocks"]
@@ -106,6 +106,12 @@ class Guards:
         filled = mask.copy()
         filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[: wanted - count]] = True
         return filled
+
+
+def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Guards:
+    """The guards with the layers that are to keep or lose filters together."""
+    groups, branches = coupled(graph, couple), whole_branches(graph, couple)
+    return replace(guards, groups=groups, links=links(graph, groups), branches=branches)
 
 
 def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,6 @@ come to what is asked for is not chosen, and the choice follows from the clock a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..budget.aim import Aim
-from ..budget.guards import Couple, Guards, coupled, whole_branches
+from ..budget.guards import Couple, Guards, with_coupled
 from ..budget.landing import Masks, Values
-from ..budget.streams import links
 from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
@@ -52,14 +50,11 @@ class Chosen:
 
 def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
     """The guards of a way; None where the network has nothing that it could couple."""
-    couple = WAYS[way]
     try:
-        groups, branches = coupled(graph, couple), whole_branches(graph, couple)
+        found = with_coupled(guards, graph, WAYS[way])
     except PruningError:
         return None
-    if way != "filters" and not groups and not branches:
-        return None
-    return dataclasses.replace(guards, groups=groups, links=links(graph, groups), branches=branches)
+    return found if way == "filters" or found.groups or found.branches else None
 
 
 def choose_way(graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards) -> Chosen:
