@@ -72,3 +72,19 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
             f"for just that, seed by seed, {accuracy_of(beside)}.",
         ]
     return "\n".join([*lines, "", machines(result)])
+
+
+def cifar10_latency(result: dict[str, Any] | None) -> str:
+    """A time asked for beside single filters that are foretold to take as long."""
+    if not result or not result["runs"]:
+        return NONE
+    lines = ["| time asked for | what goes | MACs left | accuracy |", "|---|---|---|---|"]
+    for share in ("0.6", "0.4"):
+        for name, said in (
+            (f"latency-{share}", "as the clock chose"),
+            (f"macs-as-latency-{share}", "single filters"),
+        ):
+            if group := [run for run in result["runs"] if run["recipe"]["name"] == name]:
+                left = statistics.fmean(100 - run["left"]["macs_removed"] for run in group)
+                lines.append(f"| {share} | {said} | {left:.1f} % | {accuracy_of(group)} |")
+    return "\n".join([*lines, "", machines(result)])
