@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbf_pruner.errors import RecipeError
+from sbf_pruner.errors import PruningError, RecipeError
 from sbf_pruner.training.recipe import Recipe, bundled_recipes, load_recipe, settings
 from sbf_pruner.training.schedule import phases, total_epochs
 from sbf_pruner.training.sections import DataConfig, ModelConfig, OptimizerConfig, PhasesConfig, ScoresConfig
@@ -279,3 +279,11 @@ def test_any_recipe_survives_toml(recipe: Recipe) -> None:
     table = tomllib.loads(recipe.to_toml())
     assert table == recipe.to_dict()
     assert Recipe.from_dict(table) == recipe
+
+
+def test_targets_are_written_with_units_or_without():
+    written = load_recipe("digits", ['budget.size="1MB"', "budget.latency=5ms", "budget.macs=50%"])
+    assert (written.budget.size, written.budget.latency, written.budget.macs) == (1e6, 5000.0, 0.5)
+    assert Recipe.from_dict(tomllib.loads(written.to_toml())) == written
+    with pytest.raises(PruningError, match=r"target 'size=much': write a part such as size=0.5"):
+        load_recipe("digits", ["budget.size=much"])

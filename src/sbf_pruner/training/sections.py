@@ -6,9 +6,10 @@ Nothing enters; frozen dataclasses leave, which check what they are given.  `rec
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..budget.targets import Budget
 from ..errors import RecipeError
 from .settings import Section, about
 
@@ -182,7 +183,13 @@ class ScoresConfig(Section):
 
 @dataclass(frozen=True)
 class BudgetConfig(Section):
-    """What may be left of the network: up to 1 a part of it, above 1 a number; with all at 1 the scores decide."""
+    """What may be left of the network: up to 1 a part of it, above 1 a number, or either as text with its unit.
+
+    With all at 1 the scores decide.
+
+    >>> BudgetConfig(size="1MB", latency="5ms")
+    BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2, steer=False)
+    """
 
     params: float = field(default=1.0, metadata=about("parameters to keep at most, 0.4 or 350e3", above=0))
     macs: float = field(default=1.0, metadata=about("MACs to keep at most, 0.5 or 60e6", above=0))
@@ -201,6 +208,12 @@ class BudgetConfig(Section):
         default=False,
         metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
     )
+
+    def __post_init__(self) -> None:
+        for key in (each.name for each in fields(Budget)):
+            if isinstance(written := getattr(self, key), str):  # as on the command line: "50%", "1MB", "5ms"
+                object.__setattr__(self, key, getattr(Budget.parse([f"{key}={written}"]), key))
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
