@@ -28,7 +28,7 @@ from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract
-from sbf_pruner.terminal import bench_lines
+from sbf_pruner.terminal.lines import bench_lines
 from zoo import ZOO
 
 CPU = torch.device("cpu")

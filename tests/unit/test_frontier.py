@@ -23,7 +23,7 @@ from sbf_pruner.graph.build import trace
 from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract
-from sbf_pruner.terminal import frontier_lines
+from sbf_pruner.terminal.lines import frontier_lines
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.folder import SCORED
 from sbf_pruner.training.sections import DataConfig
