@@ -26,7 +26,7 @@ from sbf_pruner.bench.comparison import bench
 from sbf_pruner.bench.settings import Settings
 from sbf_pruner.bench.subject import Subject
 from sbf_pruner.models import resolve
-from sbf_pruner.terminal import bench_lines
+from sbf_pruner.terminal.lines import bench_lines
 
 PLAN = Path(__file__).parent / "plans" / "cifar10-resnet56-best-medium-seed0.json"
 RUNTIMES = ("eager", "compile", "onnxruntime")
