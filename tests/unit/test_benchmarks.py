@@ -31,6 +31,18 @@ def test_a_benchmark_runs_on_the_cpu(script: str) -> None:
     assert "speedup" in done.stdout or "speed-up" in done.stdout
 
 
+def test_every_benchmark_finds_what_it_imports() -> None:
+    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    names.remove("kernels")  # it needs Triton
+    lines = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
+    paths = [str(ROOT / "benchmarks"), str(Path(sbf_pruner.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_written_out_resnet50_has_torchvisions_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from resnet50 import ResNet50
