@@ -7,10 +7,12 @@ and the threshold a filter must reach to stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 
 import numpy as np
 
+from ..budget.targets import Budget
 from .chart import Figure, Table, tick, way
 from .data import SCORED, Run
 
@@ -49,8 +51,8 @@ def scores(run: Run) -> Figure:
         f"left; below {tick(threshold)} (the dotted line) a filter is closed"
     )
     budget = run.recipe.get("budget", {})
-    asked = any(budget.get(name, 1) != 1 for name in ("params", "macs", "size"))
-    said += ", unless the size that was asked for puts the cut elsewhere." if asked else "."
+    asked = any(budget.get(target.name, 1) != 1 for target in fields(Budget))
+    said += ", unless the size or time that was asked for puts the cut elsewhere." if asked else "."
     if missed:
         said += f" The first {missed} epochs were run by an older version, which did not store them."
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
