@@ -63,15 +63,14 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
                 landed = f"{min(left):.2f} to {max(left):.2f} %"
                 lines.append(f"| {title} | {100 * share:g} % of the {said} | {landed} | {len(left)} |")
     for name in ("fixed-lambda", "fixed-lambda-fast"):
-        fixed, beside = (
-            [r for r in result["runs"] if r["recipe"]["name"] == one] for one in (name, f"beside-{name}")
-        )
+        fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
             left = ", ".join(f"{100 - run['left']['macs_removed']:.1f}" for run in fixed)
+            rate = fixed[0]["recipe"]["scores"]["lr"]
             lines += [
                 "",
-                f"ResNet-20 beside a fixed lambda (scores at {fixed[0]['recipe']['scores']['lr']:g}), which left {left} % "
-                f"of the MACs with {accuracy_of(fixed)}: asked for just that, seed by seed, {accuracy_of(beside)}.",
+                f"ResNet-20 beside a fixed lambda (scores' learning rate {rate:g}), which left {left} % of the MACs "
+                f"with {accuracy_of(fixed)}: asked for just that, seed by seed, {accuracy_of(beside)}.",
             ]
     return "\n".join([*lines, "", machines(result)])
 
@@ -86,7 +85,11 @@ def cifar10_latency(result: dict[str, Any] | None) -> str:
             (f"latency-{share}", "as the clock chose"),
             (f"macs-as-latency-{share}", "single filters"),
         ):
-            if group := [run for run in result["runs"] if run["recipe"]["name"] == name]:
+            if group := _named(result, name):
                 left = statistics.fmean(100 - run["left"]["macs_removed"] for run in group)
                 lines.append(f"| {share} | {said} | {left:.1f} % | {accuracy_of(group)} |")
     return "\n".join([*lines, "", machines(result)])
+
+
+def _named(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [run for run in result["runs"] if run["recipe"]["name"] == name]
