@@ -69,7 +69,7 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
             rate = fixed[0]["recipe"]["scores"]["lr"]
             lines += [
                 "",
-                f"ResNet-20 beside a fixed lambda (scores' learning rate {rate:g}), which left {left} % of the MACs "
+                f"ResNet-20 beside a fixed lambda (scores' rate {rate:g}), which left {left} % of the MACs "
                 f"with {accuracy_of(fixed)}: asked for just that, seed by seed, {accuracy_of(beside)}.",
             ]
     return "\n".join([*lines, "", machines(result)])
