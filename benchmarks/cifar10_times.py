@@ -39,7 +39,7 @@ def main() -> int:
     clock = read_model(str(CLOCK), trace(network, example))
     held = clock.conditions
     if not same_place(held, here(held.runtime, held.batch, held.threads)):
-        print(f"{CLOCK.name} was measured elsewhere ({held.told()}); make one here with: sbf latency resnet56 --out FILE")
+        print(f"{CLOCK.name} was measured elsewhere ({held.told()}); make one: sbf latency resnet56 --out FILE")
         return 2
     pairs = Pairs(network, example, held)
     found: list[dict[str, Any]] = []
