@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import attached_hooks
-from .gates import Fold, FrozenStatistics, Gates
+from .frozen import FrozenNorm
+from .gates import Fold, Gates
 
 
 class Folded:
@@ -30,11 +31,11 @@ class Folded:
         self._gates = [vector[span] for span in spans]
         self._places = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(vector.device)
         self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
-        self._lifted: list[tuple[dict[Any, Any], int, Any]] = []
+        self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
 
     def __enter__(self) -> Folded:
         for module, table, key, owner in list(attached_hooks(self.model)):
-            if isinstance(owner, FrozenStatistics):
+            if isinstance(owner, FrozenNorm):
                 module.training = False
             elif not (isinstance(owner, Fold) and owner.parameters):
                 continue  # it multiplies a map, and a compiler follows that

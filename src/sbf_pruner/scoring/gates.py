@@ -112,10 +112,3 @@ class Fold(Attached):
         shape = [1] * result.dim()
         shape[self.dim] = -1
         return result * gate.to(result.dtype).view(shape)
-
-
-class FrozenStatistics(Attached):
-    """A hook that keeps batch norms on their running statistics, whatever mode the model is put in."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        module.training = False
