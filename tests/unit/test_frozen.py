@@ -20,19 +20,20 @@ def on_any_device(x: Tensor) -> bool:
     return x.numel() > 0 and torch.is_grad_enabled()
 
 
-def reduced(gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: None, *wanted: bool) -> Any:
+def reduced(gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *wanted: bool) -> Any:
     """`torch.batch_norm_backward_reduce`, which is for CUDA alone, one channel after another."""
-    assert weight is None and wanted == (True, False, False)
-    channels = [(gradient[:, c].double(), x[:, c].double() - mean[c]) for c in range(len(mean))]
-    sums = torch.stack([g.sum() for g, _ in channels]), torch.stack([(g * c).sum() for g, c in channels])
-    return *(total.to(mean.dtype) for total in sums), None, None
+    assert wanted == (False, True, True) and mean.dtype == invstd.dtype
+    channels = [(gradient[:, c].double(), (x[:, c].double() - mean[c]) * invstd[c]) for c in range(len(mean))]
+    sums = torch.stack([(g * n).sum() for g, n in channels]), torch.stack([g.sum() for g, _ in channels])
+    return None, None, *(total.to(weight.dtype) for total in sums)
 
 
-def normed(x: Tensor, weight: None, bias: None, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, bias: None, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
     """`torch.batch_norm_elemt`, which is for CUDA alone, one channel after another."""
-    assert weight is None and bias is None
-    channels = [(x[:, c].to(mean.dtype) - mean[c]) * invstd[c] for c in range(len(mean))]
-    return torch.stack(channels, 1).to(x.dtype)
+    assert bias is None and mean.dtype == invstd.dtype
+    scale = invstd if weight is None else invstd * weight
+    channels = [(x[:, c].to(mean.dtype) - mean[c]) * scale[c] for c in range(len(mean))]
+    return torch.empty_like(x).copy_(torch.stack(channels, 1))
 
 
 @pytest.fixture(params=["operators", "kernels"])
@@ -59,7 +60,8 @@ def gradients(norm: Any, x: Tensor) -> list[Tensor]:
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     output = norm(x)
     random = torch.Generator().manual_seed(2)
-    weights = torch.randn(output.shape, generator=random).bfloat16().to(output.dtype)  # the same in any precision
+    weights = torch.randn(output.shape, generator=random).bfloat16()  # the same in any precision
+    weights = weights.to(output)
     return [output.detach(), *torch.autograd.grad((weights * output).sum(), [x, *norm.parameters()])]
 
 
@@ -95,14 +97,10 @@ def test_the_numerical_gradients_and_the_second_ones_agree(ours: str) -> None:
 def test_only_what_is_wanted_is_computed(ours: str, wanted: str) -> None:
     norm = a_norm(nn.BatchNorm2d).requires_grad_(False)
     x = torch.randn(2, 5, 2, 3, dtype=torch.float64)
-    parts = {"weight": norm.weight, "bias": norm.bias, "x": x}
-    parts[wanted].requires_grad_()
-    expected = torch.autograd.grad(copy.deepcopy(norm).eval()(x).square().sum(), parts[wanted], allow_unused=True)
-    if wanted != "x":  # the copy has parameters of its own
-        twin = copy.deepcopy(norm).eval()
-        expected = torch.autograd.grad(twin(x).square().sum(), getattr(twin, wanted))
-    frozen.freeze(norm)
-    torch.testing.assert_close(torch.autograd.grad(norm(x).square().sum(), parts[wanted]), expected)
+    of = x.requires_grad_() if wanted == "x" else getattr(norm, wanted).requires_grad_()
+    expected = torch.autograd.grad(norm.eval()(x).square().sum(), of)
+    frozen.freeze(norm.train())
+    torch.testing.assert_close(torch.autograd.grad(norm(x).square().sum(), of), expected)
 
 
 def test_half_precision_keeps_the_layout_and_does_not_round_the_factors(ours: str) -> None:
@@ -113,7 +111,7 @@ def test_half_precision_keeps_the_layout_and_does_not_round_the_factors(ours: st
     frozen.freeze(norm)
     found = gradients(norm, x)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
-    assert ours == "kernels" or all(t.is_contiguous(memory_format=torch.channels_last) for t in found[:2])
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in found[:2])
     torch.testing.assert_close(found[1].double(), exact[1], rtol=2**-8, atol=0)  # one rounding, of the result
     torch.testing.assert_close([t.double() for t in found[2:]], exact[2:], rtol=1e-5, atol=1e-5)
 
@@ -135,11 +133,40 @@ def test_norms_with_a_way_of_their_own_keep_it(ours: str) -> None:
     assert other.__dict__["forward"] is mine
 
 
+def test_only_maps_with_their_channels_last_want_it() -> None:
+    cpu, last = torch.zeros(2, 5, 4, 4), torch.zeros(2, 5, 4, 4).to(memory_format=torch.channels_last)
+    deep = torch.zeros(2, 5, 3, 4, 4).to(memory_format=torch.channels_last_3d)
+    assert frozen._channels_last(last) and frozen._channels_last(deep)
+    for other in (cpu, cpu[0, 0], cpu[:, :, ::2], torch.zeros(6, 5), torch.zeros(2, 5, 7)):
+        assert not frozen._channels_last(other)
+    assert not frozen._serves(last)  # a CPU has no kernels that are better
+
+
 def test_a_wrong_shape_is_refused_as_before(ours: str) -> None:
     norm = a_norm(nn.BatchNorm2d)
     frozen.freeze(norm)
     with pytest.raises(ValueError, match="expected 4D input"):
         norm(torch.zeros(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_the_kernels_agree_with_pytorch_on_a_gpu(
+    dtype: torch.dtype, affine: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not last:
+        monkeypatch.setattr(frozen, "_serves", on_any_device)
+    norm = a_norm(nn.BatchNorm2d, torch.float32, affine=affine).cuda()
+    x = torch.randn(16, 5, 9, 9, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+    x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    expected = gradients(copy.deepcopy(norm).eval(), x)
+    frozen.freeze(norm)
+    found = gradients(norm, x)
+    assert torch.equal(found[0], expected[0]) and found[1].stride() == x.stride()
+    torch.testing.assert_close(found[1], expected[1])
+    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-4, atol=1e-4)
 
 
 def a_network() -> nn.Module:

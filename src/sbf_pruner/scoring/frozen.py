@@ -23,8 +23,7 @@ def freeze(norm: _NormBase) -> Callable[[], None]:
     """Keep a norm on its running statistics, whatever mode the model is put in; returns what undoes it."""
     frozen = FrozenNorm(norm)
     handle = norm.register_forward_pre_hook(frozen.hold)
-    plain = type(norm).forward is _BatchNorm.forward and "forward" not in norm.__dict__
-    if plain and norm.running_mean is not None and norm.running_var is not None:
+    if _is_plain(norm):
         norm.__dict__["forward"] = frozen.forward
 
     def thaw() -> None:
@@ -33,6 +32,12 @@ def freeze(norm: _NormBase) -> Callable[[], None]:
             del norm.__dict__["forward"]
 
     return thaw
+
+
+def _is_plain(norm: _NormBase) -> bool:
+    """Whether a norm is what PyTorch makes, with running statistics, and scale and shift or neither."""
+    own = type(norm).forward is not _BatchNorm.forward or "forward" in norm.__dict__
+    return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
 
 class FrozenNorm(Attached):
@@ -57,7 +62,14 @@ class FrozenNorm(Attached):
 
 def _serves(x: Tensor) -> bool:
     """Whether our gradient is wanted, and better than PyTorch's."""
-    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
+    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled() and _channels_last(x)
+
+
+def _channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() not in formats or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=formats[x.dim()])
 
 
 class _Frozen(torch.autograd.Function):
@@ -67,7 +79,7 @@ class _Frozen(torch.autograd.Function):
     ) -> Tensor:
         summed = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if summed else None, weight, mean, var)
-        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
+        ctx.eps = eps
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -80,30 +92,27 @@ class _Frozen(torch.autograd.Function):
         if x is not None:
             if gradient.stride() != x.stride():  # the kernels are slow where the two lie differently
                 gradient = torch.empty_like(x).copy_(gradient)
-            total, product = _sums(gradient, x, mean, deviations)
-            if ctx.needs_input_grad[1]:
-                of_weight = (product * deviations).to(weight.dtype)
-            if ctx.needs_input_grad[2]:
-                of_bias = total.to(ctx.bias_dtype)
+            of_weight, of_bias = _sums(gradient, x, mean, deviations, weight)
         if ctx.needs_input_grad[0]:
-            of_x = _scaled(gradient, deviations if weight is None else deviations * weight)
+            of_x = _scaled(gradient, deviations, weight)
         return of_x, of_weight, of_bias, None, None, None
 
 
-def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
-    """For each channel the sum of the gradient, and of the gradient times the centred input."""
+def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias: for each channel the sum over what was normalised, and over all."""
     if _fast(gradient):
-        sums = torch.batch_norm_backward_reduce(gradient, x, mean, deviations, None, True, False, False)
-        return sums[0], sums[1]
-    places = [0, *range(2, x.dim())]
-    wide = gradient.to(mean.dtype)
-    return wide.sum(places), (wide * (x - _across(mean, x))).sum(places)
+        sums = torch.batch_norm_backward_reduce(gradient, x, mean, deviations, weight, False, True, True)
+        return sums[2], sums[3]
+    places, wide = [0, *range(2, x.dim())], gradient.to(mean.dtype)
+    total, product = wide.sum(places), (wide * (x - _across(mean, x))).sum(places)
+    return (product * deviations).to(weight.dtype), total.to(weight.dtype)
 
 
-def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Each channel times its factor, which is not rounded to the gradient's precision."""
+def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tensor:
+    """The gradient of the input: each channel times its factor, which is not rounded first."""
     if _fast(gradient):
-        return torch.batch_norm_elemt(gradient, None, None, torch.zeros_like(scale), scale, 0.0)
+        return torch.batch_norm_elemt(gradient, weight, None, torch.zeros_like(deviations), deviations, 0.0)
+    scale = deviations if weight is None else deviations * weight
     return (gradient * _across(scale, gradient)).to(gradient.dtype)
 
 
