@@ -77,27 +77,38 @@ def test_a_forward_makes_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert counted.calls["aten::mul.Tensor"] >= 4 * 19
 
 
-def test_weights_that_change_are_seen_by_the_next_forward() -> None:
-    pruner = pruned()
+def test_what_changes_is_seen_by_the_next_forward() -> None:
+    pruner, x = pruned(), torch.rand(2, 16, 4, 4)
     net: Any = pruner.model
+    norm = net.layer1[0].bn1
+
+    def one_norm_alone() -> None:
+        """The second call makes all products anew, and those of the other norms are left over."""
+        net.bn1(x)
+        net.bn1(x)
+
+    def check() -> None:
+        """Gated by itself, as without gradients, a norm gives the same."""
+        found = norm(x)
+        assert found.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(found.detach(), norm(x))
+
     with pruner.scoring():
         first = net(IMAGES)
         net.bn1.weight.data.mul_(2)  # autograd's version does not count what is done to `data`
-        second = net(IMAGES)
-        assert not torch.equal(first, second)
-        net.bn1(torch.rand(2, 16, 4, 4))  # one norm alone: the products of all others are left over
+        assert not torch.equal(first, net(IMAGES))
+        one_norm_alone()
         with torch.no_grad():
-            net.layer1[0].bn1.weight.mul_(3)
-        third = net.layer1[0].bn1(torch.rand(2, 16, 4, 4))
-        assert third.requires_grad
-        changed = net(IMAGES).detach()
+            norm.weight.mul_(3)
+        check()
+        one_norm_alone()
         with torch.no_grad():
-            torch.testing.assert_close(changed, net(IMAGES))
-        net.bn1(torch.rand(2, 16, 4, 4))
-        net.layer1[0].bn1.weight = nn.Parameter(torch.ones(16), requires_grad=False)
-        swapped = net.layer1[0].bn1(x := torch.rand(2, 16, 4, 4)).detach()
-        with torch.no_grad():
-            torch.testing.assert_close(swapped, net.layer1[0].bn1(x))
+            pruner.gates.soft.mul_(0.5)
+        check()
+        one_norm_alone()
+        norm.weight = nn.Parameter(torch.rand(16), requires_grad=False)
+        check()
 
 
 def test_forwards_before_one_step_add_their_gradients() -> None:
