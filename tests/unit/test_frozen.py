@@ -73,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(ours: str, kind: Any, shape:
     expected = gradients(copy.deepcopy(norm).eval(), x)
     thaw = frozen.freeze(norm.train())
     found = gradients(norm, x)
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[0], expected[0]) and torch.equal(norm(input=x), expected[0])
     torch.testing.assert_close(found, expected)
     thaw()
     assert not any(attached_hooks(norm)) and "forward" not in norm.__dict__

@@ -50,13 +50,14 @@ class FrozenNorm(Attached):
         """Let nothing put the norm into training mode."""
         module.training = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """What the norm's own forward computes, which a compiler is shown as it is."""
         norm = self.norm
-        if norm.training or torch.compiler.is_compiling() or not _serves(x):
-            return type(norm).forward(norm, x)
-        norm._check_input_dim(x)
-        result: Tensor = _Frozen.apply(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
+        if norm.training or torch.compiler.is_compiling() or not _serves(input):
+            return type(norm).forward(norm, input)
+        norm._check_input_dim(input)
+        statistics = norm.running_mean, norm.running_var, norm.eps
+        result: Tensor = _Frozen.apply(input, norm.weight, norm.bias, *statistics)
         return result
 
 
