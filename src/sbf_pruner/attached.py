@@ -16,14 +16,20 @@ class Attached:
     """The base of everything this package hooks into a model."""
 
 
-def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Any], int, Attached]]:
-    """Every hook of ours: the module, the table it stands in, its key there, and the object behind it."""
+def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], Any, Attached]]:
+    """Every hook of ours: the module, the table it stands in, its key there, and the object behind it.
+
+    A forward that goes before that of the module's class counts as one; its table is the module's attributes.
+    """
     for module in model.modules():
-        for table in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(table.items()):
-                owner = getattr(hook, "__self__", hook)
-                if isinstance(owner, Attached):
-                    yield module, table, key, owner
+        tables: tuple[dict[Any, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+        places = [(table, key) for table in tables for key in table]
+        if "forward" in module.__dict__:
+            places.append((module.__dict__, "forward"))
+        for table, key in places:
+            owner = getattr(table[key], "__self__", table[key])
+            if isinstance(owner, Attached):
+                yield module, table, key, owner
 
 
 def without_attached(model: nn.Module) -> nn.Module:

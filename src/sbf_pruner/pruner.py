@@ -33,7 +33,8 @@ from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
-from .scoring.gates import FrozenStatistics, Gates
+from .scoring.frozen import freeze
+from .scoring.gates import Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import PROJECTIONS, Projection
@@ -270,13 +271,13 @@ class Pruner:
         modes = {m: m.training for m in norms}
         for parameter in trained:
             parameter.requires_grad_(False)
-        handles = [m.register_forward_pre_hook(FrozenStatistics()) for m in norms]
+        undo = [freeze(norm) for norm in norms]
 
         def thaw() -> None:
             for parameter in trained:
                 parameter.requires_grad_(True)
-            for handle in handles:
-                handle.remove()
+            for thaw_norm in undo:
+                thaw_norm()
             for norm in norms:  # the mode of the model may have been changed meanwhile
                 norm.training = self.model.training if followed[norm] else modes[norm]
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import attached_hooks
-from .gates import Fold, FrozenStatistics, Gates
+from .frozen import FrozenNorm
+from .gates import Fold, Gates
 
 
 class Folded:
@@ -24,19 +25,19 @@ class Folded:
         self.model, self.gates = model, gates
         soft = gates.mode == "soft"
         self._pairs = [p for p in gates.pairs if not soft or p.soft is not None]
-        self.parameters: list[Tensor] = [p.module._parameters[p.name] for p in self._pairs]  # type: ignore[misc]
+        self.parameters = [pair.held for pair in self._pairs]
         vector = gates.soft.detach() if soft else gates.hard
         spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
         self._gates = [vector[span] for span in spans]
         self._places = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(vector.device)
         self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
-        self._lifted: list[tuple[dict[Any, Any], int, Any]] = []
+        self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
 
     def __enter__(self) -> Folded:
         for module, table, key, owner in list(attached_hooks(self.model)):
-            if isinstance(owner, FrozenStatistics):
+            if isinstance(owner, FrozenNorm):
                 module.training = False
-            elif not (isinstance(owner, Fold) and owner.parameters):
+            elif not (isinstance(owner, Fold) and owner.pairs):
                 continue  # it multiplies a map, and a compiler follows that
             self._lifted.append((table, key, table.pop(key)))
         for pair, leaf in zip(self._pairs, self.leaves, strict=True):

@@ -9,7 +9,6 @@ bit what it did before; a closed gate makes its channel exactly zero; a deep cop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,18 +17,9 @@ from torch import Tensor, nn
 from ..attached import Attached
 from ..graph.channels import Site
 from ..graph.masks import Mask
+from .products import Pair, Products
 
 Mode = Literal["off", "soft", "hard"]
-
-
-@dataclass
-class Pair:
-    """A parameter that a gate is folded into, and where its gate stands in the two flat vectors."""
-
-    module: nn.Module
-    name: str
-    soft: slice | None
-    hard: slice
 
 
 class Gates:
@@ -59,15 +49,16 @@ class Gates:
         self.pairs: list[Pair] = []
         modules = dict(model.named_modules())
         for number, site in enumerate(sites):
-            fold = Fold(self, number, spans.get(site.layer), site)
-            module = modules[site.module]
-            hard = self._hard_spans[number]
-            self.pairs += [Pair(module, name, spans.get(site.layer), hard) for name in site.parameters]
-            if site.parameters:
+            span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
+            pairs = [Pair(module, name, span, hard) for name in site.parameters]
+            fold = Fold(self, number, span, site.dim, pairs)
+            self.pairs += pairs
+            if pairs:
                 module.register_forward_pre_hook(fold.enter)
                 module.register_forward_hook(fold.leave, always_call=True)
             else:
                 module.register_forward_hook(fold.multiply)
+        self._products = Products(self.soft, list(spans.values()), self.pairs)
 
     def set_hard(self, masks: Sequence[Mask]) -> None:
         """Set the switches, one mask per site, in place."""
@@ -83,27 +74,35 @@ class Gates:
             return self.hard[self._hard_spans[number]]
         return None
 
+    def products(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
+        """The pairs times their scores, made with those of all sites; None where each is better made by itself."""
+        if self.mode != "soft" or not self.soft.requires_grad:
+            return None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        return self._products.take(pairs)
+
 
 class Fold(Attached):
     """The hooks of one site."""
 
-    def __init__(self, gates: Gates, number: int, span: slice | None, site: Site) -> None:
-        self.gates, self.number, self.span = gates, number, span
-        self.parameters, self.dim = site.parameters, site.dim
+    def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
+        self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        gate = self.gates.read(self.number, self.span)
-        if gate is not None:
-            for name in self.parameters:
-                held = module._parameters[name]
-                assert held is not None
-                # An instance attribute goes before a registered parameter when the module looks it up, so
-                # the forward reads the gated pair while the parameters stay where and what they are.
-                module.__dict__[name] = held * gate.to(held.dtype)
+        gated = self.gates.products(self.pairs)
+        if gated is None:
+            gate = self.gates.read(self.number, self.span)
+            if gate is None:
+                return
+            gated = [pair.held * gate.to(pair.held.dtype) for pair in self.pairs]
+        # An instance attribute goes before a registered parameter when the module looks it up, so the forward
+        # reads the gated pair while the parameters stay where and what they are.
+        module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        for name in self.parameters:
-            module.__dict__.pop(name, None)
+        for pair in self.pairs:
+            module.__dict__.pop(pair.name, None)
 
     def multiply(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
         gate = self.gates.read(self.number, self.span)
@@ -112,10 +111,3 @@ class Fold(Attached):
         shape = [1] * result.dim()
         shape[self.dim] = -1
         return result * gate.to(result.dtype).view(shape)
-
-
-class FrozenStatistics(Attached):
-    """A hook that keeps batch norms on their running statistics, whatever mode the model is put in."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        module.training = False

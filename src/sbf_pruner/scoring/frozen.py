@@ -1,0 +1,126 @@
+"""Batch norms that stand on their running statistics while scores are trained.
+
+A norm enters; until it is thawed, no mode of the model makes it look at the batch, and on CUDA its gradient
+takes a way of our own: PyTorch's gradient of a norm in evaluation mode leaves a channels-last network with maps
+whose channels come first, and every convolution then turns them round again.  What holds: the forward is
+PyTorch's own, bit for bit; the gradients are the same sums; a norm with a forward of its own keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from ..attached import Attached
+
+
+def freeze(norm: _NormBase) -> Callable[[], None]:
+    """Keep a norm on its running statistics, whatever mode the model is put in; returns what undoes it."""
+    frozen = FrozenNorm(norm)
+    handle = norm.register_forward_pre_hook(frozen.hold)
+    if _is_plain(norm):
+        norm.__dict__["forward"] = frozen.forward
+
+    def thaw() -> None:
+        handle.remove()
+        if getattr(norm.__dict__.get("forward"), "__self__", None) is frozen:
+            del norm.__dict__["forward"]
+
+    return thaw
+
+
+def _is_plain(norm: _NormBase) -> bool:
+    """Whether a norm is what PyTorch makes, with running statistics, and scale and shift or neither."""
+    own = type(norm).forward is not _BatchNorm.forward or "forward" in norm.__dict__
+    return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
+
+
+class FrozenNorm(Attached):
+    """What is put on one norm: a hook, and a forward where the norm has PyTorch's own."""
+
+    def __init__(self, norm: _NormBase) -> None:
+        self.norm = norm
+
+    def hold(self, module: nn.Module, args: Any) -> None:
+        """Let nothing put the norm into training mode."""
+        module.training = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the norm's own forward computes, which a compiler is shown as it is."""
+        norm = self.norm
+        if norm.training or torch.compiler.is_compiling() or not _serves(input):
+            return type(norm).forward(norm, input)
+        norm._check_input_dim(input)
+        statistics = norm.running_mean, norm.running_var, norm.eps
+        result: Tensor = _Frozen.apply(input, norm.weight, norm.bias, *statistics)
+        return result
+
+
+def _serves(x: Tensor) -> bool:
+    """Whether our gradient is wanted, and better than PyTorch's."""
+    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled() and _channels_last(x)
+
+
+def _channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() not in formats or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=formats[x.dim()])
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        summed = any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(x if summed else None, weight, mean, var)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight, mean, var = ctx.saved_tensors
+        of_x, of_weight, of_bias = None, None, None
+        accurate = torch.promote_types(gradient.dtype, torch.float32)
+        mean, deviations = mean.to(accurate), (var.to(accurate) + ctx.eps).rsqrt()
+        if x is not None:
+            if gradient.stride() != x.stride():  # the kernels are slow where the two lie differently
+                gradient = torch.empty_like(x).copy_(gradient)
+            of_weight, of_bias = _sums(gradient, x, mean, deviations, weight)
+        if ctx.needs_input_grad[0]:
+            of_x = _scaled(gradient, deviations, weight)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias: for each channel the sum over what was normalised, and over all."""
+    if _fast(gradient):
+        sums = torch.batch_norm_backward_reduce(gradient, x, mean, deviations, weight, False, True, True)
+        return sums[2], sums[3]
+    places, wide = [0, *range(2, x.dim())], gradient.to(mean.dtype)
+    total, product = wide.sum(places), (wide * (x - _across(mean, x))).sum(places)
+    return (product * deviations).to(weight.dtype), total.to(weight.dtype)
+
+
+def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tensor:
+    """The gradient of the input: each channel times its factor, which is not rounded first."""
+    if _fast(gradient):
+        return torch.batch_norm_elemt(gradient, weight, None, torch.zeros_like(deviations), deviations, 0.0)
+    scale = deviations if weight is None else deviations * weight
+    return (gradient * _across(scale, gradient)).to(gradient.dtype)
+
+
+def _fast(gradient: Tensor) -> bool:
+    """Whether the kernels of synchronised norms serve: they are for CUDA, and have no gradient themselves."""
+    return gradient.is_cuda and not torch.is_grad_enabled()
+
+
+def _across(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (x.dim() - 2))
