@@ -151,10 +151,22 @@ class Timed:
 
 def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
     """A function that times plans as the clock was measured; None on another machine, or without the runtime."""
+    pairs = _pairs_here(clock, network, images)
+    return None if pairs is None else pairs.ratio
+
+
+def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
+    """Is all there that `timer_here` will need?  Said in one sentence if not, as long as nothing is trained."""
+    pairs = _pairs_here(clock, network, images)
+    if pairs is not None:
+        pairs.rehearse()
+
+
+def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pairs | None:
     held = clock.conditions
     if not same_place(held, here(held.runtime, held.batch, held.threads)):
         return None
-    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held).ratio
+    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held)
 
 
 def coupling(way: str) -> dict[str, Any]:
