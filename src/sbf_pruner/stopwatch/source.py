@@ -7,6 +7,7 @@ there, and one that does not fit is measured anew.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ..budget.aim import Aim
 from ..deploy.onnx import require
@@ -26,7 +27,7 @@ from ..files import write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
-from ..latency.model import BLOCKWISE, Conditions, LatencyModel, read_model, signature
+from ..latency.model import BLOCKWISE, Conditions, LatencyModel, from_dict, read_model, signature
 from ..latency.predictor import Predictor
 from ..latency.table import Table
 from .calibration import calibrate, measure_layers
@@ -83,6 +84,21 @@ def get_model(
     found.calibration["load"] = busy
     found.write(kept)
     return found
+
+
+def clock_here(
+    network: nn.Module,
+    images: Tensor,
+    graph: ChannelGraph,
+    conditions: Conditions,
+    *,
+    ignore: tuple[str, ...] = (),
+    report: Report = lambda line: None,
+) -> LatencyModel:
+    """The same for a network that is in use, wherever it is: a clock for its own graph."""
+    dense = copy.deepcopy(network).cpu().eval()
+    found = get_model(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
+    return from_dict(found.to_dict(), graph)
 
 
 def cache_folder() -> Path:
