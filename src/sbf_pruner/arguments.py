@@ -120,7 +120,10 @@ def _add_latency(commands: _Commands) -> None:
     latency.add_argument("--input", action="append", metavar="C,H,W", help="size of one input, as in inspect")
     latency.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="as in inspect")
     latency.add_argument(
-        "--runtime", default="onnxruntime", metavar="NAME", help="onnxruntime or torch (onnxruntime)"
+        "--runtime",
+        default="onnxruntime",
+        metavar="NAME",
+        help="onnxruntime, torch, compile or cuda (onnxruntime)",
     )
     latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
     latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")

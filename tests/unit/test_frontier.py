@@ -288,7 +288,10 @@ def test_what_is_asked_for_is_checked_first() -> None:
     for wrong, said in (
         ({"of": "flops"}, "--of: no resource is called 'flops'; known: params, macs, size, latency"),
         ({"runtime": "torch"}, "--runtime and --batch say whose time --of latency means; leave them out"),
-        ({"of": "latency", "runtime": "onnx"}, "--runtime: none is called 'onnx'; known: onnxruntime, torch"),
+        (
+            {"of": "latency", "runtime": "onnx"},
+            "--runtime: none is called 'onnx'; known: onnxruntime, torch, compile, cuda",
+        ),
         ({"of": "latency", "batch": 0}, "--batch counts the samples of a pass: give at least 1, not 0"),
         ({"of": "latency", "at": ("5",)}, "target 'latency=5': write a part such as latency=0.5"),
         ({"batches": 0}, "--batches counts batches of training images: give at least 1, not 0"),

@@ -26,7 +26,8 @@ from ..graph.costs import lay_out
 from ..latency.model import LatencyModel
 from ..measuring import measure
 from ..plan import Plan
-from ..stopwatch.source import RUNTIMES, clock_here, here
+from ..stopwatch.runtimes import RUNTIMES
+from ..stopwatch.source import clock_here, here
 from ..surgery import extract
 from ..training.engine import Engine
 from ..training.networks import file_bytes

@@ -1,8 +1,7 @@
 """A plan's real time: the network cut as it says, in its fastest form, in turns with the dense one.
 
 A dense network and conditions enter; for a plan the ratio of both times leaves, the median over pairs.  All forms
-that `sbf bench` and `sbf export` would try are tried, of the dense network too.  What is needed for that can be
-rehearsed, so that nobody learns after hours of training that something is not installed.
+that `sbf bench` and `sbf export` would try are tried, of the dense network too.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from ..deploy.captured import first_line
-from ..errors import PruningError
 from ..latency.model import Conditions
 from ..plan import Plan
 from ..surgery import extract
 from ..timing import Interval, using_threads
-from .whole import Pass, all_forms, passes, quickest, time_pairs
+from .whole import Pass, all_forms, passes, quickest, rehearse, time_pairs
 
 PAIRS = 40
 
@@ -30,20 +27,8 @@ class Pairs:
         self.network, self.example, self.conditions = network, example, conditions
 
     def rehearse(self) -> None:
-        """Run the dense network once as it will be timed; one sentence of what stands in the way."""
-        held = self.conditions
-        form = dict([next(iter(all_forms(held.runtime).items()))])
-        try:
-            with using_threads(held.threads):
-                (once,) = passes(
-                    self.network.eval(), self.example, form, held.runtime, held.batch, held.threads
-                ).values()
-                once()
-        except Exception as error:  # a compiler, or a package that is only half installed, may fail in any way
-            cause = str(error) if isinstance(error, PruningError) else first_line(error)
-            raise PruningError(
-                f"the time asked for is to be measured here, in {held.told()}, and cannot be: {cause}"
-            ) from error
+        """Is all there that timing needs?  One sentence of what stands in the way if not."""
+        rehearse(self.network, self.example, self.conditions)
 
     def ratio(self, plan: Plan) -> float:
         """What is left of the dense network's time."""

@@ -241,7 +241,10 @@ class LatencyConfig(Section):
 
     runtime: str = field(
         default="onnxruntime",
-        metadata=about("what runs the network: ONNX Runtime, or torch itself", choices=("onnxruntime", "torch")),
+        metadata=about(
+            "what runs the network: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
+            choices=("onnxruntime", "torch", "compile", "cuda"),
+        ),
     )
     batch: int = field(default=64, metadata=about("samples in a pass", least=1))
     threads: int = field(default=0, metadata=about("threads of a pass; 0: as many as the run itself has", least=0))
