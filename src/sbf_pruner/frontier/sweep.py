@@ -78,7 +78,7 @@ class Request:
 
     def sizes(self) -> list[float]:
         """The sizes as numbers: up to 1 a part, above 1 an amount."""
-        read = (getattr(Budget.parse([f"{self.of}={text}"]), self.of) for text in self.at)
+        read = (getattr(Budget(**{self.of: text}), self.of) for text in self.at)
         return list(dict.fromkeys(read))
 
 

@@ -212,7 +212,7 @@ class BudgetConfig(Section):
     def __post_init__(self) -> None:
         for key in (each.name for each in fields(Budget)):
             if isinstance(written := getattr(self, key), str):  # as on the command line: "50%", "1MB", "5ms"
-                object.__setattr__(self, key, getattr(Budget.parse([f"{key}={written}"]), key))
+                object.__setattr__(self, key, getattr(Budget(**{key: written}), key))
         super().__post_init__()
 
 
