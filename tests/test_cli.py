@@ -524,8 +524,27 @@ def test_latency_measures_and_its_table_serves_a_run(
     assert summary["latency"]["asked"] == pytest.approx(0.9) and summary["latency"]["foretold"] <= 0.9 + 1e-9
 
 
+def test_a_run_says_what_it_lacks_for_its_time_before_it_trains(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    before = listing(here)
+    assert (
+        main(["run", "tiny.toml", "--run", "timed", "--target", "latency=90%", "--set", "latency.threads=2"]) == 2
+    )
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        "sbf: a time is to be measured here, in onnxruntime, batch 64, 2 threads, and cannot be: exporting to ONNX "
+        'needs onnx; run: pip install "sbf-pruner[export]"\n'
+    )
+    assert listing(here) == before
+
+
 BAD_LATENCY = {
-    "runtime": (["resnet20", "--runtime", "onnx"], "--runtime: none is called 'onnx'; known: onnxruntime, torch"),
+    "runtime": (
+        ["resnet20", "--runtime", "onnx"],
+        "--runtime: none is called 'onnx'; known: onnxruntime, torch, compile, cuda",
+    ),
     "batch": (["resnet20", "--batch", "0"], "--batch must be at least 1"),
     "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),
     "file": (["resnet20", "--out", "x.txt"], "--out 'x.txt': give a file that ends in .json"),

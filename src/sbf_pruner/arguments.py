@@ -120,7 +120,10 @@ def _add_latency(commands: _Commands) -> None:
     latency.add_argument("--input", action="append", metavar="C,H,W", help="size of one input, as in inspect")
     latency.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="as in inspect")
     latency.add_argument(
-        "--runtime", default="onnxruntime", metavar="NAME", help="onnxruntime or torch (onnxruntime)"
+        "--runtime",
+        default="onnxruntime",
+        metavar="NAME",
+        help="onnxruntime, torch, compile or cuda (onnxruntime)",
     )
     latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
     latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")
@@ -164,11 +167,17 @@ def _add_frontier(commands: _Commands) -> None:
         "keeps that network when its cycles are over."
     )
     frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
-    frontier.add_argument("--of", default="macs", metavar="NAME", help="what is counted: macs, params, size (macs)")
+    frontier.add_argument(
+        "--of", default="macs", metavar="NAME", help="what is counted: macs, params, size, latency (macs)"
+    )
     frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
     frontier.add_argument(
         "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
     )
+    frontier.add_argument(
+        "--runtime", metavar="NAME", help="with --of latency: measure a clock here, as sbf latency does (the run's)"
+    )
+    frontier.add_argument("--batch", type=int, metavar="N", help="samples in a pass of that clock (64)")
     frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
     _add_json(frontier)
     frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")

@@ -237,7 +237,8 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .terminal.lines import frontier_lines
 
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
-    request = Request(arguments.of, at, arguments.batches, arguments.device)
+    clock = {"runtime": arguments.runtime, "batch": arguments.batch}
+    request = Request(arguments.of, at, arguments.batches, arguments.device, **clock)
     result = frontier(arguments.run, request, _said if not arguments.quiet else lambda line: None)
     text = json.dumps(result, indent=2)
     drawn = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}

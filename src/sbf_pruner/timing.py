@@ -50,7 +50,7 @@ def take_turns(
     """
     if rounds < 1:
         raise ValueError(f"{rounds} rounds take no time; ask for at least 1")
-    wait = _waiting(torch.device(device))
+    wait = waiting(device)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     with uncollected():
         passes = {name: _passes(run, sample, wait) for name, run in calls.items()}
@@ -126,7 +126,9 @@ def _seconds(run: Callable[[], Any], passes: int, wait: Callable[[], None]) -> f
     return (time.perf_counter() - began) / passes
 
 
-def _waiting(device: torch.device) -> Callable[[], None]:
+def waiting(device: torch.device | str) -> Callable[[], None]:
+    """A call that returns when all that was launched on a device is done."""
+    device = torch.device(device)
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,47 @@ def test_macs_are_those_of_one_sample():
     values = scores(aims[0].graph)
     first, third = (aim.choose(values) for aim in aims)
     assert first.usage == third.usage and 1.9e6 < first.usage["macs"] <= 2e6
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [("macs", "50%", 0.5), ("macs", "60M", 6e7), ("params", "400k", 4e5), ("size", "1MB", 1e6), ("size", " .5", 0.5),
+     ("latency", "5ms", 5000.0), ("latency", "800us", 800.0), ("latency", "60%", 0.6), ("latency", "0.6", 0.6)],
+)  # fmt: skip
+def test_a_budget_takes_what_the_command_takes(name, written, value):
+    budget = Budget(**{name: written})
+    assert getattr(budget, name) == pytest.approx(value)
+    assert budget == Budget.parse([f"{name}={written}"]) == Budget(**{name: getattr(budget, name)})
+    assert hash(budget) == hash(replace(budget)) and budget.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("latency", "5"), ("latency", "5MB"), ("macs", "5ms"), ("size", "big"), ("macs", ""), ("params", "120%")],
+)
+def test_a_budget_refuses_what_the_command_refuses_in_the_same_words(name, written):
+    said = []
+    for ask in (lambda: Budget(**{name: written}), lambda: Budget.parse([f"{name}={written}"])):
+        with pytest.raises(PruningError, match=rf"^target '{name}={written}': ") as caught:
+            ask()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("given", [None, [0.5], {}])
+def test_a_budget_of_something_else_is_one_sentence(given):
+    with pytest.raises(
+        PruningError, match=r"^size: what to keep is a part \(0.5\) or a number above 1 \(1MB\), not "
+    ):
+        Budget(size=given)
+
+
+def test_a_budget_with_units_is_landed_on():
+    net = resnet20()
+    whole = Aim(trace(net, IMAGE)).count({})["params"]
+    pruner = Pruner(net, IMAGE, budget=Budget(params=f"{0.4 * whole / 1e3}k", macs="70%"))
+    assert pruner.aim.limits is not None
+    assert pruner.aim.limits.most["params"] == pytest.approx(0.4 * whole)
 
 
 def test_a_target_is_given_once():

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from clocks import clock_of
 from runs import Small, small_run
 from sbf_pruner.budget.aim import Aim
+from sbf_pruner.budget.guards import Guards, with_coupled
 from sbf_pruner.budget.targets import Budget
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.frontier.picture import draw_frontier
 from sbf_pruner.frontier.scored import read_scored
 from sbf_pruner.frontier.sweep import Request, frontier
 from sbf_pruner.graph.build import trace
+from sbf_pruner.latency.model import read_model
 from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract
@@ -151,6 +154,87 @@ def test_guards_hold_here_too(tmp_path: Path) -> None:
     assert point["reached"] and point["filters"] % 4 == 0 and found["dense"]["filters"] == 32
 
 
+# -- times ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a clock on which a layer takes as long as it has multiply-accumulates."""
+    place = tmp_path_factory.mktemp("timed")
+    clock_of(trace(Small(), IMAGE), calibration={"mean_error": 0.04, "worst_error": 0.1}).write(place / "t.json")
+    latency = {"table": str(place / "t.json"), "way": "blocks"}
+    return small_run(place / "run", model=MODEL, budget={"latency": 0.7}, latency=latency).folder
+
+
+def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -> None:
+    found = frontier(timed, Request("latency", ("0.8", "50%", "1%")))
+    state = load_checkpoint(timed / "checkpoints", SCORED)
+    graph = trace(Small(), IMAGE)
+    clock = read_model(timed / "latency.json", graph)
+    scores = {name: np.asarray(held) for name, held in state["scores"].items()}
+    guards = with_coupled(Guards(), graph, "blocks")
+    for point, share in zip(found["points"], (0.8, 0.5), strict=False):
+        masks = graph.settle(Aim(graph, Budget(latency=share), guards, clock).choose(scores).masks)
+        assert (
+            point["reached"]
+            and point["left"]["latency"] == pytest.approx(clock.ratio(masks))
+            and (share - 0.15 < point["left"]["latency"] <= share)
+        )
+        assert point["latency_ms"] == pytest.approx(1e3 * clock.dense_seconds * clock.ratio(masks))
+        assert point["filters"] == sum(int(mask.sum()) for mask in masks.values())
+    assert [point["reached"] for point in found["points"]] == [True, True, False]
+    assert found["smallest"]["left"]["latency"] > 0.01 and found["dense"]["left"]["latency"] == 1
+    summary = json.loads((timed / "summary.json").read_text())
+    assert found["own"]["left"]["latency"] == pytest.approx(summary["latency"]["foretold"])
+    assert found["clock"]["runtime"] == "torch" and found["clock"]["measured"] is None
+    seconds = f"{0.8 * clock.dense_seconds:.9f}s"
+    assert frontier(timed, Request("latency", (seconds,)))["points"][0]["filters"] == found["points"][0]["filters"]
+
+
+def test_times_as_text_and_drawn(timed: Path) -> None:
+    found = frontier(timed, Request("latency", ("0.8", "0.01")))
+    lines = frontier_lines(found)
+    assert lines[0].startswith("target, time") and "time, foretold" in lines[0]
+    assert any(line.split() == ["1", "%", *"--------", "cannot", "be", "reached"] for line in lines)
+    assert (
+        "times are foretold for torch, batch 1, 1 threads, an abacus (off by 4.0% on average, 10.0% at most)"
+        in lines
+    )
+    cut = (found["dense"], found["own"], found["points"][0])
+    best = max(p["accuracy"] for p in cut)
+    least = min(p["left"]["latency"] for p in cut if p["accuracy"] >= best - 1)
+    assert f"takes {100 * least:.0f} % of the dense network's time, as foretold" in found["said"]
+    found["clock"]["measured"] = 0.71
+    assert frontier_lines(found)[-3].endswith("; the run's own network was measured: 71.0%")
+    page = draw_frontier(found, ".html")
+    assert page.index("Accuracy against the time foretold (torch, batch 1)") < page.index(
+        "multiply-accumulates</h2>"
+    )
+    assert "took 71.0 % of the dense one&#x27;s time" in page and "accuracy against time" in page
+    assert "the time foretold (torch, batch 1)</text>" in draw_frontier(found, ".svg")
+    # Of sizes, the time is told beside them.
+    sizes = frontier(timed, Request(at=("0.5",)))
+    assert sizes["points"][0]["left"]["latency"] < 1 and "multiply-accumulates" in draw_frontier(sizes, ".svg")
+
+
+def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        RunError, match="has no clock, because it was asked for no time; have one measured here with"
+    ):
+        frontier(folder, Request("latency", ("0.5",)))
+    asked = []
+
+    def measured(network, images, graph, conditions, *, ignore, report):  # type: ignore[no-untyped-def]
+        asked.append((conditions.runtime, conditions.batch, len(images) > 0, ignore))
+        return clock_of(graph)
+
+    monkeypatch.setattr("sbf_pruner.frontier.sweep.clock_here", measured)
+    (point,) = frontier(folder, Request("latency", ("0.6",), runtime="torch", batch=4))["points"]
+    assert asked == [("torch", 4, True, ())] and 0.5 < point["left"]["latency"] <= 0.6
+    frontier(folder, Request("latency", ("0.6",), batch=4))
+    assert asked[-1][0] == "onnxruntime"
+
+
 # -- the run -------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +286,14 @@ def test_another_network_under_the_same_name(folder: Path, tmp_path: Path, monke
 
 def test_what_is_asked_for_is_checked_first() -> None:
     for wrong, said in (
-        ({"of": "flops"}, "--of: no resource is called 'flops'; known: params, macs, size"),
+        ({"of": "flops"}, "--of: no resource is called 'flops'; known: params, macs, size, latency"),
+        ({"runtime": "torch"}, "--runtime and --batch say whose time --of latency means; leave them out"),
+        (
+            {"of": "latency", "runtime": "onnx"},
+            "--runtime: none is called 'onnx'; known: onnxruntime, torch, compile, cuda",
+        ),
+        ({"of": "latency", "batch": 0}, "--batch counts the samples of a pass: give at least 1, not 0"),
+        ({"of": "latency", "at": ("5",)}, "target 'latency=5': write a part such as latency=0.5"),
         ({"batches": 0}, "--batches counts batches of training images: give at least 1, not 0"),
         ({"at": ()}, "--at: name at least one size, such as 0.5,0.3"),
         ({"at": ("half",)}, "target 'macs=half': write a part such as macs=0.5"),

@@ -28,6 +28,7 @@ from sbf_pruner.report.page import SECTIONS, run_page, run_parts
 from sbf_pruner.report.refinement import refinement
 from sbf_pruner.report.scores import scores
 from sbf_pruner.report.settings import recipe, skipped
+from sbf_pruner.report.timed import timed
 from sbf_pruner.training.recipe import bundled_recipes, load_recipe
 from sbf_pruner.training.schedule import phases
 
@@ -356,6 +357,100 @@ def test_names_are_escaped(run: Run) -> None:
     page = run_page(run)
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "<dt>&lt;b&gt;</dt>" in page
     assert "<td>&lt;i&gt;</td>" in Table(["a", "b"], [["x", "<i>"]]).html()
+
+
+# -- the time that was asked for -----------------------------------------------------------------------------
+
+TIME: dict[str, Any] = {
+    "asked": 0.6,
+    "foretold": 0.62,
+    "measured": 0.604,
+    "dense_ms": 50.0,
+    "asked_ms": 30.0,
+    "runtime": "onnxruntime",
+    "batch": 64,
+    "threads": 2,
+    "machine": {"cpu": "an <abacus>", "cores": 2, "torch": "2.13.0"},
+    "way": "blocks",
+    "macs_left": {"filters": 0.3, "streams": None, "blocks": 0.531},
+    "mean_error": 0.046,
+    "worst_error": 0.18,
+    "landings": [{"foretold": 0.6, "measured": 0.7}, {"foretold": 0.6, "measured": 0.604}],
+}
+
+
+def timed_run(folder: Path, **changes: Any) -> Run:
+    summary = json.loads((folder / "summary.json").read_text())
+    return read_run(folder, {**summary, "latency": {**TIME, **changes}})
+
+
+def test_a_time_that_was_asked_for_stands_beside_the_one_that_was_measured(folder: Path) -> None:
+    drawn = timed(timed_run(folder))
+    assert drawn is not None and drawn.table is not None
+    assert [row[1:] for row in drawn.table.rows] == [
+        *(["100.0 %", "50.00 ms"], ["60.0 %", "30.00 ms"], ["62.0 %", "31.00 ms"], ["60.4 %", "30.20 ms"])
+    ]
+    text = drawn.html()
+    parsed = Parsed(text)
+    widths = [attrs["width"] for tag, attrs in parsed.found if tag == "rect" and "data-row" not in attrs]
+    assert widths == ["100.00%", "60.00%", "62.00%", "60.40%"]
+    (bound,) = parsed.of_class("bound")
+    assert bound["x1"] == "60.00%" and len(parsed.of_class("hit")) == 4
+    for said in (
+        "Asked for were 60.0 % of the dense network&#x27;s 50.00 ms, 30.00 ms, in onnxruntime, batch 64, 2 threads",
+        "timed in turns with the dense network, it takes 60.4 % of it.",
+        "blocks, foretold to keep 53.1 % of the MACs; filters would keep 30.0 %; streams cannot reach it",
+        "an &lt;abacus&gt;, 2 cores, torch 2.13.0",
+        "off by 4.6 % on average, 18.0 % at most",
+        "70.0 % (foretold 60.0 %), then 60.4 % (foretold 60.0 %)",
+    ):
+        assert said in text, said
+
+
+def test_a_time_that_was_not_measured_here_is_said_to_be_foretold(folder: Path) -> None:
+    run = timed_run(folder, measured=None, landings=[], macs_left={}, way="as coupled", threads=1)
+    text = run_page(run)
+    assert "That was not measured here: the clock is another machine&#x27;s" in text
+    assert "by the table it takes 62.0 %" in text and "measured beside the dense one" not in text
+    assert "as coupled, as the recipe says" in text and "in onnxruntime, batch 64, 1 thread. That" in text
+    head = headline(run)
+    assert "Time, 60.0 % asked for" in head and "<b>62.0 %</b>" in head and ">foretold<" in head
+    assert "onnxruntime, batch 64, 1 thread · as coupled; not measured here" in head
+
+
+def test_the_headline_has_the_time_and_runs_without_one_have_not(folder: Path, run: Run) -> None:
+    assert "<b>60.4 %</b>" in headline(timed_run(folder)) and ">measured<" in headline(timed_run(folder))
+    assert timed(run) is None and run_parts(run)["time"] == "" and "asked for" not in headline(run)
+    page = comparison_page([run, timed_run(folder)])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
+    assert "60.4 % measured" in cells and "onnxruntime, batch 64, 2 threads" in cells
+    assert "time asked for" not in comparison_page([run, run])
+
+
+def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: Path) -> None:
+    going = copy_of(unfinished, tmp_path / "run")
+    text = (going / "recipe.toml").read_text()
+    (going / "recipe.toml").write_text(text.replace("latency = 1.0", "latency = 30000.0"))
+    assert "latency = 30000.0" in (going / "recipe.toml").read_text()
+    assert read_run(going).time is None  # the file is not there yet
+    held = {
+        **{key: TIME[key] for key in ("runtime", "batch", "threads", "machine")},
+        "dense_seconds": 0.05,
+        "calibration": {"networks": [], "mean_error": 0.046, "worst_error": 0.18},
+        "chosen": {"way": "blocks", "macs_left": TIME["macs_left"]},
+        "rounds": [],
+    }
+    (going / "latency.json").write_text(json.dumps(held))
+    run = read_run(going)
+    assert run.time is not None and run.time["asked"] == pytest.approx(0.6) and run.time["measured"] is None
+    assert "the filters land on it when the last scores are trained" in run_page(run)
+    assert ">not landed yet<" in headline(run)
+    rounds = [{"plan": str(n), "foretold": 0.6, "measured": found} for n, found in enumerate((0.7, 0.59, 0.65))]
+    (going / "latency.json").write_text(json.dumps({**held, "rounds": rounds}))
+    found = read_run(going).time
+    assert found is not None and found["measured"] == 0.59 and len(found["landings"]) == 3
+    (going / "latency.json").write_text("{")
+    assert read_run(going).time is None
 
 
 # -- the page ------------------------------------------------------------------------------------------------

@@ -7,8 +7,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from clocks import work
+from sbf_pruner.deploy.choose import FORMS, batch_of, ready
+from sbf_pruner.deploy.forms import Deployable
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import lay_out
@@ -20,7 +23,12 @@ from sbf_pruner.plan import Plan
 from sbf_pruner.stopwatch import calibration, source
 from sbf_pruner.stopwatch.layers import layer_seconds, time_layers
 from sbf_pruner.stopwatch.pairs import Pairs
+from sbf_pruner.stopwatch.runtimes import RUNTIMES
 from sbf_pruner.stopwatch.source import cache_folder, get_model, here, same_place
+from sbf_pruner.stopwatch.whole import passes, rehearse
+from sbf_pruner.surgery import extract
+from sbf_pruner.timing import waiting
+from sbf_pruner.training.recipe import settings
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
@@ -29,7 +37,7 @@ TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("runtime", ["onnxruntime", "torch", "compile"])
 @pytest.mark.parametrize(
     "site",
     [
@@ -124,6 +132,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(calibration, "Timer", Timer)
     monkeypatch.setattr(source, "calibrate", calibrated)
     monkeypatch.setattr(source, "load", lambda: 0.0)
+    monkeypatch.setattr(source, "rehearse", lambda network, example, conditions: None)
     return counted
 
 
@@ -177,6 +186,97 @@ def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(PruningError, match=r'needs onnxruntime; run: pip install "sbf-pruner\[export\]"'):
         get_model(resnet20(), IMAGE, Conditions("onnxruntime", 1, 1))
+
+
+# -- runtimes ------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_knows_the_runtimes_there_are():
+    assert settings()["latency.runtime"].choices == tuple(RUNTIMES)
+    assert {row.target for row in RUNTIMES.values()} <= set(FORMS)
+    assert all(set(row.joins) == {"zeros", "moves"} for row in RUNTIMES.values())
+
+
+NO_GPU = (
+    "this machine has no cuda device that torch can use; measure on one that has \\(sbf latency --runtime cuda "
+    "--out FILE\\) and give the file \\(latency.table\\)"
+)
+
+
+def test_without_a_gpu_there_is_no_time_on_one_and_one_sentence_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    place = here("cuda", 4, 1)
+    assert place.machine["gpu"] is None and place.machine["cuda"] is None and not same_place(place, place)
+    with pytest.raises(PruningError, match=rf"in cuda, batch 4, 1 threads, and cannot be: {NO_GPU}$"):
+        get_model(resnet20(), IMAGE, place)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_is_told_by_its_name_its_driver_and_its_arithmetic(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    mine = here("cuda", 4, 1)
+    assert mine.machine["gpu"] == "a GPU" and mine.machine["cuda"] == "13.0" and mine.machine["dtype"] == "float32"
+    assert same_place(mine, here("cuda", 4, 1))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert here("cuda", 4, 1).machine["dtype"] == "float32, convolutions in tf32"
+    assert not same_place(mine, here("cuda", 4, 1))
+
+
+@pytest.fixture(scope="module")
+def deployable():
+    """A network of whose filters half are gone, so that branches have to be brought into their streams."""
+    graph = trace(resnet20(), IMAGE)
+    keep = calibration.samples(graph)[1][2]
+    return Deployable(extract(resnet20(), IMAGE, Plan.from_masks(graph.settle(keep)), graph), IMAGE)
+
+
+@pytest.mark.parametrize("form", FORMS["eager"], ids=str)
+def test_a_pass_elsewhere_has_all_of_the_network_there_and_waits(form, deployable, monkeypatch, tmp_path):
+    made = deployable.form(form)
+    waited = []
+    monkeypatch.setattr("sbf_pruner.deploy.choose.waiting", lambda device: lambda: waited.append(device))
+    run = ready(made, torch.rand(4, 3, 16, 16), "eager", 1, tmp_path / "x.onnx", "meta")
+    held = [getattr_of(made, node.target) for node in made.graph.nodes if node.op == "get_attr"]
+    assert held and {tensor.device.type for tensor in held} == {"meta"}
+    given = [part for node in made.graph.nodes for part in (*node.args, *node.kwargs.values())]
+    assert not any(isinstance(part, torch.device) for part in given)
+    found = run()
+    assert found.device.type == "meta" and found.shape == (4, 10) and waited == ["meta"]
+
+
+def getattr_of(network, target):
+    for name in target.split("."):
+        network = getattr(network, name)
+    return network
+
+
+def test_on_a_gpu_the_clock_is_read_when_all_is_done(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    waiting("cuda")()
+    waiting("cpu")()
+    assert asked == [torch.device("cuda")]
+
+
+def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed(monkeypatch):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    (form,) = RUNTIMES["compile"].joins["zeros"]
+    (run,) = passes(net, IMAGE, {"zeros": form}, "compile", 2, 1).values()
+    before = counters["frames"]["total"]
+    with torch.no_grad():
+        torch.testing.assert_close(run(), net(batch_of(IMAGE, 2)), rtol=1e-4, atol=1e-5)
+    assert before and counters["frames"]["total"] == before
+
+    def broken(*given, **named):
+        raise RuntimeError("No working C++ compiler found.\nand a page of what was tried")
+
+    monkeypatch.setattr(torch, "compile", lambda network, **named: broken)
+    with pytest.raises(PruningError, match=r"torch.compile failed here \(RuntimeError: No working C\+\+ compiler"):
+        rehearse(net, IMAGE, here("compile", 2, 1))
 
 
 # -- whole networks ------------------------------------------------------------------------------------------

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 
 from clocks import clock_of
+from runs import Small, small_recipe
 from sbf_pruner.budget.targets import Budget
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.latency.ways import Chosen, made_up
 from sbf_pruner.models.resnet import resnet20
 from sbf_pruner.pruner import Pruner
+from sbf_pruner.stopwatch.source import here
 from sbf_pruner.training import networks
 from sbf_pruner.training.finished import build_dense
 from sbf_pruner.training.loop import fit
@@ -176,3 +179,71 @@ def test_a_time_that_cannot_be_is_refused_before_anything_is_trained(table):
     with pytest.raises(PruningError, match=r"the target of .* ms \(0.0%\) cannot be met"):
         fit(build_dense(recipe), recipe, run=table.parent / "run")
     assert not (table.parent / "run").exists()
+
+
+# -- what the landing will need ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured_here(tmp_path):
+    """A recipe whose table is one that was measured on this very machine, in ONNX Runtime."""
+    place = here("onnxruntime", 1, 1)
+    held = clock_of(trace(Small(), torch.zeros(1, 1, 8, 8))).to_dict()
+    held |= {"runtime": place.runtime, "machine": dict(place.machine)}
+    (tmp_path / "table.json").write_text(json.dumps(held))
+    return small_recipe(
+        budget={"latency": 0.5},
+        latency={"table": str(tmp_path / "table.json"), "way": "filters"},
+        phases={"warmup": 1, "cycles": 1, "score": 1, "weights": 1, "finetune": 1},
+        dense_control=False,
+    )
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_what_the_landing_is_timed_with_is_missed_before_anything_is_trained(
+    package, measured_here, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        PruningError,
+        match=rf"^a time is to be measured here, in onnxruntime, batch 1, 1 threads, and cannot be: "
+        rf'exporting to ONNX needs {package}; run: pip install "sbf-pruner\[export\]"$',
+    ):
+        fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_that_the_runtime_cannot_run_is_found_before_anything_is_trained(
+    measured_here, tmp_path, monkeypatch
+):
+    def fails(*given):
+        raise OSError("no space\nleft")
+
+    monkeypatch.setattr("sbf_pruner.stopwatch.whole.ready", fails)
+    with pytest.raises(PruningError, match=r"and cannot be: OSError: no space$"):
+        fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_asks_for_what_it_still_needs(measured_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(networks, "timer_here", lambda clock, net, images: None)
+    run = tmp_path / "run"
+
+    def stop_at(epoch, **named):
+        def report(record):
+            if record["done"] == epoch:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(Small(), measured_here, run=run, report=report, **named)
+
+    stop_at(1)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "onnx", None)
+        with pytest.raises(PruningError, match="needs onnx"):
+            fit(Small(), measured_here, run=run, resume=True)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    stop_at(2, resume=True)  # the last scores have landed, and nothing is timed any more
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert fit(Small(), measured_here, run=run, resume=True).summary["latency"]["asked"] == 0.5

@@ -20,7 +20,8 @@ from ..errors import PruningError, nearest
 from ..latency.model import LatencyModel
 from ..latency.ways import choose_way
 from ..models import resolve
-from ..stopwatch.source import RUNTIMES, get_model, here
+from ..stopwatch.runtimes import RUNTIMES
+from ..stopwatch.source import get_model, here
 from ..training.data import load_data
 from ..training.finished import build_dense
 from ..training.recipe import bundled_recipes, load_recipe

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..deploy.captured import first_line
+from ..deploy.compiled import compiled, first_pass
 from ..deploy.onnx import feed, session, to_onnx
 from ..errors import PruningError
 from ..inputs import call, map_tensors, real_copy
@@ -67,18 +65,14 @@ def _eager(network: nn.Module, place: Place) -> Bound:
 
 def _compiled(network: nn.Module, place: Place) -> Bound:
     network = real_copy(network).to(place.device)
-    # On the CPU the weights become constants, so that the compiler may bring them into the order it likes.
-    options = {"freezing": True} if place.device.type == "cpu" else None
 
     def bind(inputs: Any) -> Pass:
         torch._dynamo.reset()  # what was compiled stays callable; a limit on how often does not add up
-        compiled = torch.compile(network, dynamic=False, options=options)  # type: ignore[arg-type]
-        run = partial(call, compiled, place.moved(inputs))
+        run = partial(call, compiled(network, place.device), place.moved(inputs))
         try:
-            with _silently():
-                run()
-        except Exception as error:
-            raise Unavailable(f"torch.compile failed here ({first_line(error)})") from error
+            first_pass(run)
+        except PruningError as error:
+            raise Unavailable(str(error)) from error
         return run
 
     return bind
@@ -136,19 +130,3 @@ def _as_onnx(network: nn.Module, place: Place) -> Iterator[Path]:
             yield to_onnx(network, place.example, Path(folder) / "network.onnx")
         except PruningError as error:
             raise Unavailable(str(error)) from error
-
-
-@contextlib.contextmanager
-def _silently() -> Iterator[None]:
-    """The compiler warns of its own internals and logs a page when it fails; the sentence we raise is enough."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -6,6 +6,7 @@ known.  What holds: a limit is never above the whole, and a budget on the way to
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -23,28 +24,45 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(s|ms|us|µs)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Budget:
-    """The most a network may keep of each resource: up to 1 a part of the whole, above 1 a number.
+    """The most a network may keep of each resource, written as on the command line or given as a number.
 
+    Text has its unit: "50%", "60M", "1MB", "5ms".  A number up to 1 is a part of the whole; above 1 it is an
+    amount, of a time in microseconds.  Whatever was given, the fields hold numbers.
+
+    >>> Budget(macs="50%", size="1.5MB", latency="5ms")
+    Budget(params=1.0, macs=0.5, size=1500000.0, latency=5000.0)
     >>> Budget(macs=0.5, size=2e5).limits({"params": 100_000, "macs": 1e6, "size": 400_000}).most
     {'macs': 500000.0, 'size': 200000.0}
     """
 
-    params: float = 1.0
-    macs: float = 1.0
+    params: float
+    macs: float
     """of one sample"""
-    size: float = 1.0
+    size: float
     """bytes of the weights"""
-    latency: float = 1.0
+    latency: float
     """microseconds of a pass"""
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:  # written so that nan is refused too
+    def __init__(
+        self,
+        params: float | str = 1.0,
+        macs: float | str = 1.0,
+        size: float | str = 1.0,
+        latency: float | str = 1.0,
+    ) -> None:
+        for name, given in (("params", params), ("macs", macs), ("size", size), ("latency", latency)):
+            value = _number(f"{name}={given}", name, given.strip()) if isinstance(given, str) else given
+            try:
+                found = float(value)
+            except (TypeError, ValueError):
+                found = math.nan
+            if not found > 0:  # written so that nan is refused too
                 raise PruningError(
-                    f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {value:g}"
+                    f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {given!r}"
                 )
+            object.__setattr__(self, name, found)
 
     @property
     def asked(self) -> bool:
@@ -61,10 +79,8 @@ class Budget:
     def parse(cls, texts: list[str]) -> Budget:
         """A budget as it is written on a command line.
 
-        >>> Budget.parse(["macs=50%", "size=1.5MB"])
-        Budget(params=1.0, macs=0.5, size=1500000.0, latency=1.0)
-        >>> Budget.parse(["latency=5ms"]).latency
-        5000.0
+        >>> Budget.parse(["macs=50%", "size=1.5MB"]) == Budget(macs="50%", size="1.5MB")
+        True
         """
         found: dict[str, float] = {}
         known = [field.name for field in fields(cls)]

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from ..errors import PruningError, nearest
 from ..inputs import call, map_tensors, real_copy
-from ..timing import using_threads
+from ..timing import using_threads, waiting
+from .compiled import compiled, first_pass
 from .forms import Deployable, Form
 from .onnx import feed, session, to_onnx
 
@@ -137,18 +138,26 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     return least
 
 
-def ready(network: nn.Module, inputs: Any, target: str, threads: int, path: Path) -> Callable[[], Any]:
-    """A function that runs the network once on the inputs, in the target's runtime."""
+def ready(
+    network: nn.Module, inputs: Any, target: str, threads: int, path: Path, device: str = "cpu"
+) -> Callable[[], Any]:
+    """A function that runs the network once on the inputs, in the target's runtime, until it is done."""
     if target == "onnxruntime":
         held = session(to_onnx(network, inputs, path), threads)
         fed = feed(held, inputs)
         return lambda: held.run(None, fed)
-    called: Any = torch.compile(network) if target == "compile" else network
+    network, inputs = network.to(device), map_tensors(inputs, lambda tensor: tensor.to(device))
+    called: Any = compiled(network, device) if target == "compile" else network
+    wait = waiting(device)
 
     def run() -> Any:
         with torch.inference_mode():
-            return call(called, inputs)
+            found = call(called, inputs)
+        wait()
+        return found
 
+    if target == "compile":
+        first_pass(run)
     return run
 
 

@@ -11,25 +11,37 @@ from html import escape
 from typing import Any
 
 from ..report.against import Point, against, standalone
-from ..report.chart import Figure
+from ..report.chart import Figure, tick
+from ..report.numbers import milliseconds
 from ..report.page import HEADLINE, figure_parts, page
 
 _WORDS = {"macs": "multiply-accumulates", "params": "parameters"}
+_TIME = "latency_ms"
+_SPELLED = {_TIME: (lambda value: f"{tick(value)} ms", milliseconds)}
 
 
 def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
     """The drawing as the text of a file with this ending."""
-    title = f"{result['name']}, seed {result['seed']}: accuracy against size"
+    timed = result["of"] == "latency"
+    title = f"{result['name']}, seed {result['seed']}: accuracy against {'time' if timed else 'size'}"
+    words = {**_WORDS, **({_TIME: _time(result["clock"])} if result["clock"] else {})}
     if ending == ".svg":
-        return standalone(_figure(result, "macs"), title, f"{_WORDS['macs']} of one image")
-    figures = [_figure(result, key) for key in _WORDS]
+        key = _TIME if timed else "macs"
+        axis = words[key] if timed else f"{words[key]} of one image"
+        return standalone(_figure(result, key, words[key]), title, axis)
+    first = [_TIME] if timed else []
+    figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
     facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
     head = f"<p class=facts>{escape(facts)}</p><h1>{escape(title)}</h1><p class=lead>{escape(result['said'])}</p>"
     return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
 
 
-def _figure(result: Mapping[str, Any], key: str) -> Figure:
+def _time(clock: Mapping[str, Any]) -> str:
+    return f"the time foretold ({clock['runtime']}, batch {clock['batch']})"
+
+
+def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
     dense, own = result["dense"], result["own"]
     chosen = [
         Point(
@@ -65,4 +77,19 @@ def _figure(result: Mapping[str, Any], key: str) -> Figure:
         "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
         "training after the cut; what fine-tuning does is shown for the run&#x27;s own filters alone."
     )
-    return against(f"against-{key}", _WORDS[key], points, caption, first="filters", joined=joined, legend=legend)
+    if key == _TIME:
+        caption += _trusted(result["clock"])
+    more = {"spelled": _SPELLED[key]} if key in _SPELLED else {}
+    return against(f"against-{key}", words, points, caption, first="filters", joined=joined, legend=legend, **more)
+
+
+def _trusted(clock: Mapping[str, Any]) -> str:
+    """How far the foretold times can be trusted, as HTML."""
+    said = ""
+    if clock["mean_error"] is not None:
+        mean, worst = (f"{100 * clock[key]:.1f} %" for key in ("mean_error", "worst_error"))
+        said += f" Such times were off by {mean} on average and {worst} at most."
+    if clock["measured"] is not None:
+        part = f"{100 * clock['measured']:.1f} %"
+        said += f" Cut for real, the run&#x27;s own network took {part} of the dense one&#x27;s time."
+    return said

@@ -3,7 +3,7 @@
 A scored network and the sizes asked for enter; plain data leaves, all of it JSON.  For each size the filters
 are chosen as a run with that budget would choose them, the network is really cut, its batch-norm statistics
 are taken anew on training images, and it is judged.  A size that cannot be reached is listed with the smallest
-that can.  What holds: nothing is trained, and nothing is written.
+that can; a time is the one that a clock foretells.  What holds: nothing is trained, and the run stays as it is.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from torch import nn
 
 from ..budget.aim import Aim
 from ..budget.landing import Masks
-from ..budget.targets import Budget
-from ..errors import PruningError, nearest
+from ..budget.targets import MICROSECONDS, Budget, Usage
+from ..errors import PruningError, RunError, nearest
 from ..export import saved_bytes
+from ..graph.costs import lay_out
+from ..latency.model import LatencyModel
 from ..measuring import measure
 from ..plan import Plan
+from ..stopwatch.runtimes import RUNTIMES
+from ..stopwatch.source import clock_here, here
 from ..surgery import extract
 from ..training.engine import Engine
 from ..training.networks import file_bytes
@@ -32,7 +36,9 @@ from .scored import Scored, read_scored
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
 BATCHES = 32
-RESOURCES = tuple(field.name for field in fields(Budget) if field.name != "latency")
+RUNTIME, BATCH = "onnxruntime", 64  # of a clock that is measured now, where only one of them is given
+RESOURCES = tuple(field.name for field in fields(Budget))
+_HELD = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # where a figure is in a point
 NEAR = 1.0  # points of accuracy that count as no loss worth speaking of
 Report = Callable[[str], None]
 Point = dict[str, Any]
@@ -46,19 +52,33 @@ class Request:
     at: Sequence[str] = USUAL
     batches: int = BATCHES
     device: str | None = None
+    runtime: str | None = None
+    """of a clock to be measured now; None: the run's own"""
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         if self.of not in RESOURCES:
             raise PruningError(f"--of: no resource is called {self.of!r}; {nearest(self.of, RESOURCES)}")
         if self.batches < 1:
             raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
+        if self.of != "latency" and self.measures:
+            raise PruningError("--runtime and --batch say whose time --of latency means; leave them out")
+        if self.runtime is not None and self.runtime not in RUNTIMES:
+            raise PruningError(f"--runtime: none is called {self.runtime!r}; {nearest(self.runtime, RUNTIMES)}")
+        if self.batch is not None and self.batch < 1:
+            raise PruningError(f"--batch counts the samples of a pass: give at least 1, not {self.batch}")
         if not self.at:
             raise PruningError("--at: name at least one size, such as 0.5,0.3")
         self.sizes()
 
+    @property
+    def measures(self) -> bool:
+        """Is a clock to be measured, whether or not the run has one?"""
+        return self.runtime is not None or self.batch is not None
+
     def sizes(self) -> list[float]:
         """The sizes as numbers: up to 1 a part, above 1 an amount."""
-        read = (getattr(Budget.parse([f"{self.of}={text}"]), self.of) for text in self.at)
+        read = (getattr(Budget(**{self.of: text}), self.of) for text in self.at)
         return list(dict.fromkeys(read))
 
 
@@ -82,6 +102,7 @@ class _Sweep:
         self.free = Aim(self.graph, None, self.guards)
         self.least = self.free.least(scored.scores)
         self.file, self.aside = file_bytes(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.clock = self._clock()
         self.tried: dict[Plan, Point] = {}
         self.smallest: Point | None = None
 
@@ -104,6 +125,7 @@ class _Sweep:
             "judged_on": scored.judged_on,
             "judged_images": len(scored.judged.labels),
             "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
+            "clock": self._clock_told(),
             "dense": {
                 **whole,
                 "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
@@ -135,9 +157,9 @@ class _Sweep:
         budget = Budget(**{of: size})
         if not budget.asked:
             return self.graph.all_filters()
-        if budget.limits(self.free.count({})).broken(self.free.count(self.least)):
+        if budget.limits(self._count({})).broken(self._count(self.least)):
             return None
-        return Aim(self.graph, budget, self.guards).choose(self.scored.scores).masks
+        return Aim(self.graph, budget, self.guards, self.clock).choose(self.scored.scores).masks
 
     def _judged(self, name: str, masks: Masks) -> Point:
         """A choice of filters cut for real, recalibrated and judged; equal choices once."""
@@ -154,7 +176,8 @@ class _Sweep:
                 "accuracy": engine.evaluate(scored.judged).accuracy,
             }
         found = self.tried[plan]
-        return {**found, "left": {key: found[key] / self.dense[key] for key in RESOURCES}}
+        left = {key: found[held] / self.dense[held] for key, held in _HELD.items() if held in found}
+        return {**found, "left": left}
 
     def _figures(self, network: nn.Module, masks: Masks) -> Point:
         cost = measure(network, self.scored.networks.images[:1])
@@ -163,11 +186,50 @@ class _Sweep:
             "params": cost.params,
             "size": saved_bytes(network, self.inputs, Plan.from_masks(masks)),
             "filters": sum(int(mask.sum()) for mask in masks.values()),
+            **({} if self.clock is None else {"latency_ms": 1e3 * self.clock.seconds(lay_out(self.graph, masks))}),
         }
 
+    def _count(self, masks: Masks) -> Usage:
+        counted = self.free.count(masks)
+        if self.clock is None:
+            return counted
+        return {**counted, "latency": MICROSECONDS * self.clock.seconds(lay_out(self.graph, masks))}
+
     def _share(self, size: float) -> float:
-        whole = {**self.free.count({}), "size": self.file}[self.request.of]
+        whole = {**self._count({}), "size": self.file}[self.request.of]
         return size if size <= 1 else min(size / whole, 1.0)
+
+    def _clock(self) -> LatencyModel | None:
+        """One that is measured now, if asked for; else the run's own, if it has one."""
+        networks, asked = self.scored.networks, self.request
+        if asked.measures:
+            place = here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
+            ignore = self.scored.recipe.guards.ignore
+            network = networks.bare_copy()
+            return clock_here(network, networks.images, self.graph, place, ignore=ignore, report=self.report)
+        if networks.timed is not None:
+            return networks.timed.clock
+        if asked.of == "latency":
+            raise RunError(
+                f"the run in {self.scored.folder.path} has no clock, because it was asked for no time; have one "
+                f"measured here with --runtime ({', '.join(RUNTIMES)}) and --batch"
+            )
+        return None
+
+    def _clock_told(self) -> Point | None:
+        """Whose time it is, how well it is foretold, and what the run's own network really took."""
+        if self.clock is None:
+            return None
+        held, known = self.clock.conditions, (self.scored.summary or {}).get("latency", {})
+        return {
+            "runtime": held.runtime,
+            "batch": held.batch,
+            "threads": held.threads,
+            "machine": dict(held.machine),
+            "mean_error": self.clock.calibration.get("mean_error"),
+            "worst_error": self.clock.calibration.get("worst_error"),
+            "measured": None if self.request.measures else known.get("measured"),
+        }
 
 
 def _told(part: dict[str, Any]) -> dict[str, Any]:
@@ -183,8 +245,12 @@ def _said(result: dict[str, Any]) -> str:
     cut = [result["dense"], result["own"], *reached]
     best = max(point["accuracy"] for point in cut)
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
-    least = min((point["left"] for point in near), key=lambda left: float(left["macs"]))
-    return (
-        f"Before any retraining, the smallest of these within {NEAR:g} point of the best ({best:.2f} %) has "
-        f"{100 * least['macs']:.0f} % of the MACs ({100 * least['params']:.0f} % of the parameters)."
-    )
+    timed = result["of"] == "latency"
+    least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
+    macs = f"{100 * least['macs']:.0f} % of the MACs"
+    best_said = f"of these within {NEAR:g} point of the best ({best:.2f} %)"
+    if timed:
+        time = f"{100 * least['latency']:.0f} % of the dense network's time, as foretold"
+        return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
+    params = f"{100 * least['params']:.0f} % of the parameters"
+    return f"Before any retraining, the smallest {best_said} has {macs} ({params})."

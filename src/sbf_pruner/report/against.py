@@ -6,7 +6,7 @@ picture are well-formed XML as well as HTML, so that the same drawing serves bot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -14,6 +14,7 @@ from ..drawing.colours import tones
 from .chart import WIDE, Figure, Scale, Table, curve, frame, grid, picture
 from .numbers import count, percent, short
 
+Spell = Callable[[float], str]
 _HEIGHT = 250.0
 _WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 104, 54  # of a picture that stands alone
 
@@ -39,8 +40,12 @@ def against(
     first: str = "run",
     joined: Sequence[tuple[str, Sequence[Point]]] = (),
     legend: Sequence[tuple[str, str]] = (),
+    spelled: tuple[Spell, Spell] = (short, count),
 ) -> Figure:
-    """Accuracy against what `words` names; `joined` are lines, each with its class and its points in order."""
+    """Accuracy against what `words` names; `joined` are lines, each with its class and its points in order.
+
+    `spelled` says how sizes are written, beside the scale and in the table.
+    """
     title = f"Accuracy against {words}"
     if not points:
         return Figure(key, title, missing="No accuracy has been taken yet.")
@@ -52,7 +57,7 @@ def against(
     for value in Scale(0, widest, 1).ticks(5):
         at = 100 * value / widest
         parts.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{_HEIGHT:.0f}"/>')
-        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{short(value)}</text>')
+        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{spelled[0](value)}</text>')
     lines = [curve(kind, [(WIDE * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined]
     if lines:
         parts.append(frame(0, _HEIGHT, "".join(lines)))
@@ -62,7 +67,7 @@ def against(
         place = f'class="sign beside" dx="8" y="{y + 15:.1f}"' if point.beside else f'class="sign" y="{y - 10:.1f}"'
         if point.sign and not (point.beside and _crowded(points[:row], point, down, widest)):
             parts.append(f'<text {place} x="{x}">{escape(point.sign)}</text>')
-    rows = [[point.name, percent(point.accuracy), count(point.size)] for point in points]
+    rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
     drawn = picture("against", _HEIGHT, "".join(parts), title)
     return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
 

@@ -17,6 +17,7 @@ from .kept import bars, numbers
 from .numbers import DASH, change, count, milliseconds, percent, short, tiny
 from .page import HEADLINE, figure_parts, page
 from .settings import spelled
+from .timed import found, where
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def _table(entries: Sequence[Entry]) -> Figure:
         "latency",
     ]
     head += ["change", "filters kept", "masked = extracted"]
+    timed = any(one.run.time is not None for one in entries)
+    head += ["time asked for", "time found", "time taken in"] if timed else []
     rows = []
     for one in entries:
         last = one.run.last
@@ -120,11 +123,21 @@ def _table(entries: Sequence[Entry]) -> Figure:
                 change(dense.get("latency_ms"), pruned.get("latency_ms")),
                 f"{kept[0]:,} of {kept[1]:,}" if kept[1] else DASH,
                 tiny(one.run.summary.get("cut_error")) if one.run.summary else DASH,
+                *(_time(one.run) if timed else ()),
             ]
         )
     table = Table(head, rows, words=2)
     body = f'<div class=scroll tabindex=0 role=region aria-label="All runs">{table.html()}</div>'
     return Figure("table", "All runs", picture=body, wide=True)
+
+
+def _time(run: Run) -> list[str]:
+    """Asked, found, and where, of the dense network's time."""
+    if run.time is None:
+        return [DASH] * 3
+    share, how = found(run.time, run.finished)
+    known = how if share is None else f"{percent(100 * share, 1)} {how}"
+    return [percent(100 * run.time["asked"], 1), known, where(run.time)]
 
 
 def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:

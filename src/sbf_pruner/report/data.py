@@ -15,6 +15,7 @@ from typing import Any
 
 from ..drawing.scene import Box, from_json
 from ..errors import RunError
+from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
 Record = dict[str, Any]
@@ -60,6 +61,7 @@ class Run:
     skipped: dict[str, str] = field(default_factory=dict)
     followers: dict[str, list[str]] = field(default_factory=dict)
     environment: Record = field(default_factory=dict)
+    time: Record | None = None  # what became of a time that was asked for
     missing: dict[str, str] = field(default_factory=dict)  # part of the report -> why it is not there
 
     @property
@@ -109,6 +111,7 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
         run.skipped = (run.summary or {}).get("skipped", {})
     run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
     run.refinement = _refinement(run)
+    run.time = asked_time(path, recipe, run.summary)
     _explain_missing(run)
     return run
 

@@ -9,7 +9,8 @@ from html import escape
 
 from .course import STAGES
 from .data import Run
-from .numbers import change, count, duration, milliseconds, percent, short, signed, tiny
+from .numbers import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
+from .timed import ELSEWHERE, found, where
 
 
 def sentence(run: Run) -> str:
@@ -110,11 +111,23 @@ def _finished(run: Run) -> list[str]:
             )
         else:
             cards.append(_card(label, spell(after), "dense: not stored"))
+    cards += _timed(run)
     error = run.summary.get("cut_error")
     exact = error is not None and error < _EXACT
     was = "largest difference of their outputs, float64"
     cards.append(_card("Masked = extracted", tiny(error), was, "exact" if exact else "", good=exact or None))
     return cards
+
+
+def _timed(run: Run) -> list[str]:
+    """What became of a time that was asked for."""
+    if run.time is None:
+        return []
+    share, how = found(run.time, run.finished)
+    label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
+    value = DASH if share is None else percent(100 * share, 1)
+    elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
+    return [_card(label, value, f"{where(run.time)} · {run.time['way']}{elsewhere}", how, share)]
 
 
 def _stored_bytes(run: Run) -> int | None:
@@ -139,6 +152,7 @@ def _unfinished(run: Run) -> list[str]:
         before = now["filters_total"] if key == "filters" else start[key]
         note = change(before, now[key]) if now[key] != before else ""
         cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
+    cards += _timed(run)
     if run.control:
         known = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
         cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs"))

@@ -25,7 +25,7 @@ from .page import HEADLINE, SECTIONS, page, page_title, run_parts
 
 PORT = 8321
 _NEWS = "/parts.json"
-_FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "summary.json")
+_FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "latency.json", "summary.json")
 _PATIENCE = 4.0  # seconds at most to let an open page see the end
 _ALONE = "this address is for this machine alone\n"
 _WAITING = '<p class=facts><span class="state not">not finished</span></p><h1>{}</h1><p class=lead>{}</p>'

@@ -6,7 +6,7 @@ own, so that a live page can put a new one in its place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -21,10 +21,12 @@ from .network import network
 from .refinement import refinement
 from .scores import scores
 from .settings import environment, recipe, skipped
+from .timed import timed
 
 HEADLINE = "headline"
-_FIGURES = {
+_FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "course": course,
+    "time": timed,
     "kept": kept,
     "refinement": refinement,
     "scores": scores,
@@ -39,7 +41,8 @@ _WIDE = ("scores", "network", "recipe")
 
 def run_parts(run: Run) -> dict[str, str]:
     """The inside of every section of a run's page, in order."""
-    return {HEADLINE: headline(run)} | {key: draw(run).html() for key, draw in _FIGURES.items()}
+    figures = {key: draw(run) for key, draw in _FIGURES.items()}
+    return {HEADLINE: headline(run)} | {key: "" if one is None else one.html() for key, one in figures.items()}
 
 
 def run_page(run: Run) -> str:

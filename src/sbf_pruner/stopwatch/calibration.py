@@ -31,7 +31,8 @@ from ..plan import Plan
 from ..surgery import extract
 from ..timing import using_threads
 from .layers import time_layers
-from .whole import JOINS, passes, time_beside
+from .runtimes import RUNTIMES
+from .whole import passes, time_beside
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, in the networks it is fitted to
 SWEEPS = 3  # times that every layer is measured, far apart: what else the machine does comes in bursts
@@ -125,7 +126,7 @@ class Timer:
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
         held = self.conditions
-        forms = {f"{join} {form}": form for join, group in JOINS[held.runtime].items() for form in group}
+        forms = {f"{join} {form}": form for join, group in RUNTIMES[held.runtime].joins.items() for form in group}
         return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
 
 

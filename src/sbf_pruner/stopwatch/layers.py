@@ -2,7 +2,8 @@
 
 A site and widths enter; seconds leave, the least of several turns, because whatever else the machine does can only
 add to them.  In ONNX Runtime a layer is timed by the runtime's own profiler between two others, so that it has the
-memory layout it would have inside a network, and what it takes to get there counts as its own.
+memory layout it would have inside a network, and what it takes to get there counts as its own.  torch.compile has
+layers computed by kernels of the same library as torch without it, so they are timed without it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..deploy.onnx import require
 from ..latency.shapes import Site
 from ..latency.table import Widths
 from ..timing import take_turns
+from .runtimes import RUNTIMES
 
 TURNS = 7
 AT_ONCE = 16  # layers that take turns, so that not all of their maps are in memory
@@ -35,20 +37,25 @@ Measured = dict[Widths, float]
 
 def time_layers(runtime: str, site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
     """Seconds of a layer at each of the widths."""
-    timed = {"onnxruntime": _in_onnxruntime, "torch": _in_torch}[runtime]
     found: Measured = {}
     for start in range(0, len(widths), AT_ONCE):
-        found |= timed(site, widths[start : start + AT_ONCE], batch, threads)
+        some = widths[start : start + AT_ONCE]
+        if runtime == "onnxruntime":
+            found |= _in_onnxruntime(site, some, batch, threads)
+        else:
+            found |= _in_torch(site, some, batch, RUNTIMES[runtime].device)
     return found
 
 
 # -- torch -------------------------------------------------------------------------------------------------
 
 
-def _in_torch(site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
-    calls = {pair: _call(site, *pair, batch) for pair in widths}
+def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> Measured:
+    with torch.device(device):
+        calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
-        taken = take_turns(calls, TURNS, sample=_SAMPLE)  # type: ignore[arg-type]
+        # On a GPU many calls are launched before the clock is read: inside a network no layer is waited for.
+        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)  # type: ignore[arg-type]
     return {pair: min(seconds) for pair, seconds in taken.items()}  # type: ignore[misc]
 
 

@@ -15,7 +15,7 @@ from ..latency.model import Conditions
 from ..plan import Plan
 from ..surgery import extract
 from ..timing import Interval, using_threads
-from .whole import Pass, all_forms, passes, quickest, time_pairs
+from .whole import Pass, all_forms, passes, quickest, rehearse, time_pairs
 
 PAIRS = 40
 
@@ -25,6 +25,10 @@ class Pairs:
 
     def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
         self.network, self.example, self.conditions = network, example, conditions
+
+    def rehearse(self) -> None:
+        """Is all there that timing needs?  One sentence of what stands in the way if not."""
+        rehearse(self.network, self.example, self.conditions)
 
     def ratio(self, plan: Plan) -> float:
         """What is left of the dense network's time."""

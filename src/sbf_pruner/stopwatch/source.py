@@ -7,8 +7,8 @@ there, and one that does not fit is measured anew.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable
@@ -16,35 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ..budget.aim import Aim
-from ..deploy.onnx import require
-from ..environment import cpu, load
+from ..environment import load
 from ..errors import PruningError
 from ..files import write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
-from ..latency.model import BLOCKWISE, Conditions, LatencyModel, read_model, signature
+from ..latency.model import BLOCKWISE, Conditions, LatencyModel, from_dict, read_model, signature
 from ..latency.predictor import Predictor
 from ..latency.table import Table
 from .calibration import calibrate, measure_layers
+from .runtimes import RUNTIMES
+from .whole import rehearse
 
-RUNTIMES = {"onnxruntime": ("onnxruntime", "torch"), "torch": ("torch",)}  # and the packages that make their speed
 BUSY = 0.5  # of a core: more than that is somebody else's work
 Report = Callable[[str], None]
 
 
 def here(runtime: str, batch: int, threads: int) -> Conditions:
     """The conditions on this machine."""
-    found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
-    for package in RUNTIMES[runtime]:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return Conditions(runtime, batch, threads, found)
+    return Conditions(runtime, batch, threads, RUNTIMES[runtime].facts())
 
 
 def same_place(one: Conditions, other: Conditions) -> bool:
@@ -62,8 +56,6 @@ def get_model(
     report: Report = lambda line: None,
 ) -> LatencyModel:
     """What is known of a network under these conditions, from the cache or measured now."""
-    if conditions.runtime == "onnxruntime":
-        require()
     graph = trace(network, example, ignore=ignore)
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
@@ -72,6 +64,7 @@ def get_model(
             return read_model(kept, graph)
         except PruningError:  # written by another version, or damaged: it is only a cache
             pass
+    rehearse(network, example, conditions)
     busy = load()
     if busy is not None and busy > BUSY:
         report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
@@ -83,6 +76,21 @@ def get_model(
     found.calibration["load"] = busy
     found.write(kept)
     return found
+
+
+def clock_here(
+    network: nn.Module,
+    images: Tensor,
+    graph: ChannelGraph,
+    conditions: Conditions,
+    *,
+    ignore: tuple[str, ...] = (),
+    report: Report = lambda line: None,
+) -> LatencyModel:
+    """The same for a network that is in use, wherever it is: a clock for its own graph."""
+    dense = copy.deepcopy(network).cpu().eval()
+    found = get_model(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
+    return from_dict(found.to_dict(), graph)
 
 
 def cache_folder() -> Path:

@@ -2,7 +2,8 @@
 
 A network and example inputs enter; calls leave, one per form, that run it once in the runtime asked for; and of
 two networks the ratio of their times, pair by pair.  What holds: the dense network has the same care as the compact
-one, as in `sbf bench`.
+one, as in `sbf bench`; a pass ends when its result is there, on a GPU too.  What is needed can be rehearsed, so
+that nobody learns after hours of training that something is not installed.
 """
 
 from __future__ import annotations
@@ -14,26 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from ..deploy.captured import first_line
 from ..deploy.choose import FORMS, batch_of, fastest, ready, written
 from ..deploy.forms import Deployable, Form
-from ..timing import Interval, compared, take_turns
+from ..errors import PruningError
+from ..latency.model import Conditions
+from ..timing import Interval, compared, take_turns, using_threads
+from .runtimes import RUNTIMES
 
-TARGET = {"onnxruntime": "onnxruntime", "torch": "eager"}  # what deploy calls the runtimes
-# The two ways to join a branch with its stream, each in the forms that serve it best as a rule.
-JOINS: dict[str, dict[str, tuple[Form, ...]]] = {
-    "onnxruntime": {
-        "zeros": (
-            Form("zeros", 16, 16, shortcuts=True),
-            Form("zeros", 4, shortcuts=True),
-            Form("zeros", 16, shortcuts=True),
-        ),
-        "moves": (Form("mixed", 16, 16, shortcuts=True),),
-    },
-    "torch": {
-        "zeros": (Form("zeros", in_place=True, channels_last=True),),
-        "moves": (Form("add", in_place=True, channels_last=True),),
-    },
-}
 Pass = Callable[[], Any]
 BESIDE = 4.0  # seconds that networks are timed side by side, about
 FEWEST, MOST = 11, 60  # rounds
@@ -42,20 +31,35 @@ TRIAL = 2.0  # seconds in which the forms of one network are tried
 
 def all_forms(runtime: str) -> dict[str, Form]:
     """Every form that `sbf bench` and `sbf export` try."""
-    return {str(form): form for form in FORMS[TARGET[runtime]]}
+    return {str(form): form for form in FORMS[RUNTIMES[runtime].target]}
 
 
 def passes(
     network: nn.Module, example: Any, forms: Mapping[str, Form], runtime: str, batch: int, threads: int
 ) -> dict[str, Pass]:
     """Calls that run a network once, by form; forms that are the same network are there once."""
+    held = RUNTIMES[runtime]
+    held.check_device()
     made = written(Deployable(network, example), forms)
     inputs = batch_of(example, batch)
     with tempfile.TemporaryDirectory() as folder:
         return {
-            name: ready(network_, inputs, TARGET[runtime], threads, Path(folder) / f"{place}.onnx")
+            name: ready(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
             for place, (name, network_) in enumerate(made.items())
         }
+
+
+def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
+    """Run a network once as it will be timed; one sentence of what stands in the way."""
+    held = conditions
+    form = dict([next(iter(all_forms(held.runtime).items()))])
+    try:
+        with using_threads(held.threads):
+            (once,) = passes(network.eval(), example, form, held.runtime, held.batch, held.threads).values()
+            once()
+    except Exception as error:  # a compiler, or a package that is only half installed, may fail in any way
+        cause = str(error) if isinstance(error, PruningError) else first_line(error)
+        raise PruningError(f"a time is to be measured here, in {held.told()}, and cannot be: {cause}") from error
 
 
 def quickest(held: Mapping[str, Pass]) -> Pass:

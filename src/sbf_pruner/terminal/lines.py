@@ -164,15 +164,21 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
 
 def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
     """The table of `sbf frontier`: what each size leaves and how good it is, and how to read it."""
-    words = {"macs": "MACs", "params": "parameters", "size": "file size"}[result["of"]]
-    head = [f"target, {words}", "MACs", "left", "parameters", "left", "file", "filters", "accuracy, recalibrated"]
+    words = {"macs": "MACs", "params": "parameters", "size": "file size", "latency": "time"}[result["of"]]
+    clock = result["clock"]
+    time = ["time, foretold", "left"] if clock else []
+    head = [f"target, {words}", "MACs", "left", "parameters", "left", "file", *time, "filters"]
+    head.append("accuracy, recalibrated")
     rows = [head, _left("all filters", result["dense"])]
     for point in result["points"]:
-        rows.append(_left(f"{100 * point['share']:.4g} %", point if point["reached"] else None))
+        name = f"{100 * point['share']:.4g} %"
+        lost = [name, *"-" * (len(head) - 2), "cannot be reached"]
+        rows.append(_left(name, point) if point["reached"] else lost)
     if result["smallest"] is not None:
         rows.append(_left("the smallest there is", result["smallest"]))
     rows.append(_left("the run's own", result["own"]))
-    lines = [*(_boxed(rows, "<>>>>>>>") if pretty else table(rows, "<>>>>>>>")), ""]
+    align = "<" + ">" * (len(head) - 1)
+    lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
     on = result["recalibrated_on"]
     trained = {
         "dense, after the warm-up": result["dense"]["warmup_accuracy"],
@@ -185,17 +191,30 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
         f"accuracy on {result['judged_images']:,} {result['judged_on']} images; batch-norm statistics from "
         f"{on['images']:,} training images, nothing retrained"
     )
+    if clock:
+        lines.append(_clocked(clock))
     if result["judged_on"] == "test":
         lines.append("the recipe holds no images out (data.validation), so a size chosen here has seen the test")
     return [*lines, result["said"]]
 
 
-def _left(target: str, point: Mapping[str, Any] | None) -> list[str]:
-    if point is None:
-        return [target, *"-----", "-", "cannot be reached"]
+def _clocked(clock: Mapping[str, Any]) -> str:
+    """Whose time it is, and how far it can be trusted."""
+    said = f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {clock['threads']} threads"
+    if (cpu := clock["machine"].get("cpu")) is not None:
+        said += f", {cpu}"
+    if clock["mean_error"] is not None:
+        said += f" (off by {clock['mean_error']:.1%} on average, {clock['worst_error']:.1%} at most)"
+    if clock["measured"] is not None:
+        said += f"; the run's own network was measured: {clock['measured']:.1%}"
+    return said
+
+
+def _left(target: str, point: Mapping[str, Any]) -> list[str]:
     left = {key: f"{100 * part:.1f} %" for key, part in point["left"].items()}
     sizes = [f"{point['macs']:,}", left["macs"], f"{point['params']:,}", left["params"], f"{point['size']:,} B"]
-    return [target, *sizes, f"{point['filters']:,}", percent(point["accuracy"])]
+    time = [f"{point['latency_ms']:.3g} ms", left["latency"]] if "latency_ms" in point else []
+    return [target, *sizes, *time, f"{point['filters']:,}", percent(point["accuracy"])]
 
 
 def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:

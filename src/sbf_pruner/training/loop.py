@@ -146,6 +146,7 @@ class _Run:
 
     def begin(self) -> None:
         """Write the first files: from here on there is a run to resume."""
+        self._check_timer()
         self.folder.begin(self.recipe)
         self.recording.begin()
         if self.networks.timed is not None:
@@ -157,6 +158,7 @@ class _Run:
     def restore(self) -> None:
         """Go to where the last checkpoint was taken."""
         state = load_checkpoint(self.folder.checkpoints)
+        self._check_timer(state["done"])
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
         self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
@@ -282,6 +284,11 @@ class _Run:
             f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
             f"{self.folder.checkpoints}"
         )
+
+    def _check_timer(self, done: int = 0) -> None:
+        """Scores that are still to come end in a landing that is timed: what that needs must be there now."""
+        if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
+            self.networks.check_timer()
 
     def _keep_teacher(self) -> None:
         """Write down the dense network that the later phases learn from, if they do."""

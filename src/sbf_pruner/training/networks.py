@@ -30,7 +30,7 @@ from .padded import Padded
 from .recipe import Recipe
 from .schedule import Phase, batch_size, phases
 from .start import check_fit, load_weights
-from .timed import Timed, coupling, timer_here
+from .timed import Timed, coupling, rehearse, timer_here
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
@@ -176,6 +176,11 @@ class Networks:
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
         if epochs < phase.epochs:  # at the end of the phase the gates are set, and the penalty follows then
             self.pruner.steer()
+
+    def check_timer(self) -> None:
+        """Can a time that was asked for be taken, if it is to be taken here?"""
+        if self.timed is not None:
+            rehearse(self.timed.clock, self.bare_copy(), self.images)
 
     def come_in_time(self) -> None:
         """The last scores have landed: correct where, if a time was asked for and can be taken here."""

@@ -212,7 +212,7 @@ class BudgetConfig(Section):
     def __post_init__(self) -> None:
         for key in (each.name for each in fields(Budget)):
             if isinstance(written := getattr(self, key), str):  # as on the command line: "50%", "1MB", "5ms"
-                object.__setattr__(self, key, getattr(Budget.parse([f"{key}={written}"]), key))
+                object.__setattr__(self, key, getattr(Budget(**{key: written}), key))
         super().__post_init__()
 
 
@@ -241,7 +241,10 @@ class LatencyConfig(Section):
 
     runtime: str = field(
         default="onnxruntime",
-        metadata=about("what runs the network: ONNX Runtime, or torch itself", choices=("onnxruntime", "torch")),
+        metadata=about(
+            "what runs the network: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
+            choices=("onnxruntime", "torch", "compile", "cuda"),
+        ),
     )
     batch: int = field(default=64, metadata=about("samples in a pass", least=1))
     threads: int = field(default=0, metadata=about("threads of a pass; 0: as many as the run itself has", least=0))

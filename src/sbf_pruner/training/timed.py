@@ -31,7 +31,7 @@ from ..latency.ways import WAYS, Chosen, choose_way
 from ..plan import Plan
 from ..pruner import Pruner
 from ..stopwatch.pairs import Pairs
-from ..stopwatch.source import get_model, here, same_place
+from ..stopwatch.source import clock_here, here, same_place
 from .recipe import Recipe
 
 CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
@@ -74,9 +74,7 @@ class Timed:
             clock = read_model(config.table, graph)
         else:
             there = here(config.runtime, config.batch, config.threads or torch.get_num_threads())
-            dense = copy.deepcopy(network).cpu().eval()
-            found = get_model(dense, images[:1].cpu(), there, ignore=recipe.guards.ignore, report=_log.info)
-            clock = from_dict(found.to_dict(), graph)
+            clock = clock_here(network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info)
         if recipe.guards.couple or recipe.scores.blocks:
             return cls(clock, Chosen(OWN, {}))
         if config.way != "auto":
@@ -151,10 +149,22 @@ class Timed:
 
 def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
     """A function that times plans as the clock was measured; None on another machine, or without the runtime."""
+    pairs = _pairs_here(clock, network, images)
+    return None if pairs is None else pairs.ratio
+
+
+def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
+    """Is all there that `timer_here` will need?  Said in one sentence if not, as long as nothing is trained."""
+    pairs = _pairs_here(clock, network, images)
+    if pairs is not None:
+        pairs.rehearse()
+
+
+def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pairs | None:
     held = clock.conditions
     if not same_place(held, here(held.runtime, held.batch, held.threads)):
         return None
-    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held).ratio
+    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held)
 
 
 def coupling(way: str) -> dict[str, Any]:
