@@ -81,6 +81,7 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
             freeze_norms=scores.freeze_norms,
+            closed=scores.closed,  # type: ignore[arg-type]
             guards=kept,
             budget=limits,
             steer=budget.steer,
