@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from cases import random_plans
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from zoo import ZOO
 
+from cases import random_plans
 from sbf_pruner import Budget, Plan, Pruner
 from sbf_pruner.inputs import call
 from sbf_pruner.models import resolve
 from sbf_pruner.scoring import gates
 from sbf_pruner.scoring.folded import Folded
 from sbf_pruner.scoring.products import Products
+from zoo import ZOO
 
 IMAGES = torch.rand(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -34,7 +34,7 @@ def half_closed(**arguments: object) -> Pruner:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_score_phase_trains_on_the_network_that_the_gates_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_trained_on_the_network_that_gates_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "WHISPER", 0.0)
     model, example = ZOO[name]()
     pruner = Pruner(model.eval(), example, closed="silent")
