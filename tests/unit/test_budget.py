@@ -140,7 +140,7 @@ def test_macs_are_those_of_one_sample():
 @pytest.mark.parametrize(
     ("name", "written", "value"),
     [("macs", "50%", 0.5), ("macs", "60M", 6e7), ("params", "400k", 4e5), ("size", "1MB", 1e6),
-     ("size", " .5", 0.5), ("latency", "5ms", 5000.0), ("latency", "800us", 800.0), ("latency", "60%", 0.6),
+     ("size", " .5 ", 0.5), ("latency", "5ms", 5000.0), ("latency", "800us", 800.0), ("latency", "60%", 0.6),
      ("latency", "0.6", 0.6)],
 )  # fmt: skip
 def test_a_budget_takes_what_the_command_takes(name, written, value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,8 +106,10 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
 
 
 def test_on_another_machine_nothing_is_timed():
-    graph = trace(resnet20(), IMAGE)
-    assert timer_here(clock_of(graph), resnet20(), IMAGE) is None
+    clock = clock_of(trace(resnet20(), IMAGE))
+    for runtime in ("torch", "cuda", "one that is not known here"):
+        clock.conditions = replace(clock.conditions, runtime=runtime)
+        assert timer_here(clock, resnet20(), IMAGE) is None
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from ..latency.ways import WAYS, Chosen, choose_way
 from ..plan import Plan
 from ..pruner import Pruner
 from ..stopwatch.pairs import Pairs
+from ..stopwatch.runtimes import RUNTIMES
 from ..stopwatch.source import clock_here, here, same_place
 from .recipe import Recipe
 
@@ -162,7 +163,7 @@ def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
 
 def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pairs | None:
     held = clock.conditions
-    if not same_place(held, here(held.runtime, held.batch, held.threads)):
+    if held.runtime not in RUNTIMES or not same_place(held, here(held.runtime, held.batch, held.threads)):
         return None
     return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held)
 
