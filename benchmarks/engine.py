@@ -30,7 +30,8 @@ from sbf_pruner.models import resolve
 from sbf_pruner.training import captured
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.data import Augment, Batches, Split
-from sbf_pruner.training.engine import Engine, Tally, make_optimizer
+from sbf_pruner.training.engine import Engine, Tally
+from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.padded import Padded
 from sbf_pruner.training.sections import OptimizerConfig
 
