@@ -33,10 +33,11 @@ from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
+from .scoring.forms import PROJECTIONS
 from .scoring.gates import FrozenStatistics, Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
-from .scoring.projection import PROJECTIONS, Projection
+from .scoring.projection import Projection
 from .surgery import extract
 
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
