@@ -22,9 +22,9 @@ from .graph.boundary import Boundary
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.costs import groups_left
-from .graph.edges import owner
 from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink
+from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
 from .graph.rehearsal import first_surprise
 from .graph.weighted import Contract, Norm
