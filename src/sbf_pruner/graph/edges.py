@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..layers import Adapted, Remap, Zeros
 from .boundary import Boundary
 from .channels import ChannelGraph
-from .masks import Grids, shrink
+from .masks import Grids, along, shrink
 from .nodes import Node, Opaque, Source
 from .owners import PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
@@ -188,7 +188,7 @@ class Wiring:
         out = op.outputs[0]
         assert out is not None
         dim = module.dim % len(out.shape)
-        grid = tuple(n if d == dim else 1 for d, n in enumerate(out.shape))
+        grid = along(dim, out.shape)
         self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
         self.grids[out] = grid
         if isinstance(module, Zeros):  # its width is ours to choose

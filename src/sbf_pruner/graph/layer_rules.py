@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .masks import Grid, Grids
+from .masks import Grids, along
 from .moves import moved
 from .nodes import Node, Opaque, Source
 from .pointwise import elementwise
@@ -17,16 +17,12 @@ from .unknown import opaque
 from .weighted import Contract, Norm
 
 
-def _line(value: Value) -> Grid:
-    return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
-
-
 def _contract(
     op: Op, grids: Grids, x: Value, weight: Value, bias: Value | None, axes: tuple[int, int], groups: int = 1
 ) -> Node:
     out = op.outputs[0]
     assert out is not None
-    grids[out] = _line(out)
+    grids[out] = along(1, out.shape)
     return Contract(
         op,
         grids,
@@ -79,7 +75,7 @@ def batch_norm(op: Op, grids: Grids) -> Node:
     op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
     out = op.outputs[0]
     assert out is not None
-    grids[out] = _line(out)
+    grids[out] = along(1, out.shape)
     by_batch = bool(op.args[5])
     shifts = isinstance(op.args[2], Value)
     # By its own statistics a channel of zeros stays zero, unless a shift is added.
@@ -102,7 +98,7 @@ def group_norm(op: Op, grids: Grids) -> Node:
     op = dataclasses.replace(op, outputs=op.outputs[:1])
     out = op.outputs[0]
     assert out is not None
-    grids[out] = _line(out)
+    grids[out] = along(1, out.shape)
     per_group = x.shape[1] // groups
     if groups == 1:
         return _shared_statistics(op, grids)

@@ -6,7 +6,7 @@ transposed on its way.  Of every such weight it is known which of its dimensions
 
 from __future__ import annotations
 
-from .masks import Grids
+from .masks import Grids, along
 from .records import Op, Trace, Value
 
 LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
@@ -52,5 +52,5 @@ def weight_grids(trace: Trace) -> Grids:
             elif weight.kind == "result":
                 for root in weight.roots or ():
                     if root.shape == weight.shape and grids.get(root) != root.shape:
-                        grids[root] = tuple(n if d == axis else 1 for d, n in enumerate(root.shape))
+                        grids[root] = along(axis, root.shape)
     return grids

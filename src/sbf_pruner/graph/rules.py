@@ -22,7 +22,7 @@ from .layer_rules import (
     transpose,
     weight_norm,
 )
-from .masks import Grid, Grids
+from .masks import Grid, Grids, along
 from .moves import joined, moved, padded, pooled, reduced
 from .nodes import Node, Source
 from .pointwise import (
@@ -68,7 +68,7 @@ def _first_grid(value: Value) -> Grid:
         return (1,) * len(value.shape)
     if np.prod(value.shape) <= _LARGE_STATE:
         return value.shape
-    return tuple(n if d == 0 else 1 for d, n in enumerate(value.shape))
+    return along(0, value.shape)
 
 
 def fresh(op: Op, grids: Grids) -> Node:
