@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from limits import gather
 from saving import save_result
 from torch import Tensor, nn
 
@@ -30,7 +31,8 @@ from sbf_pruner.models import resolve
 from sbf_pruner.training import captured
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.data import Augment, Batches, Split
-from sbf_pruner.training.engine import Engine, Tally, make_optimizer
+from sbf_pruner.training.engine import Engine, Tally
+from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.padded import Padded
 from sbf_pruner.training.sections import OptimizerConfig
 
@@ -97,19 +99,9 @@ def main() -> int:
         key, _, value = option.partition("=")
         captured.OPTIONS[key] = json.loads(value)
     figures: dict[str, Any] = {"setting": asdict(setting), "compiler": dict(captured.OPTIONS), "limits": LIMITS}
-    began = time.perf_counter()
-    for found in run(setting, device, args.sections.split(","), args.ways.split(","), args.plan):
-        figures |= found
-        figures["goals"] = goals(figures)
-        figures["seconds"] = round(time.perf_counter() - began, 1)
-        print(json.dumps(found), flush=True)
-        if not args.quick:
-            save_result(args.name, figures, str(device))
-    for name, value in figures["goals"].items():
-        print(
-            f"{name:28} {value:9.4f}, at {' '.join(map(str, LIMITS[name]))}", "" if met(name, value) else "  MISSED"
-        )
-    return 0 if args.quick or all(met(*goal) for goal in figures["goals"].items()) else 1
+    parts = run(setting, device, args.sections.split(","), args.ways.split(","), args.plan)
+    save = None if args.quick else lambda figures: save_result(args.name, figures, str(device))
+    return 0 if gather(parts, figures, goals, LIMITS, save) or args.quick else 1
 
 
 def run(
@@ -150,11 +142,6 @@ def goals(figures: dict[str, Any]) -> dict[str, float]:
     if "bfloat16" in figures:
         found["bfloat16_loss_difference"] = figures["bfloat16"]["loss_difference"]
     return found
-
-
-def met(name: str, value: float) -> bool:
-    side, limit = LIMITS[name]
-    return value <= limit if side == "most" else value >= limit
 
 
 # -- speed ---------------------------------------------------------------------------------------------------

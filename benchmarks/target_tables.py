@@ -24,18 +24,12 @@ def targets(result: dict[str, Any] | None) -> str:
     lines = ["| asked for | left, least and most | accuracy |", "|---|---|---|"]
     for key, share in asked:
         group = [r for r in runs if r["kind"] == "target" and (r["of"], -r["share"]) == (key, share)]
-        left = [100 * r[key] for r in group]
-        lines.append(
-            f"| {-100 * share:g} % of the {WORDS[key]} | {min(left):.2f} to {max(left):.2f} % | {_mean(group)} |"
-        )
+        left = _ends([100 * r[key] for r in group])
+        lines.append(f"| {-100 * share:g} % of the {WORDS[key]} | {left} | {_mean(group)} |")
     fixed, beside = ([r for r in runs if r["kind"] == kind] for kind in ("fixed lambda", "beside"))
     if fixed and len(fixed) == len(beside):
-        left = ", ".join(f"{100 * r['macs']:.1f}" for r in fixed)
-        lines += [
-            "",
-            f"Beside a fixed lambda, which left {left} % of the MACs with {_mean(fixed)}: asked for just that, "
-            f"seed by seed, {_mean(beside)}.",
-        ]
+        macs = [100 * r["macs"] for r in fixed]
+        lines += ["", _paired("Beside a fixed lambda", macs, _mean(fixed), _mean(beside))]
     return "\n".join(
         ["The digits recipe, lambda never touched, mean ± deviation (seeds):", "", *lines, *origin(result)]
     )
@@ -45,6 +39,16 @@ def _mean(group: list[dict[str, Any]]) -> str:
     values = [run["accuracy"] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
+
+
+def _ends(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f} %"
+
+
+def _paired(opening: str, macs: list[float], fixed: str, beside: str) -> str:
+    """What a fixed lambda left, and what asking for just that came to."""
+    left = ", ".join(f"{one:.1f}" for one in macs)
+    return f"{opening}, which left {left} % of the MACs with {fixed}: asked for just that, seed by seed, {beside}."
 
 
 def cifar10_targets(result: dict[str, Any] | None) -> str:
@@ -60,18 +64,14 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
                     left = 100 - run["left"][f"{key}_removed"]
                     groups.setdefault(run["recipe"]["budget"][key], []).append(left)
             for share, left in sorted(groups.items(), reverse=True):
-                landed = f"{min(left):.2f} to {max(left):.2f} %"
-                lines.append(f"| {title} | {100 * share:g} % of the {said} | {landed} | {len(left)} |")
+                lines.append(f"| {title} | {100 * share:g} % of the {said} | {_ends(left)} | {len(left)} |")
     for name in ("fixed-lambda", "fixed-lambda-fast"):
         fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
-            left = ", ".join(f"{100 - run['left']['macs_removed']:.1f}" for run in fixed)
+            macs = [100 - run["left"]["macs_removed"] for run in fixed]
             rate = fixed[0]["recipe"]["scores"]["lr"]
-            lines += [
-                "",
-                f"ResNet-20 beside a fixed lambda (scores' rate {rate:g}), which left {left} % of the MACs "
-                f"with {accuracy_of(fixed)}: asked for just that, seed by seed, {accuracy_of(beside)}.",
-            ]
+            opening = f"ResNet-20 beside a fixed lambda (scores' rate {rate:g})"
+            lines += ["", _paired(opening, macs, accuracy_of(fixed), accuracy_of(beside))]
     return "\n".join([*lines, "", machines(result)])
 
 

@@ -33,11 +33,12 @@ from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
+from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze
 from .scoring.gates import Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
-from .scoring.projection import PROJECTIONS, Projection
+from .scoring.projection import Projection
 from .surgery import extract
 
 Closed = Literal["auto", "heard", "silent"]

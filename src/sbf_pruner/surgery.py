@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .attached import without_attached
 from .errors import PruningError
@@ -22,15 +22,16 @@ from .graph.boundary import Boundary
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.costs import groups_left
-from .graph.edges import owner
 from .graph.layout import solve, vanished
-from .graph.masks import Flow, Layout, shrink, some
-from .graph.records import ZEROS, Call, Op, Value
+from .graph.masks import Flow, Layout, shrink
+from .graph.owners import owner
+from .graph.records import ZEROS, Call, Op
 from .graph.rehearsal import first_surprise
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
+from .slicing import sliced
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -107,7 +108,7 @@ class _Surgeon:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
         # The copy is made with the sliced tensors in the place of the whole ones, which are never copied.
-        self.small = without_attached(real_copy(model, self._sliced(model)))
+        self.small = without_attached(real_copy(model, sliced(model, graph, layout)))
         self.modules = dict(self.small.named_modules())
         self._unwanted = vanished(graph, flow)
         self.vanished: set[str] = set()
@@ -138,41 +139,7 @@ class _Surgeon:
                 vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
         return self._swap(swaps)
 
-    # -- stored tensors ------------------------------------------------------------------------------------
-
-    def _sliced(self, model: nn.Module) -> dict[int, Tensor]:
-        """What is left of every stored tensor that loses something, by the identity of the whole one."""
-        held = dict(model.named_parameters()) | dict(model.named_buffers())
-        grouped = {n.weight: n for n in self.graph.nodes if isinstance(n, Contract) and n.groups > 1}
-        sliced: dict[int, Tensor] = {}
-        for name, value in self.graph.trace.states.items():
-            if value in self.layout.masks and name in held:
-                old = held[name]
-                new = self._grouped(old, grouped[value]) if value in grouped else self._boxed(old, value)
-                if new is not old:
-                    sliced[id(old)] = new
-        return sliced
-
-    def _boxed(self, tensor: Tensor, value: Value) -> Tensor:
-        new = tensor.detach()
-        for dim, mask in enumerate(self.layout.masks[value]):
-            if mask is not None and mask.any() and not mask.all():
-                new = new.index_select(dim, torch.from_numpy(np.flatnonzero(mask)).to(tensor.device))
-        return tensor if new.shape == tensor.shape else _like(tensor, new)
-
-    def _grouped(self, tensor: Tensor, node: Contract) -> Tensor:
-        """Slice the weight of a grouped convolution, whose groups may keep different channels each."""
-        ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
-        rows, columns = (node.grouped(self.layout.line(value, 1)) for value in ends)
-        there = some(rows, 1) & some(columns, 1)
-        kept = np.flatnonzero(rows & there[:, None])
-        if not kept.size or (kept.size == rows.size and columns.all()):
-            return tensor
-        # Every group that is there has as many columns as the others, but perhaps not the same.
-        of_group = np.nonzero(columns[there])[1].reshape(int(there.sum()), -1)
-        group = (np.cumsum(there) - 1)[kept // rows.shape[1]]
-        places = [torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group])]
-        return _like(tensor, tensor.detach()[places[0], places[1]])
+    # -- modules -------------------------------------------------------------------------------------------
 
     def _rename_sizes(self, module: nn.Module, node: Contract | Norm) -> None:
         """Keep `out_channels` and friends equal to what is really there."""
@@ -187,8 +154,6 @@ class _Surgeon:
         for name, (before, after) in sizes.items():
             if getattr(module, name, None) == before:  # of something else, perhaps
                 setattr(module, name, after)
-
-    # -- modules -------------------------------------------------------------------------------------------
 
     def _fitted(self, path: str, nodes: list[Contract | Norm]) -> nn.Module:
         """The module as it stands in the small network: itself, between remaps, or gone."""
@@ -230,21 +195,6 @@ class _Surgeon:
             for module in swaps.values():
                 module.to(device)
         return self.small
-
-
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    # Slicing gives plain layouts whatever the tensor had.
-    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
-            return held
-    return torch.contiguous_format
-
-
-def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.contiguous(memory_format=_memory_format(old))
-    if isinstance(old, nn.Parameter):
-        return nn.Parameter(new, requires_grad=old.requires_grad)
-    return new
 
 
 def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:

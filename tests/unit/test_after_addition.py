@@ -20,7 +20,8 @@ from sbf_pruner.models import resolve
 from sbf_pruner.scoring.folded import Folded
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.data import Augment, Batches, Split
-from sbf_pruner.training.engine import Engine, make_optimizer
+from sbf_pruner.training.engine import Engine
+from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
 from zoo import randomise
 

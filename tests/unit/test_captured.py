@@ -13,7 +13,8 @@ from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import TunableConvolutions
 from sbf_pruner.training.data import Augment, Batches, Split
-from sbf_pruner.training.engine import Engine, Tally, make_optimizer
+from sbf_pruner.training.engine import Engine, Tally
+from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
 from sbf_pruner.training.teacher import Teacher
 

@@ -16,7 +16,7 @@ from torch import nn
 from sbf_pruner import files
 from sbf_pruner.errors import RunError
 from sbf_pruner.training.checkpoint import NAME, load_checkpoint, save_checkpoint
-from sbf_pruner.training.engine import make_optimizer, restore_optimizer
+from sbf_pruner.training.optimizer import make_optimizer, restore_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
 
 

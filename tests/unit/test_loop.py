@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.measuring import measure
-from sbf_pruner.training import loop, networks, summary
+from sbf_pruner.training import networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
@@ -187,7 +187,7 @@ def test_scores_are_written_after_every_epoch_of_them(straight: Result) -> None:
 def test_scores_are_written_by_the_captured_engine_too(
     straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "make_engine", CapturedEngine)
+    monkeypatch.setattr(run, "make_engine", CapturedEngine)
     result = fit(model(), recipe(dense_control=False), run=tmp_path / "run")
     lines, others = (
         [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
@@ -329,7 +329,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
     finetune_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)
     made = recipe(**EVERYTHING, finetune_on=finetune_on)
     whole = fit(model(), made, run=tmp_path / "whole")
     for epoch in (1, 4, 13):  # in the warm-up, between scores and weights, in the fine-tuning
@@ -403,7 +403,7 @@ def test_a_joint_run_has_one_phase_a_cycle_and_lands_as_any_other(joint: Result)
 def test_a_joint_run_killed_ends_with_the_same_bits(
     epoch: int, joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)
     with pytest.raises(Killed):
         fit(model(), recipe(**JOINT), run=tmp_path / "run", report=kill_after(epoch))
     assert_same_run(fit(model(9), recipe(**JOINT), run=tmp_path / "run", resume=True), joint)
@@ -412,7 +412,7 @@ def test_a_joint_run_killed_ends_with_the_same_bits(
 def test_a_joint_run_by_the_captured_engine_is_the_same(
     joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "make_engine", CapturedEngine)
+    monkeypatch.setattr(run, "make_engine", CapturedEngine)
     other = fit(model(), recipe(**JOINT), run=tmp_path / "run")
     for a, b in zip(metrics(other.folder), metrics(joint.folder), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -505,15 +505,15 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(straight: Result, 
 def test_a_run_killed_between_record_and_checkpoint_does_that_epoch_again(
     epoch: int, straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = loop.save_checkpoint
+    save = run.save_checkpoint
 
     def killed(folder: Path, state: dict[str, Any], *name: str) -> Path:
         if state.get("done") == epoch:
             raise Killed
         return save(folder, state, *name)
 
-    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
-    monkeypatch.setattr(loop, "save_checkpoint", killed)
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
+    monkeypatch.setattr(run, "save_checkpoint", killed)
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == epoch
@@ -527,7 +527,7 @@ def test_a_run_killed_between_record_and_checkpoint_does_that_epoch_again(
 def test_checkpoints_that_are_rare_change_nothing(
     straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAVING_SHARE", 0.0)  # only the end of a phase is saved
+    monkeypatch.setattr(run, "SAVING_SHARE", 0.0)  # only the end of a phase is saved
     for epoch, kept in ((3, 2), (11, 10), (17, 12)):
         with pytest.raises(Killed):
             fit(model(), recipe(), run=tmp_path / "run", resume=epoch > 3, report=kill_after(epoch))
@@ -558,7 +558,7 @@ def test_the_scored_network_is_the_one_the_cycles_left(place: str, weight_epochs
 def test_a_run_resumed_in_its_fine_tuning_gets_no_scored_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)  # every epoch, however long it takes
     asked = recipe(finetune_on="gated", dense_control=False)
     with pytest.raises(Killed):
         fit(model(), asked, run=tmp_path / "run", report=kill_after(EPOCHS - 1))

@@ -6,16 +6,11 @@ import torch
 
 from sbf_pruner.errors import PruningError
 from sbf_pruner.scoring.activation import leaky_exponential
-from sbf_pruner.scoring.projection import (
-    PROJECTIONS,
-    FactoredProjection,
-    FreeProjection,
-    LiteralProjection,
-    _inner,
-    literal_bytes,
-    pack_signs,
-    unpack_signs,
-)
+from sbf_pruner.scoring.factored import FactoredProjection
+from sbf_pruner.scoring.forms import PROJECTIONS
+from sbf_pruner.scoring.free import FreeProjection
+from sbf_pruner.scoring.literal import LiteralProjection, literal_bytes
+from sbf_pruner.scoring.signs import inner, pack_signs, unpack_signs
 
 # An ordinary convolution, a transposed one (filters in dimension 1), a linear layer, a 1d convolution.
 SHAPES = [(6, 3, 3, 3), (4, 10, 2, 2), (7, 5), (3, 2, 5)]
@@ -254,7 +249,7 @@ def test_inner_products_do_not_depend_on_the_chunk():
     values = torch.randn(103, dtype=torch.float64)
     other = torch.randn(103, dtype=torch.float64)
     for chunk in (1, 5, 26, 1000):
-        torch.testing.assert_close(_inner(pack_signs(other), values, chunk), (other.sign() * values).sum())
+        torch.testing.assert_close(inner(pack_signs(other), values, chunk), (other.sign() * values).sum())
 
 
 def test_half_precision_weights_have_float32_logits():
@@ -319,7 +314,7 @@ def test_the_limit_is_the_memory_of_the_device_unless_given(monkeypatch):
     assert literal_bytes(weights, FILTERS, limit_bytes=needed) == needed // 4
     with pytest.raises(PruningError):
         literal_bytes(weights, FILTERS, limit_bytes=needed - 1)
-    monkeypatch.setattr("sbf_pruner.scoring.projection._memory", lambda device: needed - 1)
+    monkeypatch.setattr("sbf_pruner.scoring.literal._memory", lambda device: needed - 1)
     with pytest.raises(PruningError, match="cpu has"):
         LiteralProjection(weights, FILTERS)
     LiteralProjection(weights, FILTERS, limit_bytes=needed)

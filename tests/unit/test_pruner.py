@@ -295,7 +295,8 @@ def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:
                 width = 4 * planes
         return [torch.zeros(shape) for shape in shapes]
 
-    from sbf_pruner.scoring.projection import FactoredProjection, LiteralProjection
+    from sbf_pruner.scoring.factored import FactoredProjection
+    from sbf_pruner.scoring.literal import LiteralProjection
 
     weights = bottleneck_weights()
     filters = [len(w) for w in weights]

@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 
 from .captured import Node, capture, quietly, shape, tidy
 from .inplace import write_in_place
-from .remaps import merge_remaps, never, shortcuts_as_convolutions, write_remaps
+from .remaps import merge_remaps, never
 from .simplify import simplify
 from .widths import Group, widen
+from .written import shortcuts_as_convolutions, write_remaps
 
 aten = torch.ops.aten
 BRANCHES = ("zeros", "gather", "add", "convolution", "mixed")

@@ -1,9 +1,9 @@
-"""Channels that are moved: found in a captured graph, merged with the layers beside them, and written out again.
+"""Channels that are moved: found in a captured graph, and merged with the layers beside them.
 
 What moves channels (a remap of an extracted network, a selection, a padding with zeros) becomes one operator.
 It is merged with another one, with the columns of the layers that read it and with the rows of the layer that
-feeds it.  What is left is written as ordinary operators in the way that is asked for.  What holds: the function
-stays the same up to rounding.
+feeds it; `written` turns what is left into ordinary operators.  What holds: the function stays the same up to
+rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from .captured import REMAP, Node, argument, insert, is_tensor, shape, store, stored, widened
+from .captured import REMAP, Node, argument, insert, is_tensor, shape, stored, widened
 from .weighted import Layer, layer, replace
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def merge_remaps(
 
 
 def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> bool:
-    x, source, dim = _parts(node)
+    x, source, dim = parts(node)
     width = shape(x)[dim]
     if not node.users:
         graph.graph.erase_node(node)
@@ -99,8 +99,8 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
     if source == list(range(width)):
         node.replace_all_uses_with(x)
         return True
-    if x.target is REMAP and _parts(x)[2] == dim:
-        inner, first, _ = _parts(x)
+    if x.target is REMAP and parts(x)[2] == dim:
+        inner, first, _ = parts(x)
         node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
         return True
     if len(source) >= width or columns(node):
@@ -122,8 +122,8 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
     if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
         selects = min(source) >= 0 and len(source) <= width
         if selects or rows(node):
-            bias = None if feeding.bias is None else _taken(feeding.bias, source)
-            replace(graph, feeding, _taken(feeding.weight, source), bias)
+            bias = None if feeding.bias is None else taken_rows(feeding.bias, source)
+            replace(graph, feeding, taken_rows(feeding.weight, source), bias)
             for passed in (first, *between):
                 passed.meta["val"] = widened(passed.meta["val"], len(source), dim)
             node.replace_all_uses_with(x)
@@ -133,7 +133,7 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:
     """Move a remap that adds zeros behind an elementwise operator, which then has less to do."""
-    x, source, dim = _parts(node)
+    x, source, dim = parts(node)
     user = next(iter(node.users))
     if len(node.users) > 1 or not _keeps_zero(user) or len(source) < shape(x)[dim]:
         return False
@@ -153,7 +153,8 @@ def _keeps_zero(node: Node) -> bool:
     )
 
 
-def _parts(node: Node) -> tuple[Node, list[int], int]:
+def parts(node: Node) -> tuple[Node, list[int], int]:
+    """What a remap moves, the place each channel comes from (-1: zero), and the dimension."""
     x, source, dim = node.args
     assert isinstance(x, fx.Node) and isinstance(dim, int)
     return x, list(source), dim
@@ -163,118 +164,6 @@ def _reads(held: Layer, node: Node, dim: int) -> bool:
     return held.x is node and held.groups == 1 and held.dim == dim
 
 
-def _taken(tensor: Tensor, source: list[int]) -> Tensor:
+def taken_rows(tensor: Tensor, source: list[int]) -> Tensor:
     """Rows of a tensor by number; -1 is a row of zeros."""
     return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
-
-
-# -- shortcuts -----------------------------------------------------------------------------------------------
-
-
-def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
-    """Write a map read at every n-th pixel, with the remap behind it, as one 1x1 convolution of zeros and ones."""
-    for node in list(graph.graph.nodes):
-        if (
-            not node.users
-            or not is_tensor(node)
-            or len(shape(node)) != 4
-            or not node.meta["val"].is_floating_point()
-        ):
-            continue
-        source: list[int] | None = None
-        last = node
-        if node.target is REMAP:
-            last, source, _ = _parts(node)
-        elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
-            continue  # seen from its reader
-        steps, x = _strided(last)
-        width = shape(x)[1]
-        if x is last or not isinstance(width, int):
-            continue
-        fresh = _constant_convolution(graph, node, x, source or list(range(width)), steps)
-        node.replace_all_uses_with(fresh)
-    graph.graph.eliminate_dead_code()
-
-
-def _strided(node: Node) -> tuple[list[int], Node]:
-    """The steps at which slices read a map's rows and columns, and the map."""
-    steps = [1, 1]
-    while node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) in (2, 3):
-        dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0)
-        end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
-        x = node.args[0]
-        if start not in (0, None) or not isinstance(x, fx.Node):
-            break
-        if end is not None and not (isinstance(end, int) and end >= shape(x)[dim]):
-            break
-        steps[dim - 2] *= step
-        node = x
-    return steps, node
-
-
-def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: list[int], steps: list[int]) -> Node:
-    eye = torch.eye(shape(x)[1], dtype=x.meta["val"].dtype)
-    weight = store(graph, node, "moved_channels", _taken(eye, source)[:, :, None, None])
-    return insert(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
-
-
-# -- writing out ---------------------------------------------------------------------------------------------
-
-
-def write_remaps(graph: fx.GraphModule, way: Callable[[Node], str]) -> None:
-    """Write every remap that is left as ordinary operators: "gather", "add" (where it is added), "convolution"."""
-    for node in [n for n in graph.graph.nodes if n.target is REMAP]:
-        chosen = way(node)
-        x, source, dim = _parts(node)
-        maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
-        if chosen == "add" and all(_adds(user, node) for user in node.users):
-            _write_as_additions(graph, node)
-            continue
-        if chosen == "convolution" and maps:
-            fresh = _constant_convolution(graph, node, x, source, [1, 1])
-        else:
-            fresh = _gathered(graph, node)
-        node.replace_all_uses_with(fresh)
-        graph.graph.erase_node(node)
-
-
-def _adds(user: Node, node: Node) -> bool:
-    if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
-        return False
-    other = user.args[1] if user.args[0] is node else user.args[0]
-    return is_tensor(other) and other is not node and [*map(str, shape(other))] == [*map(str, shape(node))]
-
-
-def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
-    x, source, dim = _parts(node)
-    kept = [i for i in source if i >= 0]
-    for user in list(node.users):
-        taken = x if kept == list(range(shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
-        put = store(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
-        other = user.args[1] if user.args[0] is node else user.args[0]
-        user.target = aten.index_add.default
-        user.args = (other, dim, put, taken)
-    graph.graph.erase_node(node)
-
-
-def _gathered(graph: fx.GraphModule, node: Node) -> Node:
-    x, source, dim = _parts(node)
-    width, rank = shape(x)[dim], len(shape(x))
-    ends = [0] * (2 * (rank - 1 - dim))
-    first = next((o for o, i in enumerate(source) if i >= 0), 0)
-    if source == [-1] * first + list(range(width)) + [-1] * (len(source) - width - first):
-        pads = [*ends, first, len(source) - width - first]
-        return insert(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
-    if -1 not in source:
-        return _indexed(graph, node, x, source, dim)
-    behind = insert(x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), widened(x.meta["val"], width + 1, dim))
-    node.prepend(behind)
-    return _indexed(graph, node, behind, [width if i < 0 else i for i in source], dim)
-
-
-def _indexed(graph: fx.GraphModule, before: Node, x: Node, source: list[int], dim: int) -> Node:
-    table = store(graph, before, "take", torch.tensor(source))
-    with graph.graph.inserting_before(before):
-        node = graph.graph.call_function(aten.index_select.default, (x, dim, table))
-    node.meta["val"] = widened(x.meta["val"], len(source), dim)
-    return node

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import Flow, Grid, Layout, Mask, shrink, spread
+from .masks import Flow, Grid, Layout, Mask, along, shrink, spread
 from .nodes import Node
 from .records import Value
 
@@ -31,8 +31,7 @@ class Boundary(Node):
 
     def line(self, value: Value) -> Grid:
         """The grid of a tensor here if its channels differ along the edge's dimension alone."""
-        rank = len(value.shape)
-        return tuple(n if d == self.dim % rank else 1 for d, n in enumerate(value.shape))
+        return along(self.dim % len(value.shape), value.shape)
 
     @property
     def x(self) -> Value:

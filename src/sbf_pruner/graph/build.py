@@ -1,7 +1,7 @@
 """A model in; its channel graph out.
 
-A layer gets its gate at the first norm behind it; then its channels are followed to see whether a removed one
-could stay away.  What cannot be pruned is named with the reason.  Nothing here changes a model.
+Every layer gets a place for its gate; then its channels are followed from there to see whether a removed one could
+stay away.  What cannot be pruned is named with the reason.  Nothing here changes a model.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError, nearest
 from ..inputs import uncollected
-from ..layers import GatePlace
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
-from .edges import LAYERS, Wiring, owner
-from .nodes import Elementwise, Map, Node
+from .edges import Wiring
+from .nodes import Elementwise, Node
+from .owners import LAYERS, owner
+from .places import Places
 from .records import Value
 from .trace import record
 from .weighted import Contract, Norm
@@ -63,10 +63,11 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
 
 
 class _Finder:
-    """Finds the layers of a wired network that can be pruned, and the places of their gates."""
+    """Finds the layers of a wired network that can be pruned, and the reasons for the others."""
 
     def __init__(self, net: Wiring) -> None:
         self.net = net
+        self.places = Places(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
         self.called_once = {id(mains[0]) for mains in net.main.values() if len(mains) == 1}
         self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> where it is a weight
@@ -79,7 +80,7 @@ class _Finder:
         net = self.net
         layers, skipped = self._find_layers()
         sites = [layer.site for layer in layers.values()]
-        sites += self._followers({s.module for s in sites})
+        sites += self.places.followers({s.module for s in sites})
         return ChannelGraph(layers, skipped, sites, net.nodes, net.grids, net.trace, net.outputs, net.entries)
 
     def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
@@ -103,7 +104,7 @@ class _Finder:
             if reason:
                 skipped[name] = reason
                 continue
-            site = self._place(module, name)
+            site = self.places.of(module, name)
             reason = self._reason_channels_stay(site)
             if reason:
                 skipped[name] = reason
@@ -147,73 +148,6 @@ class _Finder:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
         return ""
 
-    def _place(self, module: str, layer: str) -> Site:
-        """The first norm after the layer if nothing but it reads the layer's output, else the layer itself.
-
-        If the model has a place for it behind the sum that comes next, it is there.
-        """
-        norm = self._norm_after(module)
-        behind = self._behind_sum(norm or module)
-        if behind is not None and behind.out.shape[behind.dim] == self.net.main[module][0].out.shape[1]:
-            return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
-        if norm is None:
-            edges = tuple(self.net.edges[module, "out"])
-            return Site(module, "map", layer, dim=edges[0].dim, edges=edges)
-        return self._norm_site(norm, layer)
-
-    def _norm_site(self, module: str, layer: str) -> Site:
-        edges = tuple(self.net.edges[module, "out"])
-        main = self.net.main[module][0]
-        assert isinstance(main, Norm)
-        pair = [v for v in main.op.args[1:3] if isinstance(v, Value)]
-        names = tuple(v.name.rpartition(".")[2] for v in pair)
-        has_running = isinstance(main.op.args[3], Value)
-        # Without a stored scale there is nothing to fold a gate into, and without a shift (but with running
-        # statistics) zero would still come back.
-        stored = all(v.name == f"{module}.{name}".lstrip(".") for v, name in zip(pair, names, strict=True))
-        foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
-        return Site(module, "affine" if foldable else "map", layer, names if foldable else (), 1, edges)
-
-    def _norm_after(self, module: str) -> str | None:
-        found: set[str | None] = set()
-        for edge in self.net.edges[module, "out"]:
-            found.add(self._follow_to_norm(edge.out))
-        norm = found.pop() if len(found) == 1 else None
-        if norm is not None and len(self.net.main[norm]) == len(self.net.main[module]):
-            return norm
-        return None
-
-    def _behind_sum(self, module: str) -> Boundary | None:
-        """The place a model has set behind the sum that a module's output goes into, if no layer has it yet."""
-        edges = self.net.edges[module, "out"]
-        node: Node | None = edges[0] if len(edges) == 1 else None
-        while node is not None:
-            value = node.outputs[0]
-            readers = self.net.consumers[value]
-            node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
-            if isinstance(node, Boundary):
-                place = isinstance(self.net.modules[node.module], GatePlace)
-                return node if place and not node.layer else None
-            if not (isinstance(node, Elementwise) and node.zero == "any"):
-                return None
-        return None
-
-    def _follow_to_norm(self, value: Value) -> str | None:
-        while True:
-            readers = self.net.consumers[value]
-            if len(readers) != 1 or value in self.net.outputs:
-                return None
-            node = readers[0]
-            if isinstance(node, Boundary) and node.side == "in":
-                main = self.net.main.get(node.module)
-                return node.module if main and isinstance(main[0], Norm) else None
-            passes = isinstance(node, Elementwise) and node.zero == "any" and len(node.inputs) == 1
-            same = isinstance(node, Map) and self.net.grids[node.outputs[0]] == self.net.grids[value]
-            identity = isinstance(node, Map) and same and _is_identity(node)
-            if not (passes or identity):
-                return None
-            value = node.outputs[0]
-
     def _reason_channels_stay(self, site: Site) -> str:
         """Follow the gated channels: why could a removed one not stay away?  "" if it can."""
         gone: set[Value] = set()
@@ -254,26 +188,3 @@ class _Finder:
             if value in self.net.outputs or not self.net.consumers[value]:
                 return node.blocks
         return ""
-
-    def _followers(self, taken: set[str]) -> list[Site]:
-        """Gates without a score: norms (and biases of depthwise convolutions) that dead channels may reach."""
-        sites = []
-        for module, mains in self.net.main.items():
-            if module in taken or len(mains) > 1:
-                continue
-            main = mains[0]
-            edges = tuple(self.net.edges[module, "out"])
-            told_apart = self.net.grids[main.x][1] == main.x.shape[1]  # not so where the input itself is normalised
-            if isinstance(main, Norm) and main.revives and told_apart:
-                sites.append(self._norm_site(module, ""))
-                main.revives = False
-            elif isinstance(main, Contract) and main.depthwise and main.bias is not None:
-                bias = main.bias.name.rpartition(".")[2]
-                sites.append(Site(module, "bias", "", (bias,), 1, edges))
-                main.revives = False
-        return sites
-
-
-def _is_identity(node: Map) -> bool:
-    labels = node.labels[0]
-    return len(node.operands) == 1 and np.array_equal(labels.reshape(-1), np.arange(labels.size))

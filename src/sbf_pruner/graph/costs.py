@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .channels import ChannelGraph
-from .edges import owner
 from .layout import solve, vanished
 from .masks import Flow, Layout, Mask
+from .owners import owner
 from .records import Value
 from .weighted import Contract
 

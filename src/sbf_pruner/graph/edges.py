@@ -19,33 +19,12 @@ from torch.utils import _pytree as pytree
 from ..layers import Adapted, Remap, Zeros
 from .boundary import Boundary
 from .channels import ChannelGraph
-from .masks import Grids, shrink
+from .masks import Grids, along, shrink
 from .nodes import Node, Opaque, Source
+from .owners import PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
 from .weighted import Contract, Norm
-
-LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
-_PRODUCTS = {"aten.mm", "aten.addmm"}
-_NORMS = {
-    f"aten.{name}"
-    for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "native_group_norm")
-}
-
-
-def owner(op: Op) -> str | None:
-    """The module whose weight a layer or norm operator uses."""
-    if op.name in LAYERS:
-        weight: Value = op.args[LAYERS[op.name]]
-        weight = weight.transpose_of or weight
-        # What a computed weight is made of is held by the layer itself, or by its parametrisations.
-        holders = {root.name.rpartition(".")[0].partition(".parametrizations.")[0] for root in weight.roots or ()}
-        return holders.pop() if len(holders) == 1 else None
-    if op.name in _NORMS:
-        for held in op.args[1:5]:
-            if isinstance(held, Value) and held.kind == "state":
-                return held.name.rpartition(".")[0]
-    return None
 
 
 class Wiring:
@@ -56,7 +35,7 @@ class Wiring:
         self.modules = dict(model.named_modules())
         self.plain = _plain_names(self.modules)
         self.outside = _held_outside(self.modules)
-        self.grids: Grids = _weight_grids(trace)
+        self.grids: Grids = weight_grids(trace)
         self.nodes: list[Node] = []
         self.outputs: list[Value] = []
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
@@ -105,7 +84,7 @@ class Wiring:
             # A block with a weight of its own among its layers is not that layer.
             and {*owners[call.first : call.last]} <= {call.module, None}
             # A convolution of an image without a batch dimension has its channels elsewhere.
-            and (ops[0].name in _PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
+            and (ops[0].name in PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
         ]
         full = Counter(call.module for call in good)
         found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
@@ -137,7 +116,7 @@ class Wiring:
             last[call.last].append(call)
             mains[op] = call.module
             # A linear layer's channels are last, whatever stands before them.
-            dims[call] = len(call.inputs[0].shape) - 1 if op.name in _PRODUCTS else 1
+            dims[call] = len(call.inputs[0].shape) - 1 if op.name in PRODUCTS else 1
         now: dict[Value, Value] = {}
         before: dict[Call, Value | None] = {}
         for position in range(len(self.trace.ops) + 1):
@@ -209,7 +188,7 @@ class Wiring:
         out = op.outputs[0]
         assert out is not None
         dim = module.dim % len(out.shape)
-        grid = tuple(n if d == dim else 1 for d, n in enumerate(out.shape))
+        grid = along(dim, out.shape)
         self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
         self.grids[out] = grid
         if isinstance(module, Zeros):  # its width is ours to choose
@@ -222,30 +201,6 @@ class Wiring:
 
 def _width(values: Sequence[Value | None]) -> int | None:
     return values[0].shape[1] if values and values[0] is not None and len(values[0].shape) > 1 else None
-
-
-def _weight_grids(trace: Trace) -> Grids:
-    """Of a stored weight, however large, filters and inputs are told apart.
-
-    Of those behind a computed weight only the filters are: whatever normalises a filter does so over its
-    inputs, which must therefore all stay.
-    """
-    grids: Grids = {}
-    for op in trace.ops:
-        if op.name in LAYERS:
-            weight: Value = op.args[LAYERS[op.name]]
-            axis = 0
-            if weight.transpose_of is not None:
-                weight = weight.transpose_of
-            elif op.name in _PRODUCTS or op.args[6]:
-                axis = 1
-            if weight.kind == "state":
-                grids[weight] = weight.shape
-            elif weight.kind == "result":
-                for root in weight.roots or ():
-                    if root.shape == weight.shape and grids.get(root) != root.shape:
-                        grids[root] = tuple(n if d == axis else 1 for d, n in enumerate(root.shape))
-    return grids
 
 
 def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:

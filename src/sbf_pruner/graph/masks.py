@@ -7,7 +7,7 @@ dimension, the *layout*: which channels are physically there in the extracted ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,15 @@ from .records import Value
 Mask = NDArray[np.bool_]
 Grid = tuple[int, ...]
 Grids = dict[Value, Grid]
+
+
+def along(dim: int, shape: Sequence[int]) -> Grid:
+    """The grid of a tensor whose channels differ along one dimension alone.
+
+    >>> along(1, (8, 16, 4, 4))
+    (1, 16, 1, 1)
+    """
+    return tuple(n if d == dim else 1 for d, n in enumerate(shape))
 
 
 @dataclass

@@ -2,22 +2,48 @@
 
 A rule takes the recorded operator and the grids known so far, and returns the node that stands for it; the
 grids of its outputs are set on the way.  An operator without a row is opaque: the layers that feed it are
-left alone and named.  A row holds for the in-place form too (`relu_` is looked up as `relu`).
+left alone and named.  A row holds for the in-place form too (`relu_` is looked up as `relu`).  The rules
+themselves stand in `pointwise`, `moves` and `layer_rules`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from ..errors import PruningError, nearest
-from .masks import Grid, Grids
+from .layer_rules import (
+    batch_norm,
+    convolution,
+    group_norm,
+    layer_norm,
+    matrix_product,
+    transpose,
+    weight_norm,
+)
+from .masks import Grid, Grids, along
 from .moves import joined, moved, padded, pooled, reduced
-from .nodes import Across, Elementwise, Node, Opaque, Source
+from .nodes import Node, Source
+from .pointwise import (
+    addition,
+    clamp,
+    clamp_max,
+    clamp_min,
+    hardtanh,
+    power,
+    prelu,
+    product,
+    quotient,
+    restrided,
+    softmax,
+    threshold,
+    zero_kept,
+    zero_lost,
+    zero_made,
+)
 from .records import STALE, Op, Value
-from .weighted import Contract, Norm
+from .unknown import opaque
 
 Rule = Callable[[Op, Grids], Node]
 
@@ -42,239 +68,7 @@ def _first_grid(value: Value) -> Grid:
         return (1,) * len(value.shape)
     if np.prod(value.shape) <= _LARGE_STATE:
         return value.shape
-    return tuple(n if d == 0 else 1 for d, n in enumerate(value.shape))
-
-
-# -- elementwise ---------------------------------------------------------------------------------------
-
-
-def _elementwise(op: Op, grids: Grids, zero: str) -> Node:
-    try:
-        grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
-    except ValueError:
-        return opaque(op, grids)
-    for value in op.outputs:
-        if value is not None:
-            if len(grid) != len(value.shape):
-                return opaque(op, grids)
-            grids[value] = grid
-    return Elementwise(op, grids, zero)
-
-
-def zero_kept(op: Op, grids: Grids) -> Node:
-    """f(0) = 0: a dead channel stays dead."""
-    return _elementwise(op, grids, "any")
-
-
-def zero_lost(op: Op, grids: Grids) -> Node:
-    """f(0) is not 0: a dead channel becomes a constant."""
-    return _elementwise(op, grids, "never")
-
-
-def zero_made(op: Op, grids: Grids) -> Node:
-    """Zeros in the shape of the operand."""
-    return _elementwise(op, grids, "always")
-
-
-def addition(op: Op, grids: Grids) -> Node:
-    """A sum is alive where either side is; adding a number other than zero brings dead channels back."""
-    if len(op.inputs) == 2 or op.number(1, "other", 0) == 0:
-        return _elementwise(op, grids, "any")
-    return _elementwise(op, grids, "never")
-
-
-def product(op: Op, grids: Grids) -> Node:
-    """A product is alive where both sides are."""
-    return _elementwise(op, grids, "all")
-
-
-def quotient(op: Op, grids: Grids) -> Node:
-    """A quotient is alive where its numerator is."""
-    if op.inputs and op.args[0] is op.inputs[0]:
-        return _elementwise(op, grids, "first")
-    return _elementwise(op, grids, "never")
-
-
-def clamp(op: Op, grids: Grids) -> Node:
-    """A clamp keeps zero when zero lies inside its range."""
-    if len(op.inputs) > 1:
-        return _elementwise(op, grids, "never")
-    low, high = op.number(1, "min", None), op.number(2, "max", None)
-    inside = (low is None or low <= 0) and (high is None or high >= 0)
-    return _elementwise(op, grids, "any" if inside else "never")
-
-
-def clamp_min(op: Op, grids: Grids) -> Node:
-    """`clamp` with a lower end only."""
-    low = op.number(1, "min", 0)
-    return _elementwise(op, grids, "any" if low is not None and low <= 0 else "never")
-
-
-def clamp_max(op: Op, grids: Grids) -> Node:
-    """`clamp` with an upper end only."""
-    high = op.number(1, "max", 0)
-    return _elementwise(op, grids, "any" if high is not None and high >= 0 else "never")
-
-
-def hardtanh(op: Op, grids: Grids) -> Node:
-    """ReLU6 and its kin."""
-    low, high = op.number(1, "min_val", -1.0), op.number(2, "max_val", 1.0)
-    inside = low is not None and high is not None and low <= 0 <= high
-    return _elementwise(op, grids, "any" if inside else "never")
-
-
-def threshold(op: Op, grids: Grids) -> Node:
-    """Zero stays where it lies above the threshold, or is what stands below it."""
-    limit, value = op.number(1, "threshold", 0), op.number(2, "value", 0)
-    kept = value == 0 or (limit is not None and limit < 0)
-    return _elementwise(op, grids, "any" if kept else "never")
-
-
-def prelu(op: Op, grids: Grids) -> Node:
-    """Alive where the map is; the slopes make nothing out of zero."""
-    return _elementwise(op, grids, "first")
-
-
-def power(op: Op, grids: Grids) -> Node:
-    """A positive power of zero is zero."""
-    exponent = op.number(1, "exponent", None)
-    good = len(op.inputs) == 1 and op.args[0] is op.inputs[0] and exponent is not None and exponent > 0
-    return _elementwise(op, grids, "any" if good else "never")
-
-
-def softmax(op: Op, grids: Grids) -> Node:
-    """A softmax over a dimension along which channels do not differ is one per channel."""
-    x, dim = op.args[0], int(op.args[1])
-    if grids[x][dim] == 1:
-        return _elementwise(op, grids, "never")
-    op = dataclasses.replace(op, outputs=op.outputs[:1])
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = grids[x]
-    return Across(op, grids, dim % len(x.shape), f"{op.name} at {op.where} normalises over the channels")
-
-
-# -- layers ----------------------------------------------------------------------------------------------
-
-
-def _line(value: Value) -> Grid:
-    return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
-
-
-def _contract(
-    op: Op, grids: Grids, x: Value, weight: Value, bias: Value | None, axes: tuple[int, int], groups: int = 1
-) -> Node:
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = _line(out)
-    return Contract(
-        op,
-        grids,
-        x=x,
-        weight=weight,
-        bias=bias,
-        out_axis=axes[0],
-        in_axis=axes[1],
-        groups=groups,
-        revives=bias is not None,
-    )
-
-
-def convolution(op: Op, grids: Grids) -> Node:
-    """Plain, grouped, depthwise and transposed convolutions in one to three dimensions."""
-    x, weight, bias = op.args[:3]
-    transposed, groups = op.args[6], op.args[8]
-    if len(x.shape) != len(weight.shape):
-        return opaque(op, grids)
-    return _contract(op, grids, x, weight, bias, (1, 0) if transposed else (0, 1), groups)
-
-
-def matrix_product(op: Op, grids: Grids) -> Node:
-    """A linear layer; a product of two activations (attention) is opaque."""
-    if op.name == "aten.addmm":
-        bias, x, weight = op.args[:3]
-        if len(bias.shape) != 1 or op.kwargs:
-            return opaque(op, grids)
-    else:
-        bias, (x, weight) = None, op.args[:2]
-    if weight.transpose_of is not None and weight.transpose_of.roots:
-        return _contract(op, grids, x, weight.transpose_of, bias, (0, 1))
-    if weight.roots:
-        return _contract(op, grids, x, weight, bias, (1, 0))
-    return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
-
-
-def transpose(op: Op, grids: Grids) -> Node:
-    """The transpose of a stored weight, on its way into a linear layer, is the weight itself."""
-    out = op.outputs[0]
-    if out is not None and out.transpose_of is not None and out.transpose_of.roots:
-        return Source(op, grids)
-    return moved(op, grids)
-
-
-def batch_norm(op: Op, grids: Grids) -> Node:
-    """Batch norm, and instance norm (which reaches us as batch norm over a view)."""
-    x = op.args[0]
-    states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
-    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = _line(out)
-    by_batch = bool(op.args[5])
-    shifts = isinstance(op.args[2], Value)
-    # By its own statistics a channel of zeros stays zero, unless a shift is added.
-    return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
-
-
-def weight_norm(op: Op, grids: Grids) -> Node:
-    """A weight as a direction and a length per filter: each filter by itself."""
-    value, length = op.args[:2]
-    dim = int(op.number(2, "dim", 0) or 0)
-    if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
-        return opaque(op, grids)
-    return _elementwise(op, grids, "any")
-
-
-def group_norm(op: Op, grids: Grids) -> Node:
-    """Group norm: channels that share statistics go together or not at all."""
-    x, groups = op.args[0], op.args[6]
-    states = tuple(v for v in op.args[1:3] if isinstance(v, Value))
-    op = dataclasses.replace(op, outputs=op.outputs[:1])
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = _line(out)
-    per_group = x.shape[1] // groups
-    if groups == 1:
-        return _shared_statistics(op, grids)
-    # A channel of zeros among others is not zero after their mean has been taken off it.
-    shifts = isinstance(op.args[2], Value) or per_group > 1
-    return Norm(op, grids, x=x, states=states, revives=shifts, per_group=per_group)
-
-
-def layer_norm(op: Op, grids: Grids) -> Node:
-    """Layer norm shares its statistics among all channels, and removal would change them."""
-    return _shared_statistics(op, grids)
-
-
-def _shared_statistics(op: Op, grids: Grids) -> Node:
-    return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among all channels")
-
-
-# -- the rest ----------------------------------------------------------------------------------------------
-
-
-def opaque(op: Op, grids: Grids) -> Node:
-    """Anything else: all channels must be there."""
-    if op.name.startswith(("aten.", "sbf.")):
-        return Opaque(op, grids)
-    return Opaque(op, grids, f"{op.name} at {op.where} is not known; tell what it does with sbf.register_rule")
-
-
-def restrided(op: Op, grids: Grids) -> Node:
-    """Pooling to one pixel renames strides when the channels lie last; anything else is unknown."""
-    x, size, stride = op.args[0], tuple(op.args[1]), tuple(op.args[2])
-    same = size == x.shape and len(size) > 2 and stride[:2] == (size[1], 1) and set(size[2:]) == {1}
-    return _elementwise(op, grids, "any") if same and len(op.args) == 3 else opaque(op, grids)
+    return along(0, value.shape)
 
 
 def fresh(op: Op, grids: Grids) -> Node:
@@ -357,7 +151,7 @@ def register_rule(operator: str, rule: str | Rule) -> None:
     `rule` is a name ("zero_kept": element by element with f(0) = 0; "zero_lost": element by element;
     "addition", "product", "quotient", "softmax", "moved": channels change places; "joined": a concatenation;
     "pooled": pixels change, channels do not; "reduced": a mean or maximum over other dimensions), or a function
-    from the recorded operator and the grids known so far to a node, as those in this file are.
+    from the recorded operator and the grids known so far to a node, as those in `pointwise` and `moves` are.
 
     >>> register_rule("shop::soft_step", "zero_kept")
     >>> register_rule("shop::soft_step", "smooth")

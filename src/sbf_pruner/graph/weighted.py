@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .masks import Flow, Grid, Grids, Layout, Mask, level, shrink, some, whole_groups
+from .masks import Flow, Grids, Layout, Mask, along, level, shrink, some, whole_groups
 from .nodes import Node
 from .records import Value
 
@@ -63,7 +63,7 @@ class Contract(Node):
 
     def live(self, flow: Flow) -> Mask:
         """Which filters have any live input."""
-        alive = shrink(flow.alive[self.x], self._line(self.x)).reshape(-1)
+        alive = shrink(flow.alive[self.x], along(1, self.x.shape)).reshape(-1)
         return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
@@ -71,21 +71,18 @@ class Contract(Node):
         live = self.live(flow)
         return live if self.idle is None else live | self.idle
 
-    def _line(self, value: Value) -> Grid:
-        return tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
-
     def push(self, flow: Flow) -> None:
         alive = self.live(flow) if self.bias is None else self.fed(flow)
         if self.revives:
             alive = np.ones(self.filters, bool)
-        flow.alive[self.out] = alive.reshape(self._line(self.out))
+        flow.alive[self.out] = alive.reshape(along(1, self.out.shape))
 
     def pull(self, flow: Flow) -> None:
         wanted = self.wanted(flow)
         if wanted is None:
             return
         rows = np.repeat(self.grouped(wanted.reshape(-1)).any(1), self.x.shape[1] // self.groups)
-        flow.need(self.x, rows.reshape(self._line(self.x)), self.grids[self.x])
+        flow.need(self.x, rows.reshape(along(1, self.x.shape)), self.grids[self.x])
         _need_all(flow, [self.weight, self.bias], self.grids)
 
     def tie(self, layout: Layout) -> None:

@@ -45,3 +45,11 @@ def explain(error: Exception) -> str:
         f"the model cannot run on the example inputs: at {os.path.basename(at.filename)}:{at.lineno}{line} "
         f"{type(error).__name__}: {cause}; give inputs like those it is trained on, or repair that line"
     )
+
+
+def not_from_torch(line: str) -> str:
+    """What is wrong with a tensor that came out of nowhere."""
+    return (
+        f"at {line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
+        "values?), so what it depends on cannot be followed; keep that step in torch"
+    )

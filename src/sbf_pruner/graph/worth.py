@@ -19,7 +19,7 @@ import numpy as np
 
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer
-from .masks import Flow, Mask, shrink, whole_groups
+from .masks import Flow, Mask, along, shrink, whole_groups
 from .nodes import Elementwise, Node
 from .records import Value
 from .weighted import Contract, Norm
@@ -202,7 +202,7 @@ def _line(mask: Mask | None, value: Value) -> Mask:
     """One entry per channel."""
     if mask is None:
         return np.zeros(value.shape[1], bool)
-    grid = tuple(n if d == 1 else 1 for d, n in enumerate(value.shape))
+    grid = along(1, value.shape)
     return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
 
 

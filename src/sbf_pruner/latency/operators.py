@@ -16,8 +16,8 @@ from functools import cached_property
 from ..graph.boundary import Boundary
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid
-from ..graph.edges import owner
 from ..graph.nodes import Elementwise, Map, Node
+from ..graph.owners import owner
 from ..graph.records import Value
 from ..graph.weighted import Contract, Norm
 from .shapes import Site

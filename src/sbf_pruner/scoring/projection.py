@@ -2,22 +2,21 @@
 
 The layers' weights enter at the start of a score phase; one flat vector of logits leaves (the layers'
 filters one after another), differentiable with respect to `parameters`, which the caller trains with a
-fresh Adam in every phase.  What holds: every logit starts at 0; the literal and the factored form follow
-the same trajectory, exactly as Adam's eps goes to 0; the tensors that `logits` reads are only ever
-changed in place, so a compiled or captured step stays valid from phase to phase.
+fresh Adam in every phase.  What holds: every logit starts at 0; the tensors that `logits` reads are only ever
+changed in place, so a compiled or captured step stays valid from phase to phase.  Here is what the forms of it
+have in common; each has a file of its own, and `forms` lists them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sbf_pruner.errors import PruningError
+from ..errors import PruningError
 
 
 class Projection(Protocol):
@@ -47,250 +46,7 @@ class Projection(Protocol):
         """Go back to a snapshot, in place."""
 
 
-class LiteralProjection:
-    """The paper's layer (Eq. 1): `vec(F) @ W`, with a `W` of as many entries as the layer has weights times
-    filters.  The reference for small networks; it refuses what does not fit in the device's memory.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        filters: Sequence[int],
-        *,
-        even: bool = False,
-        limit_bytes: int | None = None,
-    ) -> None:
-        dtype, device = _kind(weights, filters)
-        self._even = even
-        literal_bytes(weights, filters, limit_bytes=_memory(device) if limit_bytes is None else limit_bytes)
-        self.in_phase = False
-        self.parameters: list[Tensor] = [
-            torch.zeros(w.numel(), count, dtype=dtype, device=device, requires_grad=True)
-            for w, count in zip(weights, filters, strict=True)
-        ]
-        self._vectors = [torch.zeros(w.numel(), dtype=dtype, device=device) for w in weights]
-
-    @torch.no_grad()
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        _check_phase(self, weights, [vector.numel() for vector in self._vectors])
-        for vector, weight in zip(self._vectors, weights, strict=True):
-            vector.copy_(weight.flatten())
-        self.in_phase = True
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        if not self._even:
-            return [{"params": self.parameters, "lr": lr}]
-        norms = [float(v.abs().sum()) for v in self._vectors]
-        return [{"params": [w], "lr": lr / n if n else lr} for w, n in zip(self.parameters, norms, strict=True)]
-
-    def logits(self) -> Tensor:
-        return torch.cat([v @ w for v, w in zip(self._vectors, self.parameters, strict=True)])
-
-    def end_phase(self) -> None:
-        self.in_phase = False
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"in_phase": int(self.in_phase)}
-        for i, (vector, matrix) in enumerate(zip(self._vectors, self.parameters, strict=True)):
-            state |= {f"vector.{i}": vector.clone(), f"matrix.{i}": matrix.detach().clone()}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        slots = {f"vector.{i}": vector for i, vector in enumerate(self._vectors)}
-        slots |= {f"matrix.{i}": matrix for i, matrix in enumerate(self.parameters)}
-        _restore(slots, state)
-        self.in_phase = bool(state["in_phase"])
-
-
-class FactoredProjection:
-    """The same trajectory with one number per filter and phase, and two bits per weight and phase.
-
-    While the weights are frozen, the gradient of column f of `W` is `g_f * vec(F)`, and Adam normalises each
-    entry by its own size: every entry moves by the same amount, in the direction of its weight's sign.
-    So `W_f = sum over phases p of t_f[p] * sign(F[p])`, and in phase q the logit is
-
-        x_f = base_f + t_f * |F[q]|_1,   base_f = sum over p < q of t_f[p] * <sign F[p], F[q]>.
-
-    Adam's eps is the one thing that tells the entries apart: it holds back those of small weights more.  To
-    first order in eps they act together as if each weight had the mean magnitude of the nonzero ones, so `t`
-    is shown the logit's gradient times that magnitude instead of its own gradient, which has `|F|_1` there.
-    Hence `parameters` are meant for Adam, or another optimiser that is blind to the gradient's scale.
-
-    With `even`, `t` is counted in logits: every layer moves as fast as any other, as if each had a learning
-    rate of its own, divided by its `|F|_1`.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
-        dtype, device = _kind(weights, filters)
-        self._even = even
-        self.in_phase = False
-        self._sizes = [w.numel() for w in weights]
-        self._bytes = [-(-size // 4) for size in self._sizes]
-        self._layer = torch.arange(len(filters)).repeat_interleave(torch.tensor(filters)).to(device)
-        total = len(self._layer)
-        self._base, self._l1, self._typical, self._t = (
-            torch.zeros(total, dtype=dtype, device=device) for _ in range(4)
-        )
-        self._signs = torch.zeros(sum(self._bytes), dtype=torch.uint8, device=device)
-        self._past_t = torch.zeros(0, total, dtype=dtype, device=device)
-        self._past_signs = torch.zeros(0, len(self._signs), dtype=torch.uint8, device=device)
-        self.parameters: list[Tensor] = [self._t.requires_grad_()]
-
-    @torch.no_grad()
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        _check_phase(self, weights, self._sizes)
-        vectors = [w.flatten().to(self._t.dtype) for w in weights]
-        norms = torch.stack([v.abs().sum() for v in vectors])
-        nonzero = torch.stack([v.count_nonzero() for v in vectors])
-        self._l1.copy_(norms[self._layer])
-        self._typical.copy_((norms / nonzero.clamp(min=1))[self._layer])
-        self._signs.copy_(torch.cat([pack_signs(v) for v in vectors]))
-        self._base.zero_()
-        for signs, t in zip(self._past_signs, self._past_t, strict=True):
-            products = [_inner(s, v) for s, v in zip(signs.split(self._bytes), vectors, strict=True)]
-            self._base += t * torch.stack(products)[self._layer]
-        self._t.zero_()
-        self.in_phase = True
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        return [{"params": self.parameters, "lr": lr}]
-
-    def logits(self) -> Tensor:
-        held = self._t.detach()
-        moved = held if self._even else self._l1 * held
-        # The last term is exactly 0; it is there for its gradient, `typical`.
-        return self._base + moved + self._typical * (self._t - held)
-
-    @torch.no_grad()
-    def end_phase(self) -> None:
-        if self.in_phase and self._t.any():
-            # A layer of zeros alone gives no logit, whatever its rate.
-            entries = self._t / self._l1.where(self._l1 > 0, 1) if self._even else self._t
-            if len(self._past_signs) and torch.equal(self._signs, self._past_signs[-1]):
-                self._past_t[-1] += entries  # no sign changed since: the two phases are one
-            else:
-                self._past_t = torch.cat([self._past_t, entries[None]])
-                self._past_signs = torch.cat([self._past_signs, self._signs[None]])
-        self.in_phase = False
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: slot.detach().clone() for name, slot in self._slots().items()}
-        state |= {"past_t": self._past_t.clone(), "past_signs": self._past_signs.clone()}
-        return state | {"in_phase": int(self.in_phase)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _restore(self._slots(), state)
-        self._past_t = state["past_t"].to(self._past_t, copy=True)
-        self._past_signs = state["past_signs"].to(self._past_signs, copy=True)
-        self.in_phase = bool(state["in_phase"])
-
-    def _slots(self) -> dict[str, Tensor]:
-        return {
-            "base": self._base,
-            "l1": self._l1,
-            "typical": self._typical,
-            "t": self._t,
-            "signs": self._signs,
-        }
-
-
-class FreeProjection:
-    """The ablation: one free logit per filter, blind to the weights, so that a phase changes nothing.
-
-    `scale` is the speed of each layer: a logit moves by about `lr * scale` in one step of Adam, which without
-    one is `even` already.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        filters: Sequence[int],
-        *,
-        even: bool = False,
-        scale: Sequence[float] | None = None,
-    ) -> None:
-        dtype, device = _kind(weights, filters)
-        self.in_phase = False
-        speeds = torch.tensor([1.0] * len(filters) if scale is None else list(scale), dtype=dtype)
-        self._scale = speeds.repeat_interleave(torch.tensor(filters)).to(device)
-        self.parameters: list[Tensor] = [torch.zeros_like(self._scale, requires_grad=True)]
-
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        _check_phase(self, weights, [w.numel() for w in weights])
-        self.in_phase = True
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        return [{"params": self.parameters, "lr": lr}]
-
-    def logits(self) -> Tensor:
-        return self._scale * self.parameters[0]
-
-    def end_phase(self) -> None:
-        self.in_phase = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"t": self.parameters[0].detach().clone(), "in_phase": int(self.in_phase)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _restore({"t": self.parameters[0]}, state)
-        self.in_phase = bool(state["in_phase"])
-
-
-PROJECTIONS: dict[str, Callable[..., Projection]] = {
-    "factored": FactoredProjection,
-    "literal": LiteralProjection,
-    "free": FreeProjection,
-}
-
-
-def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None) -> int:
-    """The bytes of the literal `W` alone; refuses when training it would take more than `limit_bytes`.
-
-    >>> literal_bytes([torch.empty(16, 3, 3, 3)], [16])
-    27648
-    """
-    dtype, device = _kind(weights, filters)
-    entries = sum(w.numel() * count for w, count in zip(weights, filters, strict=True))
-    alone = entries * dtype.itemsize
-    total = 4 * alone  # W, its gradient, and the two moments of Adam
-    if limit_bytes is not None and total > limit_bytes:
-        raise PruningError(
-            f"the literal projection's W has {entries:,} entries, {alone / 1e9:.1f} GB, and takes "
-            f"{total / 1e9:.1f} GB with its gradient and Adam's state, but {device} has "
-            f"{limit_bytes / 1e9:.1f} GB; "
-            'use projection="factored", which follows the same trajectory in almost no memory'
-        )
-    return alone
-
-
-def pack_signs(values: Tensor) -> Tensor:
-    """The signs of a flat tensor at two bits each: 0 for negative, 1 for exactly zero, 2 for positive.
-
-    >>> pack_signs(torch.tensor([-3.0, 0.0, 5.0, 1.0, -1.0]))
-    tensor([164,   0], dtype=torch.uint8)
-    """
-    codes = (values >= 0).to(torch.uint8) + (values > 0).to(torch.uint8)
-    a, b, c, d = torch.nn.functional.pad(codes, (0, -len(codes) % 4)).view(-1, 4).unbind(1)
-    return a | b << 2 | c << 4 | d << 6
-
-
-def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The signs as -1, 0 and 1, four for every byte: up to three more than were packed.
-
-    >>> unpack_signs(torch.tensor([164], dtype=torch.uint8), torch.float32)
-    tensor([-1.,  0.,  1.,  1.])
-    """
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 3).flatten().to(dtype) - 1
-
-
-def _inner(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
-    """<signs, vector>, unpacking at most 4 * chunk signs at a time."""
-    pairs = zip(packed.split(chunk), vector.split(4 * chunk), strict=True)
-    return torch.stack([(unpack_signs(s, v.dtype)[: len(v)] * v).sum() for s, v in pairs]).sum()
-
-
-def _kind(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple[torch.dtype, torch.device]:
+def dtype_and_device(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple[torch.dtype, torch.device]:
     """The type and place of the logits; at least float32, as steps of 1e-6 would round away in half."""
     if not weights or len(weights) != len(filters):
         raise PruningError(
@@ -300,7 +56,8 @@ def _kind(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple[torch.dtyp
     return reduce(torch.promote_types, (w.dtype for w in weights), torch.float32), weights[0].device
 
 
-def _check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Refuse to begin a phase within another, or with the weights of another network."""
     if projection.in_phase:
         raise PruningError("a score phase is already under way; end it before the next one begins")
     found = [w.numel() for w in weights]
@@ -311,7 +68,7 @@ def _check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Seque
         )
 
 
-def _restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Copy saved tensors into place, all or none."""
     for name, slot in slots.items():
         if name not in state or state[name].shape != slot.shape:
@@ -323,13 +80,3 @@ def _restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, slot in slots.items():
             slot.copy_(state[name])
-
-
-def _memory(device: torch.device) -> int | None:
-    """The bytes a device could still give us; None where it cannot be known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..pruner import Pruner
 from .average import Average
 from .data import Batches
-from .sections import OptimizerConfig
+from .optimizer import set_rate
 from .teacher import Teacher
 
 Batch = tuple[Tensor, Tensor]
@@ -165,51 +164,3 @@ class _Sums:
     def tally(self) -> Tally:
         loss, hits, penalty = (self.held / max(1, self.seen)).tolist()
         return Tally(loss, 100 * hits, penalty)
-
-
-def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """A fresh optimiser over the parameters that are trained, with its learning rate in a tensor."""
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    on_cuda = trained[0].is_cuda
-    rate: Any = torch.tensor(config.lr, device=trained[0].device)
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if not config.decay_all:
-        # Scales, shifts and biases are the vectors among the parameters.
-        matrices = [parameter for parameter in trained if parameter.dim() > 1]
-        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-    if config.optimizer == "adam":
-        return torch.optim.Adam(
-            groups, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
-        )
-    return torch.optim.SGD(
-        groups,
-        lr=rate,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        weight_decay=config.weight_decay,
-        fused=on_cuda,
-    )
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state and lay its tensors out as the parameters are: a file holds them channels first.
-
-    An element-wise step rounds the same either way only if it walks over both in the same order.  The rate
-    stays the one tensor, on the optimiser's own device, that all groups were made with.
-    """
-    rate = optimizer.param_groups[0]["lr"]
-    optimizer.load_state_dict(state)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    for parameter, held in optimizer.state.items():
-        for key, value in held.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                held[key] = torch.empty_like(parameter).copy_(value)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate without changing any Python number the step depends on."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)

@@ -7,8 +7,7 @@ leave.  Weights are loaded all or not at all.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, nearest
+from ..timing import using_threads
 from .data import Data
 
 
@@ -30,16 +30,9 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
+def cpu_threads(count: int) -> AbstractContextManager[None]:
     """Let torch use `count` threads on the CPU, or as many as it likes if that is 0; then as before."""
-    before = torch.get_num_threads()
-    try:
-        if count:
-            torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return using_threads(count or None)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -1,10 +1,11 @@
 """What a run came to: the dense network against the pruned one, and where it was measured.
 
-Two networks, their graph and a plan enter; plain dictionaries leave, of which `summary.json` is made.
+The networks of a run enter, with a way to judge them; plain dictionaries leave, of which `summary.json` is made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,8 +17,43 @@ from ..export import MODEL, save
 from ..graph.channels import ChannelGraph
 from ..measuring import Latency, latency, measure
 from ..plan import Plan
+from .networks import Networks
+from .recipe import Recipe
+from .schedule import phases
 
 TIMED_SECONDS = 10.0  # about, for both networks together, however large they are
+TIMED_AT_ONCE = 64
+UNJUDGED = {"accuracy": None, "validation_accuracy": None}
+
+
+def summarise(
+    recipe: Recipe,
+    networks: Networks,
+    small: nn.Module,
+    images: Tensor,
+    judged: Callable[[nn.Module], dict[str, float | None]],
+    warmup_accuracy: float | None,
+) -> dict[str, Any]:
+    """The dense network against the small one; where no control was trained, the dense one has no accuracy."""
+    control, timed = networks.control, networks.timed
+    dense = networks.pruner.detach() if control is None else control
+    batch = images[:TIMED_AT_ONCE]
+    first, second = sizes(dense, small, batch)
+    return {
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "epochs": sum(phase.epochs for phase in phases(recipe) if phase.kind != "control"),
+        "dense": {
+            **(UNJUDGED if control is None else judged(control)),
+            "warmup_accuracy": warmup_accuracy,
+            **first,
+        },
+        "pruned": {**judged(small), **second},
+        "latency_batch": len(batch),
+        "cut_error": networks.cut_error,
+        "layers": widths(networks.pruner.graph, networks.plan),
+        **({} if timed is None else {"latency": timed.summary(networks.pruner, networks.plan)}),
+    }
 
 
 def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:

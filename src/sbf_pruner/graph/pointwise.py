@@ -1,0 +1,130 @@
+"""Rules for operators that work element by element: what each of them makes of a channel of zeros.
+
+An operator and the grids known so far enter; an `Elementwise` node leaves, and the grids of its outputs are set.
+What cannot be laid out so, because its operands do not fit each other, is opaque.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from .masks import Grids
+from .nodes import Across, Elementwise, Node
+from .records import Op
+from .unknown import opaque
+
+
+def elementwise(op: Op, grids: Grids, zero: str) -> Node:
+    """The node of an operator that works element by element; `zero` says when a result is zero."""
+    try:
+        grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
+    except ValueError:
+        return opaque(op, grids)
+    for value in op.outputs:
+        if value is not None:
+            if len(grid) != len(value.shape):
+                return opaque(op, grids)
+            grids[value] = grid
+    return Elementwise(op, grids, zero)
+
+
+def zero_kept(op: Op, grids: Grids) -> Node:
+    """f(0) = 0: a dead channel stays dead."""
+    return elementwise(op, grids, "any")
+
+
+def zero_lost(op: Op, grids: Grids) -> Node:
+    """f(0) is not 0: a dead channel becomes a constant."""
+    return elementwise(op, grids, "never")
+
+
+def zero_made(op: Op, grids: Grids) -> Node:
+    """Zeros in the shape of the operand."""
+    return elementwise(op, grids, "always")
+
+
+def addition(op: Op, grids: Grids) -> Node:
+    """A sum is alive where either side is; adding a number other than zero brings dead channels back."""
+    if len(op.inputs) == 2 or op.number(1, "other", 0) == 0:
+        return elementwise(op, grids, "any")
+    return elementwise(op, grids, "never")
+
+
+def product(op: Op, grids: Grids) -> Node:
+    """A product is alive where both sides are."""
+    return elementwise(op, grids, "all")
+
+
+def quotient(op: Op, grids: Grids) -> Node:
+    """A quotient is alive where its numerator is."""
+    if op.inputs and op.args[0] is op.inputs[0]:
+        return elementwise(op, grids, "first")
+    return elementwise(op, grids, "never")
+
+
+def clamp(op: Op, grids: Grids) -> Node:
+    """A clamp keeps zero when zero lies inside its range."""
+    if len(op.inputs) > 1:
+        return elementwise(op, grids, "never")
+    low, high = op.number(1, "min", None), op.number(2, "max", None)
+    inside = (low is None or low <= 0) and (high is None or high >= 0)
+    return elementwise(op, grids, "any" if inside else "never")
+
+
+def clamp_min(op: Op, grids: Grids) -> Node:
+    """`clamp` with a lower end only."""
+    low = op.number(1, "min", 0)
+    return elementwise(op, grids, "any" if low is not None and low <= 0 else "never")
+
+
+def clamp_max(op: Op, grids: Grids) -> Node:
+    """`clamp` with an upper end only."""
+    high = op.number(1, "max", 0)
+    return elementwise(op, grids, "any" if high is not None and high >= 0 else "never")
+
+
+def hardtanh(op: Op, grids: Grids) -> Node:
+    """ReLU6 and its kin."""
+    low, high = op.number(1, "min_val", -1.0), op.number(2, "max_val", 1.0)
+    inside = low is not None and high is not None and low <= 0 <= high
+    return elementwise(op, grids, "any" if inside else "never")
+
+
+def threshold(op: Op, grids: Grids) -> Node:
+    """Zero stays where it lies above the threshold, or is what stands below it."""
+    limit, value = op.number(1, "threshold", 0), op.number(2, "value", 0)
+    kept = value == 0 or (limit is not None and limit < 0)
+    return elementwise(op, grids, "any" if kept else "never")
+
+
+def prelu(op: Op, grids: Grids) -> Node:
+    """Alive where the map is; the slopes make nothing out of zero."""
+    return elementwise(op, grids, "first")
+
+
+def power(op: Op, grids: Grids) -> Node:
+    """A positive power of zero is zero."""
+    exponent = op.number(1, "exponent", None)
+    good = len(op.inputs) == 1 and op.args[0] is op.inputs[0] and exponent is not None and exponent > 0
+    return elementwise(op, grids, "any" if good else "never")
+
+
+def softmax(op: Op, grids: Grids) -> Node:
+    """A softmax over a dimension along which channels do not differ is one per channel."""
+    x, dim = op.args[0], int(op.args[1])
+    if grids[x][dim] == 1:
+        return elementwise(op, grids, "never")
+    op = dataclasses.replace(op, outputs=op.outputs[:1])
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = grids[x]
+    return Across(op, grids, dim % len(x.shape), f"{op.name} at {op.where} normalises over the channels")
+
+
+def restrided(op: Op, grids: Grids) -> Node:
+    """Pooling to one pixel renames strides when the channels lie last; anything else is unknown."""
+    x, size, stride = op.args[0], tuple(op.args[1]), tuple(op.args[2])
+    same = size == x.shape and len(size) > 2 and stride[:2] == (size[1], 1) and set(size[2:]) == {1}
+    return elementwise(op, grids, "any") if same and len(op.args) == 3 else opaque(op, grids)

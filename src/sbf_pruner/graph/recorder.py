@@ -1,0 +1,220 @@
+"""What a copy of a model does while it runs: its operators, and what each belongs to.
+
+Operators are seen below autograd, where every layer, functional call and tensor method has become one of a few
+hundred ATen operators.  Weights are recognised by the parameter object itself, not by guessing from names.
+In-place operators are recorded as if they returned a new value; an alias of memory that was written since is an
+operator of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import TraceError
+from ..layers import Remap, Zeros
+from .memory import Memory
+from .records import REMAP, STALE, ZEROS, Call, Op, Value
+from .shapes import quick_result
+from .where import not_from_torch, where
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, every operator of the copy is written down, with the module call it belongs to."""
+
+    def __init__(self, model: nn.Module, twin: nn.Module, inputs: Any, trusts_constants: bool) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.calls: dict[str, list[Call]] = {}
+        self.states: dict[str, Value] = {}
+        self.literals: list[tuple[str, Tensor]] = []
+        self._stack: list[Call] = []
+        self._trusts_constants = trusts_constants
+        self._memory = Memory()
+        real = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+            trained = isinstance(tensor, nn.Parameter)
+            self._memory.note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
+        for module in twin.modules():
+            for held in vars(module).values():
+                if isinstance(held, Tensor) and self._memory.get(held) is None:
+                    self._memory.note(held, Value(tuple(held.shape), "constant"))
+        self.input_values = []
+        for tensor in pytree.tree_leaves(inputs):
+            if isinstance(tensor, Tensor):
+                self.input_values.append(self._memory.note(tensor, Value(tuple(tensor.shape), "input")))
+
+    # -- module calls ------------------------------------------------------------------------------
+
+    def watching(self, twin: nn.Module) -> _Hooks:
+        """A context in which the module calls of the copy are noted."""
+        hooks = _Hooks()
+        for path, module in twin.named_modules():
+            hooks.add(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            hooks.add(module.register_forward_hook(self._leave))
+        return hooks
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs = tuple(self.value(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+            parent = self._stack[-1] if self._stack else None
+            self._stack.append(Call(path, inputs, len(self.ops), parent))
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        done = self._stack.pop()
+        tensors = [t for t in pytree.tree_leaves(as_tree(result)) if isinstance(t, Tensor)]
+        done.outputs = tuple(self.value(t) for t in tensors)
+        done.last = len(self.ops)
+        self.calls.setdefault(done.module, []).append(done)
+        if isinstance(module, (Remap, Zeros)):
+            # Our own modules of an earlier pruning are one operator each: what they mean, not how they do it.
+            name = REMAP if isinstance(module, Remap) else ZEROS
+            where = self.ops[done.first].where if done.last > done.first else ""
+            if done.outputs == done.inputs:
+                fresh = self._memory.note(tensors[0], Value(done.outputs[0].shape, "result"))
+                done.outputs = (fresh,)
+            self.ops[done.first :] = [Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)]
+            done.last = done.first + 1
+
+    # -- operators -----------------------------------------------------------------------------------
+
+    def value(self, tensor: Tensor) -> Value:
+        """What is known of a tensor now; an alias of memory written since is no longer what it was."""
+        known = self._memory.get(tensor)
+        if known is None:
+            if not self._trusts_constants:
+                raise TraceError(not_from_torch(where()))
+            return self._memory.note(tensor, Value(tuple(tensor.shape), "constant"))
+        written = self._memory.written_since(tensor)
+        if written is not None:
+            inputs = (known, written)
+            fresh = Value(known.shape, "result", made_of=_roots(inputs))
+            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), where()))
+            return self._memory.note(tensor, fresh)
+        return known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func._overloadpacket)
+        if name in _FRESH and not any(isinstance(a, Tensor) for a in pytree.tree_leaves((args, kwargs))):
+            result = func(*args, **kwargs)
+            self._outputs(func, name, args, kwargs, (), result)
+            return result
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if name in _LIFTED:
+            for tensor in tensors:
+                if self._memory.get(tensor) is None:  # torch.tensor(...) written in the forward
+                    numbers = None if tensor.is_meta else tensor.clone()
+                    self._memory.note(tensor, Value(tuple(tensor.shape), "constant", data=numbers))
+                    if numbers is not None and not self._trusts_constants:
+                        self.literals.append((where(), numbers))
+        inputs = tuple(self.value(t) for t in tensors)
+        noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
+        result = quick_result(name, args, kwargs) if self._trusts_constants else None
+        if result is None:
+            result = func(*args, **kwargs)
+        self._outputs(func, name, noted_args, noted_kwargs, inputs, result, _written(func, args, kwargs))
+        return result
+
+    def _outputs(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: tuple[Value, ...],
+        result: Any,
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        roots = _roots(inputs)
+        for tensor in written:
+            self._memory.write(tensor, Value(tuple(tensor.shape), "result", made_of=roots))
+        outputs: list[Value | None] = []
+        touched = {id(t) for t in written}
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if not isinstance(tensor, Tensor):
+                outputs.append(None)
+            elif id(tensor) in touched:
+                outputs.append(self._memory.get(tensor))
+            else:
+                outputs.append(self._memory.note(tensor, Value(tuple(tensor.shape), "result", made_of=roots)))
+        if written and not any(outputs):
+            outputs = [self._memory.get(t) for t in written]
+        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
+        self.ops.append(op)
+        for value in inputs:
+            if value.kind == "state":
+                self.states[value.name] = value
+        if name == "aten.t" and outputs[0] is not None:
+            outputs[0].transpose_of = inputs[0]
+
+    def _here(self) -> Call | None:
+        return self._stack[-1] if self._stack else None
+
+
+class _Hooks:
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def add(self, handle: Any) -> None:
+        self._handles.append(handle)
+
+    def __enter__(self) -> _Hooks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+# Operators that make a tensor from nothing but sizes and numbers, and those that take over a literal.
+_FRESH = {
+    f"aten.{name}"
+    for name in (
+        *("zeros", "ones", "full", "empty", "arange", "linspace", "rand", "randn"),
+        *("eye", "scalar_tensor", "empty_strided"),
+    )
+}
+_LIFTED = {"aten.lift_fresh", "aten.lift_fresh_copy", "aten._to_copy", "aten.detach", "aten.alias"}
+
+
+def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
+    """What a result of the given values is made of."""
+    found: dict[Value, None] = {}
+    for value in inputs:
+        roots = value.roots
+        if roots is None:
+            return None
+        found |= dict.fromkeys(roots)
+    return tuple(found)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for i, spec in enumerate(func._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            held = kwargs.get(spec.name) if spec.name in kwargs else (args[i] if i < len(args) else None)
+            found += [t for t in pytree.tree_leaves(held) if isinstance(t, Tensor)]
+    return found
+
+
+def as_tree(result: Any) -> Any:
+    """A model's result as plain dicts and lists.
+
+    Hugging Face's and torchvision's output classes are dict- or tuple-like, but unknown to pytree.
+    """
+    if isinstance(result, dict):
+        return {k: as_tree(v) for k, v in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [as_tree(v) for v in result]
+    if hasattr(result, "__dataclass_fields__"):
+        return {k: as_tree(getattr(result, k)) for k in result.__dataclass_fields__}
+    return result

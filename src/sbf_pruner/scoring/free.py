@@ -1,0 +1,53 @@
+"""A pruner layer without weights: what is lost if a score does not follow from its filter (an ablation)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .projection import check_phase, dtype_and_device, restore
+
+
+class FreeProjection:
+    """The ablation: one free logit per filter, blind to the weights, so that a phase changes nothing.
+
+    `scale` is the speed of each layer: a logit moves by about `lr * scale` in one step of Adam, which without
+    one is `even` already.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        filters: Sequence[int],
+        *,
+        even: bool = False,
+        scale: Sequence[float] | None = None,
+    ) -> None:
+        dtype, device = dtype_and_device(weights, filters)
+        self.in_phase = False
+        speeds = torch.tensor([1.0] * len(filters) if scale is None else list(scale), dtype=dtype)
+        self._scale = speeds.repeat_interleave(torch.tensor(filters)).to(device)
+        self.parameters: list[Tensor] = [torch.zeros_like(self._scale, requires_grad=True)]
+
+    def begin_phase(self, weights: Sequence[Tensor]) -> None:
+        check_phase(self, weights, [w.numel() for w in weights])
+        self.in_phase = True
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        return [{"params": self.parameters, "lr": lr}]
+
+    def logits(self) -> Tensor:
+        return self._scale * self.parameters[0]
+
+    def end_phase(self) -> None:
+        self.in_phase = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.parameters[0].detach().clone(), "in_phase": int(self.in_phase)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        restore({"t": self.parameters[0]}, state)
+        self.in_phase = bool(state["in_phase"])

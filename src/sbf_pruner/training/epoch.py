@@ -1,0 +1,107 @@
+"""One epoch of a phase: the batches go through the engine, the network is judged where that is due.
+
+A phase and the number of an epoch enter; the record that `metrics.jsonl` gets leaves.  What holds: an epoch follows
+from the seed and its number alone; a loss that is no number stops the run before anything of it is saved.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import RunError
+from .engine import Engine, Tally
+from .feed import Feed
+from .optimizer import Descent
+from .recipe import Recipe
+from .schedule import Phase, is_taught, learning_rate, optimizer_config, total_epochs
+from .teacher import Teacher
+
+
+class Epochs:
+    """The epochs of a run, one at a time; `kept` is where its checkpoints lie."""
+
+    def __init__(self, recipe: Recipe, feed: Feed, kept: Path) -> None:
+        self._recipe, self._feed, self._kept = recipe, feed, kept
+
+    def run(
+        self, phase: Phase, number: int, engine: Engine, descent: Descent | None, teacher: Teacher | None
+    ) -> dict[str, Any]:
+        """Train epoch `number` of the run and tell what it came to; without a `descent` it is one of scores."""
+        began = time.perf_counter()
+        epoch, last = number - phase.first_epoch, number + 1 == phase.end
+        torch.manual_seed(_mixed(self._recipe.seed, number))
+        tally, rate = self._train(phase, number, engine, descent, teacher)
+        test = held_out = None
+        if last or (epoch + 1) % self._recipe.evaluate_every == 0:
+            average = None if descent is None else descent.average
+            with nullcontext() if average is None else average.applied():
+                test, held_out = judge(engine, self._feed)
+        self._check_finite(phase, epoch, tally, *(t for t in (test,) if t is not None))
+        return {
+            "done": number + 1,
+            "total": total_epochs(self._recipe),
+            "phase": phase.kind,
+            "cycle": phase.cycle,
+            "epoch": epoch + 1,
+            "epochs": phase.epochs,
+            "loss": tally.loss,
+            "penalty": tally.penalty,
+            "train_accuracy": tally.accuracy,
+            "validation_accuracy": held_out.accuracy if held_out else None,
+            "test_accuracy": test.accuracy if test else None,
+            "lr": rate,
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+
+    def _train(
+        self,
+        phase: Phase,
+        number: int,
+        engine: Engine,
+        descent: Descent | None,
+        teacher: Teacher | None,
+    ) -> tuple[Tally, float]:
+        """What the steps of an epoch came to, and the learning rate of the first."""
+        batches = self._feed.of(phase)
+        teacher = teacher if is_taught(self._recipe, phase) else None
+        if descent is None:
+            assert engine.pruner is not None
+            return engine.score_epoch(batches, number, teacher), engine.pruner.lr
+        config, each = optimizer_config(self._recipe, phase), len(batches)
+        first = (number - phase.first_epoch) * each
+        rates = [learning_rate(config, step, each * phase.epochs, each) for step in range(first, first + each)]
+        optimizer, average = descent.optimizer, descent.average
+        tally = engine.train_epoch(batches, number, optimizer, rates, config.label_smoothing, teacher, average)
+        if number + 1 == phase.end:
+            descent.settle()
+            if config.recalibrate:
+                engine.recalibrate(batches, number, config.recalibrate)
+        return tally, rates[0]
+
+    def _check_finite(self, phase: Phase, epoch: int, *tallies: Tally) -> None:
+        """Stop before weights that are no numbers are saved; those of the last step show in the test loss."""
+        if all(tally.finite for tally in tallies):
+            return
+        section = {"score": "scores", "joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
+        rate = getattr(self._recipe, section).lr
+        raise RunError(
+            f"the loss is no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
+            f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
+            f"{self._kept}"
+        )
+
+
+def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:
+    """A network on the test images, and on those held out of training where there are any."""
+    return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """One seed for the global stream (dropout) of an epoch, other than the one its order is drawn from."""
+    return int(np.random.SeedSequence((seed, epoch, 1)).generate_state(1)[0])

@@ -1,0 +1,209 @@
+"""A run in progress: warm-up, cycles of scores and gated weights, removal, fine-tuning, and a dense control.
+
+A network, a recipe and data enter; the small network and a summary leave, with all files of the run folder.  What
+holds: every epoch follows from the seed and its number alone, and a checkpoint holds all that passes from one to
+the next, so a run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..environment import environment
+from ..export import save
+from ..pruner import Pruner
+from ..report import leave_report
+from .captured import make_engine
+from .checkpoint import load_checkpoint, save_checkpoint
+from .data import Data
+from .engine import Engine
+from .epoch import Epochs, judge
+from .feed import Feed
+from .folder import INITIAL, SCORED, TEACHER, RunFolder
+from .networks import Networks
+from .optimizer import Descent
+from .recipe import Recipe
+from .recording import Recording
+from .schedule import Phase, cycles_end, optimizer_config, phases
+from .summary import summarise
+from .teacher import Teacher
+
+Report = Callable[[dict[str, Any]], None]
+
+SAVING_SHARE = 0.05  # of a run's time at most goes into checkpoints, but for those at the end of a phase
+
+
+class Run:
+    """The networks of a run, how far it is, and how to write it down."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        data: Data,
+        device: torch.device,
+        folder: RunFolder,
+        report: Report | None,
+        goes_on: bool = False,
+    ) -> None:
+        self.recipe, self.device, self.folder = recipe, device, folder
+        self.report = report or (lambda record: None)
+        self.feed = Feed(recipe, data, device)
+        self.epochs = Epochs(recipe, self.feed, folder.checkpoints)
+        images = self.feed.images
+        self.networks = Networks(model, recipe, data, images, device, folder.latency if goes_on else None)
+        self.recording = Recording(folder, self.networks, images, device)
+        self.engines: dict[tuple[int, bool], Engine] = {}
+        self.teacher: Teacher | None = None
+        self.warmup_accuracy: float | None = None
+        self.done = 0
+        self.unfinished: tuple[Any, Any] = None, None  # optimiser and average of a phase that was cut short
+        self.spent = 0.0  # seconds before it was resumed
+        self.started = self.saved = time.perf_counter()
+        self.saving = 0.0  # seconds the last checkpoint took
+
+    def begin(self) -> None:
+        """Write the first files: from here on there is a run to resume."""
+        self._check_timer()
+        self.folder.begin(self.recipe)
+        self.recording.begin()
+        if self.networks.timed is not None:
+            self.networks.timed.keep_in(self.folder.latency)
+        save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
+        if not self.recipe.phases.warmup:
+            self._keep_teacher()
+
+    def restore(self) -> None:
+        """Go to where the last checkpoint was taken."""
+        state = load_checkpoint(self.folder.checkpoints)
+        self._check_timer(state["done"])
+        if self.networks.timed is not None:
+            self.networks.timed.keep_in(self.folder.latency)
+        self.networks.restore(state["networks"], load_checkpoint(self.folder.checkpoints, INITIAL))
+        self.folder.rewind(state["done"])
+        self.recording.begin()
+        self.done, self.spent = state["done"], state["seconds"]
+        self.unfinished = state["optimizer"], state.get("average")
+        self.warmup_accuracy = state["warmup_accuracy"]
+        if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
+            self._set_teacher(load_checkpoint(self.folder.checkpoints, TEACHER))
+        if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
+            self._keep_scored()
+
+    def go(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Run what is left of the schedule and write the results: the small network, and what it came to."""
+        for phase in phases(self.recipe):
+            if self.done < phase.end:
+                self._run_phase(phase)
+        small = self.networks.pruned()
+        save(small, self.folder.path)
+        summary = self._summary(small)
+        leave_report(self.folder.path, summary)
+        self.folder.write_summary(summary)
+        return small, summary
+
+    def _run_phase(self, phase: Phase) -> None:
+        network, pruner = self.networks.of(phase)
+        engine = self._engine(network, pruner)
+        descent = None
+        if phase.trains_weights:
+            descent = Descent.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
+        self.unfinished = None, None
+        with ExitStack() as frozen:
+            if pruner is not None:
+                scores = phase.trains_scores
+                frozen.enter_context(pruner.scoring(joint=phase.trains_weights) if scores else pruner.gated())
+            while self.done < phase.end:
+                record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
+                self.done += 1
+                if phase.trains_scores:
+                    self.networks.closes_in(phase, self.done - phase.first_epoch)
+                if self.done == phase.end:
+                    # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
+                    frozen.close()
+                    descent = None
+                    if phase.trains_scores:
+                        if phase.cycle == self.recipe.phases.cycles:
+                            self.networks.come_in_time()
+                        self.networks.gates_changed()
+                    elif phase.kind == "warmup":
+                        self.warmup_accuracy = record["test_accuracy"]
+                        self._keep_teacher()
+                    self._keep_scored()
+                record |= self.networks.cost(phase)
+                # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
+                self.recording.after_epoch(phase, self.done)
+                self.folder.append(record)
+                self._save(descent, closed=self.done == phase.end)
+                self.report(record)
+
+    def _check_timer(self, done: int = 0) -> None:
+        """Scores that are still to come end in a landing that is timed: what that needs must be there now."""
+        if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
+            self.networks.check_timer()
+
+    def _keep_teacher(self) -> None:
+        """Write down the dense network that the later phases learn from, if they do."""
+        if self.recipe.distill.alpha:
+            weights = self.networks.dense.state_dict()
+            save_checkpoint(self.folder.checkpoints, weights, TEACHER)
+            self._set_teacher(weights)
+
+    def _keep_scored(self) -> None:
+        """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
+
+        Fine-tuning changes these very weights where it goes on in the gated network.
+        """
+        if self.done == cycles_end(self.recipe):
+            save_checkpoint(self.folder.checkpoints, self.networks.scored(), SCORED)
+
+    def _set_teacher(self, weights: dict[str, Any]) -> None:
+        network = self.networks.bare_copy()
+        network.load_state_dict(weights)
+        self.teacher = Teacher(network, self.recipe.distill.alpha, self.recipe.distill.temperature)
+
+    def _save(self, descent: Descent | None, *, closed: bool) -> None:
+        """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""
+        now = time.perf_counter()
+        if not closed and self.saving > SAVING_SHARE * (now - self.saved):
+            return
+        state = {
+            "done": self.done,
+            "seconds": self._seconds(),
+            "warmup_accuracy": self.warmup_accuracy,
+            **({"optimizer": None, "average": None} if descent is None else descent.state()),
+            "networks": self.networks.state(),
+        }
+        save_checkpoint(self.folder.checkpoints, state)
+        self.saved = time.perf_counter()
+        self.saving = self.saved - now
+
+    def _summary(self, small: nn.Module) -> dict[str, Any]:
+        judged = summarise(self.recipe, self.networks, small, self.feed.images, self._judged, self.warmup_accuracy)
+        return {
+            **judged,
+            **self.recording.finish(small),
+            "seconds": round(self._seconds(), 1),
+            "environment": environment(self.device),
+        }
+
+    def _judged(self, network: nn.Module) -> dict[str, float | None]:
+        """Accuracy after the last epoch; none of the validation split where there is no such split."""
+        test, held_out = judge(self._engine(network), self.feed)
+        return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
+
+    def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
+        """One engine per network, from phase to phase: what it has compiled stays valid."""
+        key = id(network), pruner is not None
+        if key not in self.engines:
+            self.engines = {key: make_engine(network, self.device, pruner)}
+        return self.engines[key]
+
+    def _seconds(self) -> float:
+        return self.spent + time.perf_counter() - self.started
