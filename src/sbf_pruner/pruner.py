@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from .scoring.pressure import Pressure
 from .scoring.projection import Projection
 from .surgery import extract
 
-Closed = Literal["auto", "heard", "silent"]
-CLOSED: tuple[str, ...] = get_args(Closed)
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
@@ -76,7 +74,6 @@ class Pruner:
         eps: float = 1e-8,
         threshold: float = 0.5,
         freeze_norms: bool = True,
-        closed: Closed = "auto",
         blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
@@ -88,11 +85,7 @@ class Pruner:
     ) -> None:
         if any(attached_hooks(model)):
             raise PruningError("the model has a pruner already; detach() that one first")
-        for what, name, known in (
-            ("projection", projection, PROJECTIONS),
-            ("activation", activation, ACTIVATIONS),
-            ("closed", closed, CLOSED),
-        ):
+        for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
             if name not in known:
                 raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
         self.model = model
@@ -112,8 +105,6 @@ class Pruner:
         self._held = self.graph.all_filters()
         clock = bound(clock, self.graph)
         self.aim = Aim(self.graph, budget, with_coupled(guards or Guards(), self.graph, couple), clock)
-        # A landing closes filters whose scores are high; heard in the next score phase, they would drown the rest.
-        self.silences = closed == "silent" or (closed == "auto" and self.aim.limits is not None)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
@@ -303,8 +294,6 @@ class Pruner:
     def _hold(self, masks: dict[str, Mask]) -> None:
         self._held, flow = self.graph.settled(masks)
         self.gates.set_hard([site.open(flow) for site in self.graph.sites])
-        if self.silences:
-            self.gates.silence(self._held)
         self.gates.mode = "hard"
 
     def _check_attached(self) -> None:

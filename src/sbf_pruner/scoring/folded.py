@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..attached import attached_hooks
 from .frozen import FrozenNorm
 from .gates import Fold, Gates
-from .products import Pair
 
 
 class Folded:
@@ -25,14 +24,12 @@ class Folded:
     def __init__(self, model: nn.Module, gates: Gates) -> None:
         self.model, self.gates = model, gates
         soft = gates.mode == "soft"
-        self._pairs = [p for p in gates.pairs if not soft or p.soft is not None or gates.silences]
-        self.parameters: list[Tensor] = [p.held for p in self._pairs]
-        self._heard = torch.empty_like(gates.soft) if soft else None
-        self._gates = [self._gate(pair) for pair in self._pairs]
-        scored = [(number, p.soft) for number, p in enumerate(self._pairs) if p.soft is not None]
-        self._scored = [number for number, _ in scored]
-        filters = torch.arange(len(gates.soft), device=gates.soft.device)
-        self._places = torch.cat([filters[:0], *(filters[span] for _, span in scored)])
+        self._pairs = [p for p in gates.pairs if not soft or p.soft is not None]
+        self.parameters = [pair.held for pair in self._pairs]
+        vector = gates.soft.detach() if soft else gates.hard
+        spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
+        self._gates = [vector[span] for span in spans]
+        self._places = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(vector.device)
         self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
         self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
 
@@ -58,8 +55,6 @@ class Folded:
     @torch.no_grad()
     def refresh(self) -> None:
         """Gate the parameters anew."""
-        if self._heard is not None:
-            torch.mul(self.gates.soft, self.gates.volume, out=self._heard)
         torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
     def weight_gradients(self) -> None:
@@ -76,10 +71,6 @@ class Folded:
         self._to_weights(taken)
         return self._to_scores(taken)
 
-    def _gate(self, pair: Pair) -> Tensor:
-        """Where a pair's gate stands: its part of the scores as they are heard, or of the switches."""
-        return self.gates.hard[pair.hard] if self._heard is None or pair.soft is None else self._heard[pair.soft]
-
     @torch.no_grad()
     def _to_weights(self, taken: list[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, _products(taken, self._gates), strict=True):
@@ -87,8 +78,7 @@ class Folded:
 
     @torch.no_grad()
     def _to_scores(self, taken: list[Tensor]) -> Tensor:
-        taken, held = ([tensors[number] for number in self._scored] for tensors in (taken, self.parameters))
-        found = torch.cat(_products(taken, held))
+        found = torch.cat(_products(taken, self.parameters))
         return torch.zeros_like(self.gates.soft).index_add_(0, self._places, found.to(self.gates.soft.dtype))
 
     def _taken_gradients(self) -> list[Tensor]:

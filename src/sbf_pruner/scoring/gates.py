@@ -20,9 +20,6 @@ from ..graph.masks import Mask
 from .products import Pair, Products
 
 Mode = Literal["off", "soft", "hard"]
-# What is left of a closed filter's score in a silenced forward: nothing that counts, even where a norm that has
-# seen only zeros multiplies it by hundreds; but not zero, or an activation after it would let no gradient through.
-WHISPER = 1e-4
 
 
 class Gates:
@@ -49,9 +46,6 @@ class Gates:
             start += width
         self.hard = torch.ones(start, dtype=dtype, device=tensor.device)
         self.all_open = True
-        self.volume = torch.ones_like(self.soft)
-        """how much of each filter's score is heard while scores are trained"""
-        self.silences = False
         self.pairs: list[Pair] = []
         modules = dict(model.named_modules())
         for number, site in enumerate(sites):
@@ -64,7 +58,7 @@ class Gates:
                 module.register_forward_hook(fold.leave, always_call=True)
             else:
                 module.register_forward_hook(fold.multiply)
-        self._products = Products(self.soft, self.volume, list(spans.values()), self.pairs)
+        self._products = Products(self.soft, list(spans.values()), self.pairs)
 
     def set_hard(self, masks: Sequence[Mask]) -> None:
         """Set the switches, one mask per site, in place."""
@@ -72,28 +66,12 @@ class Gates:
         self.hard.copy_(flat)
         self.all_open = bool(flat.all())
 
-    @property
-    def places(self) -> tuple[str, bool, bool]:
-        """Where gates stand now: whatever was recorded with others must be recorded anew."""
-        return self.mode, self.all_open, self.silences
-
-    def silence(self, open_filters: Mapping[str, Mask]) -> None:
-        """Let closed filters be all but silent while scores are trained, until this is called again.
-
-        Their scores get the gradient of a filter that is heard, so they may come back.
-        """
-        flat = torch.cat([torch.from_numpy(open_filters[name].copy()) for name in self.spans])
-        self.volume.copy_(torch.where(flat, 1.0, WHISPER))
-        self.silences = not bool(flat.all())
-
     def read(self, number: int, span: slice | None) -> Tensor | None:
         """The gate of a site in the present mode; None where there is nothing to multiply."""
-        if self.mode == "soft" and span is not None:
-            score, volume = self.soft[span], self.volume[span]
-            # The value is that of a whisper, the gradient that of the score itself.
-            return score * volume + (score - score.detach()) * (1 - volume) if self.silences else score
-        if self.mode == "hard" or (self.mode == "soft" and self.silences):
-            return None if self.all_open else self.hard[self._hard_spans[number]]
+        if self.mode == "soft":
+            return None if span is None else self.soft[span]
+        if self.mode == "hard" and not self.all_open:
+            return self.hard[self._hard_spans[number]]
         return None
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor] | None:

@@ -36,8 +36,8 @@ class Pair:
 class Products:
     """Products of parameters and scores."""
 
-    def __init__(self, scores: Tensor, volume: Tensor, spans: Sequence[slice], pairs: Sequence[Pair]) -> None:
-        self._scores, self._volume = scores, volume
+    def __init__(self, scores: Tensor, spans: Sequence[slice], pairs: Sequence[Pair]) -> None:
+        self._scores = scores
         self._sizes = [span.stop - span.start for span in spans]
         numbers = {span.start: number for number, span in enumerate(spans)}
         self._pairs = [(pair, numbers[pair.soft.start]) for pair in pairs if pair.soft is not None]
@@ -66,8 +66,7 @@ class Products:
     def _make(self) -> None:
         frozen = [(pair, number) for pair, number in self._pairs if not pair.held.requires_grad]
         held = [pair.held for pair, _ in frozen]
-        numbers = [number for _, number in frozen]
-        products = _Gated.apply(self._scores, self._volume, self._sizes, numbers, self._places, *held)
+        products = _Gated.apply(self._scores, self._sizes, [number for _, number in frozen], self._places, *held)
         self._made_from = self._scores._version
         self._made = {
             pair: (product, tensor, tensor._version)
@@ -78,20 +77,13 @@ class Products:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        scores: Tensor,
-        volume: Tensor,
-        sizes: list[int],
-        numbers: list[int],
-        places: Sequence[Tensor],
-        *held: Tensor,
+        ctx: Any, scores: Tensor, sizes: list[int], numbers: list[int], places: Sequence[Tensor], *held: Tensor
     ) -> tuple[Tensor, ...]:
         # Not saved by autograd: forwards that share these products may go backward one after the other, and a
         # checkpoint that runs a part of the network again would count what is saved.
         ctx.held, ctx.places, ctx.like = held, [places[number] for number in numbers], scores
         ctx.set_materialize_grads(False)
-        heard = scores * volume
-        parts = {dtype: heard.to(dtype).split(sizes) for dtype in {tensor.dtype for tensor in held}}
+        parts = {dtype: scores.to(dtype).split(sizes) for dtype in {tensor.dtype for tensor in held}}
         gates = [parts[tensor.dtype][number] for tensor, number in zip(held, numbers, strict=True)]
         return tuple(torch._foreach_mul(held, gates))
 
@@ -104,4 +96,4 @@ class _Gated(torch.autograd.Function):
             held, places, found = (list(part) for part in zip(*there, strict=True))
             flat = torch.cat(list(torch._foreach_mul(found, held))).to(ctx.like.dtype)
             total = torch.zeros_like(ctx.like).index_add(0, torch.cat(places), flat)
-        return total, None, None, None, None, *[None] * len(gradients)
+        return total, None, None, None, *[None] * len(gradients)

@@ -55,7 +55,7 @@ class CapturedEngine(Engine):
             self._tunable = TunableConvolutions(self.network, dtype)
         self._steps: dict[Any, Step] = {}
         self._evaluations: dict[Batches, Evaluation] = {}
-        self._evaluated_with: tuple[str, bool, bool] | None = None
+        self._evaluated_with: tuple[str, bool] | None = None
 
     def train_epoch(
         self,
@@ -98,7 +98,7 @@ class CapturedEngine(Engine):
         if batches.augment is not None:  # training images, in their shuffled order
             return super().evaluate(batches)
         self.network.eval()
-        gates = None if self.pruner is None else self.pruner.gates.places
+        gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
         if gates != self._evaluated_with:  # a graph does not see that gates stand in other places now
             self._evaluated_with, self._evaluations = gates, {}
         if batches not in self._evaluations:

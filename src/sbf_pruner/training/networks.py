@@ -81,7 +81,6 @@ class Networks:
             eps=scores.eps,
             threshold=scores.threshold,
             freeze_norms=scores.freeze_norms,
-            closed=scores.closed,  # type: ignore[arg-type]
             guards=kept,
             budget=limits,
             steer=budget.steer,

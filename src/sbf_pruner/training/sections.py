@@ -172,14 +172,6 @@ class ScoresConfig(Section):
     freeze_norms: bool = field(
         default=True, metadata=about("leave batch norms at their running statistics in score phases")
     )
-    closed: str = field(
-        default="auto",
-        metadata=about(
-            "closed filters in a score phase: heard at their scores, as in the paper, or silent, with a gradient; "
-            "auto: silent where a budget closes them",
-            choices=("auto", "heard", "silent"),
-        ),
-    )
     joint: bool = field(
         default=False,
         metadata=about(
