@@ -45,8 +45,8 @@ def _panel(name: str, panel: Mapping[str, tuple[int, float]], bottom: int, colou
     for number, (layer, (before, after)) in enumerate(panel.items()):
         x = LEFT + number * (BAR + GAP)
         lines += [
-            _bar(x, bottom, HEIGHT * before / most, f"{GREY}", 0.35, f"{layer}: {after:g} of {before}"),
-            _bar(x, bottom, HEIGHT * after / most, colour, 1.0, f"{layer}: {after:g} of {before}"),
+            _bar(x, bottom, HEIGHT * before / most, f"{GREY}", 0.35, f"{layer}: {round(after, 1):g} of {before}"),
+            _bar(x, bottom, HEIGHT * after / most, colour, 1.0, f"{layer}: {round(after, 1):g} of {before}"),
         ]
     lines += _stages(list(panel), bottom)
     return lines

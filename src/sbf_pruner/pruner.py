@@ -8,7 +8,7 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from .scoring.gates import Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
+from .scoring.statistics import fresh_statistics
 from .surgery import extract
 
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
@@ -117,10 +118,14 @@ class Pruner:
     # -- phases --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def scoring(self, *, joint: bool = False) -> Iterator[Pruner]:
+    def scoring(self, *, tune: Callable[[], object] | None = None, joint: bool = False) -> Iterator[Pruner]:
         """Train the scores: they are continuous; weights and batch-norm statistics are frozen.
 
         One `with` block is one phase, with a fresh Adam.  When it ends the gates are set from the scores.
+
+        `tune` passes some batches through the model as the phase begins, for new statistics of its norms.  With a
+        budget that is worth it: it closes filters whose scores are high, a score phase hears them again, and norms
+        that know the network without them blow the difference up, the more the deeper it is.
 
         `joint` is there to compare with: nothing is frozen, and an optimiser of the weights may step beside
         `step()`.  The scores read the weights as they were when the phase began.
@@ -130,10 +135,16 @@ class Pruner:
             self.projection.begin_phase(self._weights())
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
-        thaw = _nothing if joint else self._freeze()
-        self.gates.soft.requires_grad_()
+        else:
+            tune = None  # the phase goes on, and was tuned when it began
         self.gates.mode = "soft"
+        thaw = _nothing
         try:
+            if tune is not None:
+                with fresh_statistics(self.model):
+                    tune()
+            thaw = thaw if joint else self._freeze()
+            self.gates.soft.requires_grad_()
             yield self
             self.projection.end_phase()
             self._hold(self._land().masks)

@@ -15,9 +15,9 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..pruner import Pruner
+from ..scoring.statistics import fresh_statistics
 from .average import Average
 from .data import Batches
 from .optimizer import set_rate
@@ -120,20 +120,16 @@ class Engine:
             sums.add(outputs, labels, F.cross_entropy(outputs, labels))
         return sums.tally()
 
-    @torch.no_grad()
     def recalibrate(self, batches: Batches, epoch: int, count: int) -> None:
-        """Take batch-norm statistics anew, as the plain mean over the first `count` batches of an epoch."""
-        norms = [m for m in self.network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        momenta = [norm.momentum for norm in norms]
+        """Take batch-norm statistics anew, from the first `count` batches of an epoch."""
         self.network.eval()
-        for norm in norms:
-            norm.train()
-            norm.reset_running_stats()
-            norm.momentum = None  # each batch counts as much as any other
+        with fresh_statistics(self.network):
+            self.look(batches, epoch, count)
+
+    def look(self, batches: Batches, epoch: int, count: int) -> None:
+        """Pass the first `count` batches of an epoch through the network, for the norms to see."""
         for images, _ in islice(batches.epoch(epoch), count):
             self._forward(images)
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
 
     def _scored(self) -> Pruner | None:
         """The pruner, if it is in a phase that trains its scores."""

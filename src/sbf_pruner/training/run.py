@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,8 +118,7 @@ class Run:
         self.unfinished = None, None
         with ExitStack() as frozen:
             if pruner is not None:
-                scores = phase.trains_scores
-                frozen.enter_context(pruner.scoring(joint=phase.trains_weights) if scores else pruner.gated())
+                frozen.enter_context(self._trained(phase, pruner, engine))
             while self.done < phase.end:
                 record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
                 self.done += 1
@@ -142,6 +142,19 @@ class Run:
                 self.folder.append(record)
                 self._save(descent, closed=self.done == phase.end)
                 self.report(record)
+
+    def _trained(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
+        """Freeze what a phase does not train.
+
+        Where a landing has closed filters with high scores, a score phase begins with a look at its images.
+        """
+        if not phase.trains_scores:
+            return pruner.gated()
+        scores = self.recipe.scores
+        frozen = scores.freeze_norms and not phase.trains_weights
+        if not frozen or not scores.recalibrate or pruner.aim.limits is None or pruner.gates.all_open:
+            return pruner.scoring(joint=phase.trains_weights)
+        return pruner.scoring(tune=partial(engine.look, self.feed.of(phase), self.done, scores.recalibrate))
 
     def _check_timer(self, done: int = 0) -> None:
         """Scores that are still to come end in a landing that is timed: what that needs must be there now."""

@@ -172,6 +172,13 @@ class ScoresConfig(Section):
     freeze_norms: bool = field(
         default=True, metadata=about("leave batch norms at their running statistics in score phases")
     )
+    recalibrate: int = field(
+        default=20,
+        metadata=about(
+            "batches from which norms take their statistics anew as a phase begins, if a budget has closed filters",
+            least=0,
+        ),
+    )
     joint: bool = field(
         default=False,
         metadata=about(

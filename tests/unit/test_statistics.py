@@ -1,0 +1,112 @@
+"""Statistics of norms taken anew, and score phases that begin with them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sbf_pruner import Plan, Pruner
+from sbf_pruner.models import resolve
+from sbf_pruner.scoring.statistics import fresh_statistics
+from sbf_pruner.training.engine import Engine
+from sbf_pruner.training.loop import fit
+from sbf_pruner.training.recipe import load_recipe
+
+IMAGES = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def norms(model: nn.Module) -> list[nn.BatchNorm2d]:
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+def trained_under_gates() -> Pruner:
+    """A network whose norms know only half of the filters."""
+    torch.manual_seed(0)
+    pruner = Pruner(resolve("resnet20", in_channels=1), IMAGES[:1])
+    pruner.gate(Plan({name: tuple(range(0, layer.filters, 2)) for name, layer in pruner.graph.layers.items()}))
+    with torch.no_grad():
+        for _ in range(40):
+            pruner.model.train()(IMAGES)
+    return pruner
+
+
+def test_new_statistics_are_those_of_the_forwards_inside() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).eval()
+    with fresh_statistics(model):
+        model(IMAGES[:8])
+        model(IMAGES[8:])
+    expected = model[0](IMAGES).mean((0, 2, 3))
+    torch.testing.assert_close(model[1].running_mean, expected, rtol=1e-5, atol=1e-6)
+    assert not model[1].training and model[1].momentum == 0.1
+
+
+def test_what_was_not_seen_keeps_its_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.BatchNorm2d(1))
+    model[1].running_mean.fill_(3.0)
+    with fresh_statistics(model):
+        model[0](IMAGES)
+    assert model[0].running_mean.item() == pytest.approx(IMAGES.mean().item())
+    assert model[1].running_mean.item() == 3.0 and model.training
+    with pytest.raises(ZeroDivisionError), fresh_statistics(model):
+        model(IMAGES + 5)
+        raise ZeroDivisionError
+    assert model[0].running_mean.item() == pytest.approx(IMAGES.mean().item())
+
+
+def heard(pruner: Pruner, **arguments: Any) -> Tensor:
+    """What the network answers in a score phase."""
+    with pruner.scoring(**arguments):
+        return pruner.model.eval()(IMAGES).detach()
+
+
+def test_a_tuned_score_phase_computes_what_its_norms_would_make_of_the_batch() -> None:
+    pruner = trained_under_gates()
+    model = pruner.model
+    tuned = heard(pruner, tune=lambda: model(IMAGES))
+    other = trained_under_gates()
+    plain = heard(other)
+    other.gates.mode = "soft"
+    with torch.no_grad():
+        expected = other.model.train()(IMAGES)
+    assert (tuned - expected).norm() < 0.05 * expected.norm()
+    assert (plain - expected).norm() > 0.2 * expected.norm()
+
+
+def test_a_phase_that_goes_on_is_not_tuned_again() -> None:
+    pruner, called = trained_under_gates(), []
+    with pruner.scoring(tune=lambda: called.append(1)):
+        state = pruner.state_dict()
+    pruner.load_state_dict(state)
+    with pruner.scoring(tune=lambda: called.append(2)):
+        pass
+    assert called == [1]
+
+
+def test_a_tuning_that_fails_leaves_a_usable_model() -> None:
+    pruner = trained_under_gates()
+    before = [norm.running_var.clone() for norm in norms(pruner.model) if norm.running_var is not None]
+    with pytest.raises(ZeroDivisionError), pruner.scoring(tune=lambda: 1 // 0):
+        pass
+    assert all(torch.equal(norm.running_var, var) for norm, var in zip(norms(pruner.model), before, strict=True))
+    assert pruner.gates.mode == "hard" and all(p.requires_grad for p in pruner.model.parameters())
+    with pruner.scoring():
+        pruner.model(IMAGES).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "looks"),
+    [(["budget.macs=0.4"], [2, 2]), (["budget.macs=0.4", "scores.recalibrate=0"], []), ([], []),
+     (["budget.macs=0.4", "scores.freeze_norms=false"], []), (["budget.macs=0.4", "scores.joint=true"], [])],
+)  # fmt: skip
+def test_a_run_tunes_the_score_phases_after_a_landing(
+    changes: list[str], looks: list[int], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    look = Engine.look
+    monkeypatch.setattr(Engine, "look", lambda self, b, e, count: (seen.append(count), look(self, b, e, count))[1])
+    short = ["phases.warmup=0", "phases.cycles=3", "phases.score=1", "phases.weights=0", "phases.finetune=0"]
+    more = ["dense_control=false", "budget.settled=1", "scores.recalibrate=2", *changes]
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    fit(net, load_recipe("digits", [*short, *more]), run=tmp_path / "run")
+    assert seen == looks
