@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def main() -> int:
                 "name": run.name,
                 "group": run.group,
                 "accuracy": summary["pruned"]["accuracy"],
+                "macs": summary["pruned"]["macs"] / summary["dense"]["macs"],
+                "way": summary.get("latency", {}).get("way", "filters"),
+                "trained": {"date": _day(run.folder / "summary.json"), "gpu": summary["environment"]["gpu"]},
                 "foretold": foretold,
                 "pairs": timed_pairs(pairs, plan, args.pairs, args.patience),
             }
@@ -59,6 +63,10 @@ def main() -> int:
         print(found[-1], flush=True)
         save_result("cifar10_times", {"network": "ResNet-56", "conditions": held.told(), "runs": found})
     return 0
+
+
+def _day(path: Path) -> str:
+    return date.fromtimestamp(path.stat().st_mtime).isoformat()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from coverage_tables import coverage, headline, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
 from latency_tables import equal_macs, latency
 from saving import origin
-from target_tables import cifar10_latency, cifar10_targets, targets
+from target_tables import cifar10_latency, cifar10_targets, targets, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,7 +110,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "budgets": ("cifar10", budgets),
     "targets": ("targets", targets),
     "cifar10_targets": ("cifar10_targets", cifar10_targets),
-    "cifar10_latency": ("cifar10_latency", cifar10_latency),
+    "cifar10_latency": ("cifar10_times", cifar10_latency),
+    "tuning": ("tuning", tuning),
     "latency": ("latency", latency),
     "equal_macs": ("latency", equal_macs),
     "ablations": ("ablations", ablations),

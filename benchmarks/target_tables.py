@@ -55,16 +55,16 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
     """Both networks, every target; and the fixed lambda beside the same size asked for."""
     if not result or not result["runs"]:
         return NONE
-    lines = ["| network | asked for | left, least and most | runs |", "|---|---|---|---|"]
+    lines = ["| network | asked for | left, least and most | accuracy (runs) |", "|---|---|---|---|"]
     for network, title in NETWORKS.items():
         for key, said in WORDS.items():
-            groups: dict[float, list[float]] = {}
+            groups: dict[float, list[dict[str, Any]]] = {}
             for run in result["runs"]:
                 if run["recipe"]["name"].startswith(f"{network}-{key}-"):
-                    left = 100 - run["left"][f"{key}_removed"]
-                    groups.setdefault(run["recipe"]["budget"][key], []).append(left)
-            for share, left in sorted(groups.items(), reverse=True):
-                lines.append(f"| {title} | {100 * share:g} % of the {said} | {_ends(left)} | {len(left)} |")
+                    groups.setdefault(run["recipe"]["budget"][key], []).append(run)
+            for share, group in sorted(groups.items(), reverse=True):
+                left = _ends([100 - run["left"][f"{key}_removed"] for run in group])
+                lines.append(f"| {title} | {100 * share:g} % of the {said} | {left} | {accuracy_of(group)} |")
     for name in ("fixed-lambda", "fixed-lambda-fast"):
         fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
@@ -72,23 +72,47 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
             rate = fixed[0]["recipe"]["scores"]["lr"]
             opening = f"ResNet-20 beside a fixed lambda (scores' rate {rate:g})"
             lines += ["", _paired(opening, macs, accuracy_of(fixed), accuracy_of(beside))]
+    if untuned := [run for run in result["runs"] if "recalibrate" not in run["recipe"]["scores"]]:
+        lines += ["", f"{len(untuned)} of these runs are older than the tuning of norms after a landing."]
     return "\n".join([*lines, "", machines(result)])
 
 
 def cifar10_latency(result: dict[str, Any] | None) -> str:
-    """A time asked for beside single filters that are foretold to take as long."""
+    """A time asked for beside single filters that were foretold to take as long: both as trained, and timed."""
     if not result or not result["runs"]:
         return NONE
-    lines = ["| time asked for | what goes | MACs left | accuracy |", "|---|---|---|---|"]
+    lines = ["| time asked for | what goes | time found, least and most | MACs left | accuracy |", "|---" * 5 + "|"]
     for share in ("0.6", "0.4"):
-        for name, said in (
-            (f"latency-{share}", "as the clock chose"),
-            (f"macs-as-latency-{share}", "single filters"),
-        ):
-            if group := _named(result, name):
-                left = statistics.fmean(100 - run["left"]["macs_removed"] for run in group)
-                lines.append(f"| {share} | {said} | {left:.1f} % | {accuracy_of(group)} |")
-    return "\n".join([*lines, "", machines(result)])
+        for name, asked in ((f"latency-{share}", f"{share} of the time"), (f"macs-as-latency-{share}", "")):
+            if group := [run for run in result["runs"] if run["group"] == name]:
+                ways = ", ".join(sorted({run["way"] for run in group}))
+                times = [run["pairs"]["median"] for run in group]
+                left = statistics.fmean(100 * run["macs"] for run in group)
+                cells = [
+                    asked or "(MACs)",
+                    ways,
+                    f"{min(times):.3f} to {max(times):.3f}",
+                    f"{left:.1f} %",
+                    _mean(group),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *origin(result)])
+
+
+def tuning(result: dict[str, Any] | None) -> str:
+    """What it is worth that norms are tuned to the scores."""
+    if result is None:
+        return NONE
+    lines = ["| MACs asked for | tuned | loss of the last scores | loss of the last gated weights | accuracy |"]
+    lines.append("|---" * 5 + "|")
+    for share, batches in sorted({(run["share"], run["batches"]) for run in result["runs"]}, reverse=True):
+        group = [run for run in result["runs"] if (run["share"], run["batches"]) == (share, batches)]
+        losses = [f"{statistics.median(run[key] for run in group):.2g}" for key in ("score_loss", "gated_loss")]
+        lines.append(
+            f"| {100 * share:g} % | {'yes' if batches else 'no'} | {' | '.join(losses)} | {_mean(group)} |"
+        )
+    head = "ResNet-32 on the digits; losses before fine-tuning, medians:"
+    return "\n".join([head, "", *lines, *origin(result)])
 
 
 def _named(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
