@@ -1,8 +1,8 @@
 """What it is worth that norms are tuned to the scores after a landing (`scores.recalibrate`).
 
-ResNet-32 on the digits, asked for 0.3 and 0.15 of the MACs, with and without it, for some seeds.  Beside the accuracy
-stand the loss that the last scores were trained on, and that of the last weights under gates: both are from before
-fine-tuning, which hides much.  Every run is saved as it ends, and one that is there already is not made again.
+ResNet-32 on the digits, asked for 0.3 and 0.15 of the MACs, with and without it, for several seeds.  Beside the
+accuracy stand the loss that the last scores were trained on, and that of the last weights under gates: both from
+before fine-tuning, which hides much.  Every run is saved as it ends; one that is there is not made again.
 """
 
 from __future__ import annotations

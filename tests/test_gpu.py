@@ -1,0 +1,90 @@
+"""What only a CUDA device can show: whole runs through captured steps, clocks and timings on a GPU."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sbf_pruner.cli import main
+from sbf_pruner.models import resolve
+from sbf_pruner.stopwatch.source import get_model, here
+from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training.recipe import load_recipe
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+pytestmark = [
+    pytest.mark.gpu,
+    # pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+SHORT = ["phases.warmup=2", "phases.cycles=2", "phases.score=2", "phases.weights=1", "phases.finetune=2",
+         "dense_control=false", "evaluate_every=1", "device=cpu", "budget.macs=0.5", "budget.settled=1",
+         "budget.steer=true", "scores.balance=cost"]  # fmt: skip
+WAYS = {
+    "budget": [],
+    "joint": ["scores.joint=true"],
+    "taught": ["distill.alpha=0.5", "finetune.ema=0.9", "finetune.recalibrate=2"],
+    "behind the addition": ["model.name=after_addition:resnet20"],
+}
+
+
+class Killed(Exception):
+    """A run that was stopped from outside."""
+
+
+def run(way: str, folder: Path, *, resume: bool = False, kill: int = 0) -> Result:
+    def report(record: dict[str, Any]) -> None:
+        if record["done"] == kill:
+            raise Killed
+
+    recipe = load_recipe("digits", [*SHORT, *WAYS[way]])
+    torch.manual_seed(0)
+    model = resolve(recipe.model.name, in_channels=1)
+    return fit(model, recipe, run=folder, resume=resume, report=report)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_killed_comes_to_the_same_metric(way: str, tmp_path: Path) -> None:
+    whole = run(way, tmp_path / "whole")
+    for kill in (3, 6):
+        with pytest.raises(Killed):
+            run(way, tmp_path / "killed", resume=kill > 3, kill=kill)
+    resumed = run(way, tmp_path / "killed", resume=True)
+    for result in (whole, resumed):
+        summary = result.summary
+        assert 0.49 < summary["pruned"]["macs"] / summary["dense"]["macs"] <= 0.5
+        assert summary["cut_error"] < 1e-10 and summary["environment"]["gpu"]
+    accuracies = [result.summary["pruned"]["accuracy"] for result in (whole, resumed)]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=3.0)
+
+
+def test_a_clock_for_the_gpu_foretells_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = get_model(resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), here("cuda", 256, 1))
+    assert 0 < model.dense_seconds < 0.1
+    assert model.ratio({}) == pytest.approx(1.0)
+    assert model.calibration["mean_error"] < 0.3
+
+
+def test_a_finished_run_is_timed_on_the_gpu(tmp_path: Path) -> None:
+    run("budget", tmp_path / "run")
+    words = [
+        "bench",
+        str(tmp_path / "run"),
+        "--device",
+        "cuda",
+        "--runtimes",
+        "eager",
+        "--batch",
+        "64",
+        "--pairs",
+        "10",
+    ]
+    assert main([*words, "--json", str(tmp_path / "bench.json")]) == 0
+    found = json.loads((tmp_path / "bench.json").read_text("utf-8"))
+    assert found["measured"] and all(record["dense_ms"]["median"] > 0 for record in found["measured"])
