@@ -17,10 +17,10 @@ from sbf_pruner.training.recipe import load_recipe
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = [
     pytest.mark.gpu,
-    # pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 SHORT = ["phases.warmup=2", "phases.cycles=2", "phases.score=2", "phases.weights=1", "phases.finetune=2",
-         "dense_control=false", "evaluate_every=1", "device=cpu", "budget.macs=0.5", "budget.settled=1",
+         "dense_control=false", "evaluate_every=1", "device=cuda", "budget.macs=0.5", "budget.settled=1",
          "budget.steer=true", "scores.balance=cost"]  # fmt: skip
 WAYS = {
     "budget": [],
@@ -60,11 +60,8 @@ def test_a_run_that_was_killed_comes_to_the_same_metric(way: str, tmp_path: Path
     assert accuracies[0] == pytest.approx(accuracies[1], abs=3.0)
 
 
-def test_a_clock_for_the_gpu_foretells_what_it_has_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_for_the_gpu_foretells_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = get_model(resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), here("cuda", 256, 1))
     assert 0 < model.dense_seconds < 0.1
     assert model.ratio({}) == pytest.approx(1.0)
@@ -73,18 +70,7 @@ def test_a_clock_for_the_gpu_foretells_what_it_has_measured(
 
 def test_a_finished_run_is_timed_on_the_gpu(tmp_path: Path) -> None:
     run("budget", tmp_path / "run")
-    words = [
-        "bench",
-        str(tmp_path / "run"),
-        "--device",
-        "cuda",
-        "--runtimes",
-        "eager",
-        "--batch",
-        "64",
-        "--pairs",
-        "10",
-    ]
-    assert main([*words, "--json", str(tmp_path / "bench.json")]) == 0
+    words = ["bench", str(tmp_path / "run"), "--device", "cuda", "--runtimes", "eager", "--batch", "64"]
+    assert main([*words, "--pairs", "10", "--json", str(tmp_path / "bench.json")]) == 0
     found = json.loads((tmp_path / "bench.json").read_text("utf-8"))
     assert found["measured"] and all(record["dense_ms"]["median"] > 0 for record in found["measured"])
