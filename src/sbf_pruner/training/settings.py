@@ -149,7 +149,7 @@ def _suggestion(key: str, at: str, siblings: Iterable[str], root: type[Section])
     homes: dict[str, list[str]] = {}
     for dotted in describe(root):
         homes.setdefault(dotted.rpartition(".")[2], []).append(repr(dotted))
-    if close := difflib.get_close_matches(key, homes, n=1):
+    if close := difflib.get_close_matches(key, homes, n=1, cutoff=0.8):  # a weak match elsewhere misleads
         return f"did you mean {' or '.join(homes[close[0]])}?"
     return nearest(key, siblings)
 
