@@ -18,3 +18,11 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks for the tests of a GPU on a machine without one is told so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))

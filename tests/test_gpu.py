@@ -15,10 +15,7 @@ from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import load_recipe
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SHORT = ["phases.warmup=2", "phases.cycles=2", "phases.score=2", "phases.weights=1", "phases.finetune=2",
          "dense_control=false", "evaluate_every=1", "device=cuda", "budget.macs=0.5", "budget.settled=1",
          "budget.steer=true", "scores.balance=cost"]  # fmt: skip

@@ -109,7 +109,6 @@ def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a CUDA device captures")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
     plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")
