@@ -138,10 +138,10 @@ class Pruner:
         else:
             tune = None  # the phase goes on, and was tuned when it began
         self.gates.mode = "soft"
-        thaw = _nothing
+        thaw = untune = _nothing
         try:
             if tune is not None:
-                with fresh_statistics(self.model):
+                with fresh_statistics(self.model) as untune:
                     tune()
             thaw = thaw if joint else self._freeze()
             self.gates.soft.requires_grad_()
@@ -149,8 +149,9 @@ class Pruner:
             self.projection.end_phase()
             self._hold(self._land().masks)
         finally:
-            if self.projection.in_phase:  # cut short: the gates stay as they were
+            if self.projection.in_phase:  # cut short: gates and statistics stay as they were
                 self.projection.end_phase()
+                untune()
             self.gates.soft.requires_grad_(False).grad = None
             self.gates.mode = "hard"
             self.optimizer = None
@@ -236,6 +237,7 @@ class Pruner:
             "scores": self.gates.soft.detach().clone(),
             "pressure": self.pressure.state_dict(),
             "blocks": None if self.blocks is None else self.blocks.state_dict(),
+            "progress": self.progress,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,6 +250,7 @@ class Pruner:
         with torch.no_grad():
             self.gates.soft.copy_(state["scores"])
         self.pressure.load_state_dict(state["pressure"])
+        self.progress = state.get("progress", self.progress)
         if self.blocks is not None:
             self.blocks.load_state_dict(state["blocks"])
         self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})

@@ -152,6 +152,20 @@ def test_a_budget_takes_what_the_command_takes(name, written, value):
 
 @pytest.mark.parametrize(
     ("name", "written"),
+    [("macs", "1e999"), ("latency", "1e400ms"), ("size", "1B"), ("size", "0.5B"), ("params", "0.0005k"),
+     ("size", "1\N{LATIN SMALL LETTER LONG S}"), ("macs", 10**400), ("macs", float("inf"))],
+)  # fmt: skip
+def test_a_budget_refuses_what_no_network_has(name, written):
+    with pytest.raises(PruningError, match=name):
+        Budget(**{name: written})
+
+
+def test_microseconds_are_written_with_either_mu():
+    assert Budget(latency="5\N{MICRO SIGN}s") == Budget(latency="5\N{GREEK SMALL LETTER MU}s") == Budget(latency=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
     [("latency", "5"), ("latency", "5MB"), ("macs", "5ms"), ("size", "big"), ("macs", ""), ("params", "120%")],
 )
 def test_a_budget_refuses_what_the_command_refuses_in_the_same_words(name, written):
@@ -303,12 +317,14 @@ def test_steering_survives_a_stop():
         return Pruner(net, torch.rand(1, 3, 8, 8), budget=Budget(macs=0.5), balance="cost")
 
     pruner = made()
+    pruner.progress = 0.25
     with pruner.scoring():
         pass
     state = pruner.state_dict()
     pruner.detach()
     again = made()
     again.load_state_dict(state)
+    assert again.progress == pruner.progress == 0.25
     assert again.pressure.strength == pruner.pressure.strength != torch.tensor(5e-4)
     assert again.pressure.steering.strength == pruner.pressure.steering.strength
     assert torch.equal(again.pressure.weights, pruner.pressure.weights)

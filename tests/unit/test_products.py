@@ -180,3 +180,20 @@ def test_copies_checkpoints_and_second_gradients() -> None:
             alone(patch)
             (expected,) = torch.autograd.grad(norm_of_gradient(), pruner.gates.soft)
         torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_that_changes_before_the_backward_is_told_of() -> None:
+    pruner = pruned()
+    with pruner.scoring():
+        loss = pruner.model(IMAGES).mean()
+        with torch.no_grad():
+            next(m for m in pruner.model.modules() if isinstance(m, nn.BatchNorm2d)).weight.mul_(10)
+        with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+            loss.backward()
+
+
+def test_functional_transforms_get_single_products() -> None:
+    pruner = pruned()
+    with pruner.scoring():
+        found = torch.func.vmap(lambda image: pruner.model(image[None])[0])(IMAGES)
+        torch.testing.assert_close(found, pruner.model(IMAGES))

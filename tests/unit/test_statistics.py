@@ -110,3 +110,36 @@ def test_a_run_tunes_the_score_phases_after_a_landing(
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     fit(net, load_recipe("digits", [*short, *more]), run=tmp_path / "run")
     assert seen == looks
+
+
+def test_modes_follow_the_model_through_a_tuned_phase() -> None:
+    for before, inside in ((False, True), (True, False)):
+        pruner = trained_under_gates()
+        model = pruner.model.train(before)
+        with pruner.scoring(tune=lambda model=model, inside=inside: model.train(inside)(IMAGES)):
+            model.train(inside)
+        assert all(norm.training == inside for norm in norms(model))
+
+
+def test_norms_that_are_kept_frozen_or_see_samples_alone_are_not_tuned() -> None:
+    model = nn.Sequential(
+        nn.BatchNorm2d(1), nn.BatchNorm2d(1), nn.InstanceNorm2d(1, track_running_stats=True), nn.BatchNorm2d(1)
+    )
+    model[1].eval()
+    model[3].running_mean = model[3].running_var = None
+    for part in model[1:3]:
+        part.running_mean.fill_(0.3)
+    with fresh_statistics(model):
+        model(IMAGES)
+    assert model[0].running_mean.item() == pytest.approx(IMAGES.mean().item())
+    assert [part.running_mean.item() for part in model[1:3]] == pytest.approx([0.3, 0.3])
+    assert [part.training for part in model] == [True, False, True, True]
+
+
+def test_a_phase_that_is_cut_short_gives_the_statistics_back() -> None:
+    pruner = trained_under_gates()
+    before = [norm.running_var.clone() for norm in norms(pruner.model)]
+    with pytest.raises(ZeroDivisionError), pruner.scoring(tune=lambda: pruner.model(IMAGES)):
+        assert not torch.equal(norms(pruner.model)[3].running_var, before[3])
+        raise ZeroDivisionError
+    assert all(torch.equal(norm.running_var, var) for norm, var in zip(norms(pruner.model), before, strict=True))

@@ -16,12 +16,14 @@ from ..errors import PruningError, nearest
 Usage = Mapping[str, float]  # what a network has of each resource
 
 MICROSECONDS = 1e6  # what a time above 1 is counted in, so that none is taken for a part
+MISSED = 0.05  # of the time asked for: a network that is further off is told of
 POINT = 0.01  # of the whole: nearer than this a target counts as met without waste
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
-_WRITTEN = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(%|[kmg]?i?)(b?)", re.IGNORECASE)
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-_TIME = re.compile(r"(\d+\.?\d*|\.\d+)(?:e([+-]?\d+))?\s*(s|ms|us|µs)", re.IGNORECASE)
+_NUMBER = r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_WRITTEN = re.compile(_NUMBER + r"\s*(%|[kmg]?i?)(b?)")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\N{MICRO SIGN}s": 1e-6, "\N{GREEK SMALL LETTER MU}s": 1e-6}
+_TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
 
 
 @dataclass(frozen=True, init=False)
@@ -56,9 +58,9 @@ class Budget:
             value = _number(f"{name}={given}", name, given.strip()) if isinstance(given, str) else given
             try:
                 found = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 found = math.nan
-            if not found > 0:  # written so that nan is refused too
+            if not 0 < found < math.inf:  # written so that nan is refused too
                 raise PruningError(
                     f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {given!r}"
                 )
@@ -100,30 +102,29 @@ _EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB", "latency": "5ms"}
 
 
 def _number(text: str, name: str, value: str) -> float:
+    value = value.lower()
     if name == "latency" and (time := _TIME.fullmatch(value)):
-        return _duration(text, float(time[1]) * 10.0 ** int(time[2] or 0) * _SECONDS[time[3].lower()])
+        return _duration(text, float(time[1]) * _SECONDS[time[2]])
     match = _WRITTEN.fullmatch(value)
-    scale = match[3].lower() if match else "?"
-    wrong_unit = bool(match and match[4]) and name != "size"
-    if name == "latency" and match is not None and (scale not in ("", "%") or wrong_unit or _above_one(match)):
+    scale, byte = (match[2], match[3]) if match else ("?", "")
+    if name == "latency" and match is not None and (scale not in ("", "%") or (not scale and float(match[1]) > 1)):
         match = None  # a time has a unit
-    if match is None or wrong_unit or scale not in (*_SCALES, "%"):
+    if match is None or (byte and name != "size") or scale not in (*_SCALES, "%"):
         raise PruningError(
             f"target {text!r}: write a part such as {name}=0.5 or {name}=50%, or a number such as "
             f"{name}={_EXAMPLES[name]}"
         )
-    number = float(match[1]) * 10.0 ** int(match[2] or 0)
-    number *= 0.01 if scale == "%" else _SCALES[scale]
-    if not number or (scale == "%" and number > 1):
+    number = float(match[1]) * (0.01 if scale == "%" else _SCALES[scale])
+    if not number or not math.isfinite(number) or (scale == "%" and number > 1):
         raise PruningError(f"target {text!r}: it is what to keep, more than nothing and at most all of it")
+    if number <= 1 and (byte or scale in ("k", "m", "g", "ki", "mi", "gi")):
+        raise PruningError(f"target {text!r}: no network is that small; ask for more, or for a part ({name}=50%)")
     return number
 
 
-def _above_one(match: re.Match[str]) -> bool:
-    return match[3] == "" and float(match[1]) * 10.0 ** int(match[2] or 0) > 1
-
-
 def _duration(text: str, seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise PruningError(f"target {text!r}: that is no time; write it such as latency={_EXAMPLES['latency']}")
     if not seconds > 1 / MICROSECONDS:
         raise PruningError(f"target {text!r}: no network runs in a microsecond; ask for more time")
     return MICROSECONDS * seconds

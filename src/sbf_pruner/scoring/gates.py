@@ -78,7 +78,9 @@ class Gates:
         """The pairs times their scores, made with those of all sites; None where each is better made by itself."""
         if self.mode != "soft" or not self.soft.requires_grad:
             return None
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if torch._C._are_functorch_transforms_active():  # they cannot follow a gradient of our own
             return None
         return self._products.take(pairs)
 

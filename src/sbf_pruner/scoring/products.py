@@ -82,6 +82,7 @@ class _Gated(torch.autograd.Function):
         # Not saved by autograd: forwards that share these products may go backward one after the other, and a
         # checkpoint that runs a part of the network again would count what is saved.
         ctx.held, ctx.places, ctx.like = held, [places[number] for number in numbers], scores
+        ctx.versions = [tensor._version for tensor in held]
         ctx.set_materialize_grads(False)
         parts = {dtype: scores.to(dtype).split(sizes) for dtype in {tensor.dtype for tensor in held}}
         gates = [parts[tensor.dtype][number] for tensor, number in zip(held, numbers, strict=True)]
@@ -89,6 +90,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.versions != [tensor._version for tensor in ctx.held]:
+            raise RuntimeError("the scale or shift of a norm was changed in place between forward and backward")
         parts = zip(ctx.held, ctx.places, gradients, strict=True)
         there = [part for part in parts if part[2] is not None]
         total = None

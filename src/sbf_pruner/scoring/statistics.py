@@ -1,44 +1,65 @@
 """Batch-norm statistics taken anew: what a network's norms see now, instead of what they saw while it was trained.
 
 A model enters; forwards inside the context give its norms new statistics, the plain mean over all of them.  What
-holds: modes and momenta are afterwards what they were, and no weight is touched; a norm that has seen nothing, and
-all of them after an exception, keep the statistics they had.
+holds: no weight is touched, and modes and momenta are afterwards what they were; a norm that has seen nothing, one
+that the user keeps in another mode than the model, and all of them after an exception, keep their statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 @contextmanager
-def fresh_statistics(model: nn.Module) -> Iterator[None]:
-    """Forget the statistics of all norms, and let the forwards to come make new ones.
+def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Forget the statistics of all norms, and let the forwards to come make new ones; yields what undoes it all.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
-    >>> with fresh_statistics(net):
+    >>> with fresh_statistics(net) as undo:
     ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
     >>> net[0].running_mean.item()
     4.0
+    >>> undo()
+    >>> net[0].running_mean.item()
+    0.0
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    held = [(norm.momentum, norm.training, {name: b.clone() for name, b in norm.named_buffers()}) for norm in norms]
-    for norm in norms:
-        norm.train()
-        norm.reset_running_stats()
-        norm.momentum = None  # each batch counts as much as any other
-    done = False
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.training == model.training]
+    norms = [norm for norm in norms if norm.running_mean is not None and norm.num_batches_tracked is not None]
+    held = [(norm, norm.momentum, _statistics(norm)) for norm in norms]
+
+    def undo() -> None:
+        for norm, _, statistics in held:
+            _put_back(norm, statistics)
+
     try:
+        for norm, _, _ in held:
+            norm.train(isinstance(norm, _BatchNorm))  # others, as instance norms, look at each sample by itself
+            if norm.training:
+                norm.reset_running_stats()
+                norm.momentum = None  # each batch counts as much as any other
         with torch.no_grad():
-            yield
-        done = True
+            yield undo
+    except BaseException:
+        undo()
+        raise
     finally:
-        for norm, (momentum, training, buffers) in zip(norms, held, strict=True):
+        for norm, momentum, statistics in held:
             norm.momentum = momentum
-            norm.train(training)
-            if not done or not norm.num_batches_tracked:
-                norm.load_state_dict(buffers, strict=False)
+            norm.train(model.training)  # which may have changed meanwhile
+            if not norm.num_batches_tracked:
+                _put_back(norm, statistics)
+
+
+def _statistics(norm: _NormBase) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}
+
+
+def _put_back(norm: _NormBase, statistics: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in norm.named_buffers(recurse=False):
+            buffer.copy_(statistics[name])

@@ -61,7 +61,10 @@ def get_model(
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
     if kept.is_file() and not fresh:
         try:
-            return read_model(kept, graph)
+            known = read_model(kept, graph)
+            if (known.calibration.get("load") or 0.0) > BUSY:
+                report("this clock was measured while the machine was busy; `sbf latency --again` measures it anew")
+            return known
         except PruningError:  # written by another version, or damaged: it is only a cache
             pass
     rehearse(network, example, conditions)

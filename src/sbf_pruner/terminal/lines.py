@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..budget.targets import MISSED
 from ..overview import some
 
 
@@ -41,6 +42,9 @@ def _timed(latency: Mapping[str, Any]) -> str:
         found = f"{latency['foretold']:.1%} foretold, not measured (another machine, or no such runtime here)"
     else:
         found = f"{latency['measured']:.1%} measured beside the dense one"
+        off = latency["measured"] / latency["asked"] - 1
+        if off > MISSED:
+            found += f" (missed by {off:.0%}; if the machine was busy, `sbf bench` times it again)"
     way = f"; way: {latency['way']}"
     return f"time asked for: {latency['asked']:.1%} in {latency['runtime']}, batch {latency['batch']}; {found}{way}"
 

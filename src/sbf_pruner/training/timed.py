@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..budget.guards import Guards
-from ..budget.targets import MICROSECONDS, Budget
+from ..budget.targets import MICROSECONDS, MISSED, Budget
 from ..errors import RecipeError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
@@ -36,6 +37,7 @@ from ..stopwatch.source import clock_here, here, same_place
 from .recipe import Recipe
 
 CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
+TRUST = 1.5  # the most that one measurement moves the forecast; one that is further off is taken again
 LANDINGS = 5  # at most
 OWN = "as coupled"  # the way of a recipe that says itself which filters go together
 
@@ -105,9 +107,12 @@ class Timed:
             tried[name] = abs(found / asked - 1), plan
             if tried[name][0] <= CLOSE or (found < asked and _scarcer(pruner, plan)):
                 break
-            self.clock.correction *= found / foretold
+            self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
             pruner.land()
-        pruner.gate(min(tried.values(), key=lambda pair: pair[0])[1])
+        off, best = min(tried.values(), key=lambda pair: pair[0])
+        pruner.gate(best)
+        if off > MISSED and not _scarcer(pruner, best):
+            _log.warning("the time asked for was missed by %.0f%%, and no landing came nearer", 100 * off)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
         """What a run came to."""
@@ -137,6 +142,8 @@ class Timed:
             if one["plan"] == name:
                 return float(one["measured"])
         found = timer(plan)
+        if not 1 / TRUST < found / foretold < TRUST:  # a machine that was busy is more likely than such a forecast
+            found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
         self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
         self._write()
         _log.info("cut for real: %.1f%% of the dense network's time, foretold %.1f%%", 100 * found, 100 * foretold)
