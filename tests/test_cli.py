@@ -290,6 +290,15 @@ def test_a_bad_run_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.C
     assert listing(here) == before
 
 
+def test_a_run_knows_the_recipe_it_goes_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet", "--set", "seed=3", "--run", "mine"]) == 0
+    first = (here / "mine" / "summary.json").read_bytes()
+    assert main(["run", "--quiet", "--run", "mine", "--resume"]) == 0
+    assert (here / "mine" / "summary.json").read_bytes() == first
+    assert main(["run", "--quiet", "--run", "nothing", "--resume"]) == 2
+    assert "there is no run to resume in nothing; name a recipe to begin one" in capsys.readouterr().err
+
+
 def test_an_existing_run_needs_resume_or_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml", "--quiet"]) == 0
     before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import LARGE_INPUT, SMALL_INPUT, STDOUT, make_parser
-from .errors import DataError, PruningError, RecipeError, nearest
+from .errors import DataError, PruningError, RecipeError, RunError, nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +53,10 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
         arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+    if arguments.recipe is None and arguments.resume and arguments.run:
+        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
+        if not os.path.isfile(arguments.recipe):
+            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
     overrides = [*_aimed(arguments.target), *arguments.set]
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     recipe = load_recipe(_known_recipe(arguments.recipe), overrides)

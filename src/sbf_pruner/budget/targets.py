@@ -49,6 +49,7 @@ class Budget:
 
     def __init__(
         self,
+        *,
         params: float | str = 1.0,
         macs: float | str = 1.0,
         size: float | str = 1.0,

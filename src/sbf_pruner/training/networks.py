@@ -60,7 +60,7 @@ class Networks:
         scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
         self.graph = trace(self.dense, images[:2], guards.ignore)
         size = self._tensor_bytes(budget.size, images[:2])
-        limits = Budget(budget.params, budget.macs, size, budget.latency)
+        limits = Budget(params=budget.params, macs=budget.macs, size=size, latency=budget.latency)
         kept = Guards(guards.min_filters, guards.max_removed, guards.round_to)
         words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
         together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
