@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -416,6 +417,18 @@ def test_a_time_that_was_not_measured_here_is_said_to_be_foretold(folder: Path) 
     head = headline(run)
     assert "Time, 60.0 % asked for" in head and "<b>62.0 %</b>" in head and ">foretold<" in head
     assert "onnxruntime, batch 64, 1 thread · as coupled; not measured here" in head
+
+
+def test_a_time_that_was_missed_is_marked(folder: Path) -> None:
+    assert 'class="note bad">measured, missed<' in headline(timed_run(folder, measured=0.685))
+    assert "missed" not in headline(timed_run(folder, measured=0.62))
+
+
+def test_a_size_that_was_asked_for_stands_beside_the_one_that_is_left(run: Run) -> None:
+    budget = {"params": 0.3, "macs": 1.0, "size": 2.5e5}
+    told = headline(dataclasses.replace(run, recipe={**run.recipe, "budget": budget}))
+    assert "at most 30.0 % asked for" in told and "at most 250 kB asked for" in told
+    assert told.count("asked for") == 2
 
 
 def test_the_headline_has_the_time_and_runs_without_one_have_not(folder: Path, run: Run) -> None:

@@ -5,8 +5,10 @@ A run enters; HTML leaves.  Of a run that is not finished it tells how far it is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 
+from ..budget.targets import MISSED
 from .course import STAGES
 from .data import Run
 from .numbers import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
@@ -95,9 +97,9 @@ def _finished(run: Run) -> list[str]:
     timed = f" · {run.environment.get('device', '')}"
     timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
     sizes = [
-        ("Parameters", "params", short, ""),
-        ("Multiply-accumulates", "macs", short, ""),
-        ("File", "file_bytes", _bytes, ""),
+        ("Parameters", "params", short, _asked(run, "params", short)),
+        ("Multiply-accumulates", "macs", short, _asked(run, "macs", short)),
+        ("File", "file_bytes", _bytes, _asked(run, "size", _bytes)),
         (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
     ]
     for label, key, spell, more in sizes:
@@ -119,6 +121,14 @@ def _finished(run: Run) -> list[str]:
     return cards
 
 
+def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
+    """The most that the recipe's budget lets a network have."""
+    most = float(run.recipe.get("budget", {}).get(name, 1.0))
+    if most == 1:
+        return ""
+    return f" · at most {percent(100 * most, 1) if most < 1 else spell(most)} asked for"
+
+
 def _timed(run: Run) -> list[str]:
     """What became of a time that was asked for."""
     if run.time is None:
@@ -127,7 +137,9 @@ def _timed(run: Run) -> list[str]:
     label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
     value = DASH if share is None else percent(100 * share, 1)
     elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
-    return [_card(label, value, f"{where(run.time)} · {run.time['way']}{elsewhere}", how, share)]
+    late = run.time["measured"] is not None and run.time["measured"] > (1 + MISSED) * run.time["asked"]
+    was = f"{where(run.time)} · {run.time['way']}{elsewhere}"
+    return [_card(label, value, was, f"{how}, missed" if late else how, share, False if late else None)]
 
 
 def _stored_bytes(run: Run) -> int | None:
