@@ -16,7 +16,7 @@ ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "budget", "latency", "scoring"),
     *("slicing", "surgery", "pruner", "timing", "measuring", "environment", "methods", "models", "manifest"),
     *("program", "export", "overview", "drawing", "report", "deploy", "stopwatch", "training", "frontier"),
-    *("bundle", "bench", "integrations", "terminal", "arguments", "cli"),
+    *("bundle", "bench", "integrations", "terminal", "arguments", "words", "cli"),
 ]
 
 

@@ -12,14 +12,13 @@ import json
 import os
 import shlex
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from .arguments import LARGE_INPUT, SMALL_INPUT, STDOUT, make_parser
-from .errors import DataError, PruningError, RecipeError, RunError, nearest
+from .arguments import STDOUT, make_parser
+from .errors import DataError, PruningError, RunError, nearest
+from .words import json_file, known_recipe, option, shape, target_file, usual_input
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +58,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
     overrides = [*_aimed(arguments.target), *arguments.set]
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    recipe = load_recipe(_known_recipe(arguments.recipe), overrides)
+    recipe = load_recipe(known_recipe(arguments.recipe), overrides)
 
     from .terminal.lines import summary_lines
     from .terminal.progress import progress, told, watched
@@ -108,7 +107,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    target = _target("--to", arguments.to, (".html",))
+    target = target_file("--to", arguments.to, (".html",))
 
     from .report import write_report
 
@@ -150,10 +149,10 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None:
         raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
                            "or package.module:callable")  # fmt: skip
-    shapes = [_shape(text) for text in arguments.input or [_usual(arguments.model)]]
-    options = dict(_option(text) for text in arguments.option)
-    graph = _target("--graph", arguments.graph, (".svg", ".html"))
-    facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
+    shapes = [shape(text) for text in arguments.input or [usual_input(arguments.model)]]
+    options = dict(option(text) for text in arguments.option)
+    graph = target_file("--graph", arguments.graph, (".svg", ".html"))
+    facts = json_file(arguments.json)
 
     import torch
 
@@ -177,13 +176,13 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
+    facts = json_file(arguments.json)
     if arguments.save and arguments.plan:
         raise PruningError(
             "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
         )
-    shapes = [_shape(text) for text in arguments.input] if arguments.input else None
-    options = dict(_option(text) for text in arguments.option)
+    shapes = [shape(text) for text in arguments.input] if arguments.input else None
+    options = dict(option(text) for text in arguments.option)
     if not arguments.plan and (shapes or options):
         raise PruningError("--input and --option belong to a model with --plan; a run knows its own")
 
@@ -197,7 +196,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     )
     if arguments.plan:
         subject = Subject.of_plan(
-            arguments.subject, shapes or [_shape(_usual(arguments.subject))], options, arguments.plan
+            arguments.subject, shapes or [shape(usual_input(arguments.subject))], options, arguments.plan
         )
     else:
         subject = Subject.of_run(arguments.subject)
@@ -211,16 +210,18 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
-    out = _target("--out", arguments.out, (".json",))
-    shapes = [_shape(text) for text in arguments.input] if arguments.input else None
-    options = dict(_option(text) for text in arguments.option)
+    facts = json_file(arguments.json)
+    out = target_file("--out", arguments.out, (".json",))
+    shapes = [shape(text) for text in arguments.input] if arguments.input else None
+    options = dict(option(text) for text in arguments.option)
 
     from .bench.latency import Request, known_by, latency, measured
     from .terminal.lines import latency_lines
 
     request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
-    network, example, ignore = known_by(arguments.subject, shapes or [_shape(_usual(arguments.subject))], options)
+    network, example, ignore = known_by(
+        arguments.subject, shapes or [shape(usual_input(arguments.subject))], options
+    )
     said = _said if not arguments.quiet else lambda line: None
     model = measured(network, example, ignore, request, said)
     result = latency(arguments.subject, model)
@@ -233,8 +234,8 @@ def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = _target("--json", None if arguments.json == STDOUT else arguments.json, (".json",))
-    drawing = _target("--draw", arguments.draw, (".svg", ".html"))
+    facts = json_file(arguments.json)
+    drawing = target_file("--draw", arguments.draw, (".svg", ".html"))
 
     from .frontier.picture import draw_frontier
     from .frontier.sweep import USUAL, Request, frontier
@@ -282,60 +283,6 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _said(line: str) -> None:
     print(f"sbf: {line}", file=sys.stderr, flush=True)
-
-
-def _usual(model: str) -> str:
-    return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
-
-
-def _target(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
-    """A file that can be written, said before any work is done."""
-    if text is None:
-        return None
-    path = Path(text)
-    if path.suffix not in endings:
-        raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
-    if path.is_dir():
-        raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PruningError(f"{flag} {text!r} cannot be written, because {above} is no folder one may write to")
-    return path
-
-
-def _known_recipe(name: str | None) -> str:
-    from .training.recipe import bundled_recipes
-
-    known = bundled_recipes()
-    if name is None:
-        raise RecipeError(f"name a recipe to run: {', '.join(known)}, or a file that ends in .toml")
-    if Path(name).suffix != ".toml" and name not in known:
-        hint = nearest(name, known)
-        hint = f"{hint} bundled: " if hint.startswith("did") else "bundled: "
-        raise RecipeError(
-            f"no bundled recipe is called {name!r}; {hint}{', '.join(known)}; a file must end in .toml"
-        )
-    return name
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise PruningError(f"--input {text!r}: write one input's sizes without the batch, such as 3,32,32")
-    return sizes
-
-
-def _option(text: str) -> tuple[str, Any]:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key.isidentifier():
-        raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:  # a word, not a number
-        return key, value
 
 
 def _again(given: Sequence[str]) -> str:

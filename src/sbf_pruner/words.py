@@ -1,0 +1,78 @@
+"""Words of the command line, read: sizes, options, files to be written, names of recipes.
+
+Text enters; values leave, or one sentence that says what to write instead.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .arguments import LARGE_INPUT, SMALL_INPUT, STDOUT
+from .errors import PruningError, RecipeError, nearest
+
+
+def usual_input(model: str) -> str:
+    """The size of an input that nobody has given."""
+    return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """The sizes of one input: "3,32,32"."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise PruningError(f"--input {text!r}: write one input's sizes without the batch, such as 3,32,32")
+    return sizes
+
+
+def option(text: str) -> tuple[str, Any]:
+    """A keyword of a network: "num_classes=100"."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key.isidentifier():
+        raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:  # a word, not a number
+        return key, value
+
+
+def target_file(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
+    """A file that can be written, said before any work is done."""
+    if text is None:
+        return None
+    path = Path(text)
+    if path.suffix not in endings:
+        raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
+    if path.is_dir():
+        raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise PruningError(f"{flag} {text!r} cannot be written, because {above} is no folder one may write to")
+    return path
+
+
+def json_file(text: str | None) -> Path | None:
+    """Where `--json` writes; None where it prints, or was not given."""
+    return target_file("--json", None if text == STDOUT else text, (".json",))
+
+
+def known_recipe(name: str | None) -> str:
+    """The recipe to run: a bundled one, or a file."""
+    from .training.recipe import bundled_recipes
+
+    known = bundled_recipes()
+    if name is None:
+        raise RecipeError(f"name a recipe to run: {', '.join(known)}, or a file that ends in .toml")
+    if Path(name).suffix != ".toml" and name not in known:
+        hint = nearest(name, known)
+        hint = f"{hint} bundled: " if hint.startswith("did") else "bundled: "
+        raise RecipeError(
+            f"no bundled recipe is called {name!r}; {hint}{', '.join(known)}; a file must end in .toml"
+        )
+    return name
