@@ -50,6 +50,7 @@ def entry_of(run: Run) -> dict[str, Any]:
         "validation_accuracy": pruned["validation_accuracy"],
         "dense_accuracy": dense["accuracy"],
         "warmup_accuracy": dense["warmup_accuracy"],
+        **({"dense_from": Path(summary["dense_from"]).name} if "dense_from" in summary else {}),
         "dense": whole,
         "left": _shares({"params": pruned["params"], "macs": pruned["macs"]}, whole),
         "sequential": _shares(sequential, whole),

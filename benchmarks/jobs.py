@@ -17,6 +17,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+SUMMARY = "summary.json"
+DENSE = "checkpoints/dense.safetensors"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -29,6 +32,8 @@ class Run:
     root: Path
     beside: str = ""
     """another job of the file: this one is asked for the MACs that the run of its seed has left"""
+    dense_from: str = ""
+    """another job of the file: this one takes over the dense stage of the run of its seed"""
 
     @property
     def name(self) -> str:
@@ -48,16 +53,18 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "summary.json").is_file()
+        return (self.folder / SUMMARY).is_file()
 
     @property
     def ready(self) -> bool:
-        """May it start?  Not before the run that it is to be compared with has ended."""
-        return not self.beside or self._other.is_file()
+        """May it start?  Not before the run that it is to be compared with has ended, or trained what it needs."""
+        if self.beside and not (self._folder_of(self.beside) / SUMMARY).is_file():
+            return False
+        source = self._folder_of(self.dense_from)
+        return not self.dense_from or any((source / name).is_file() for name in (DENSE, SUMMARY))
 
-    @property
-    def _other(self) -> Path:
-        return self.root / f"{self.beside}-seed{self.seed}" / "summary.json"
+    def _folder_of(self, group: str) -> Path:
+        return self.root / f"{group}-seed{self.seed}"
 
     @property
     def lock(self) -> Path:
@@ -73,10 +80,13 @@ class Run:
         """What follows `sbf` to start the run, or to go on with it."""
         changes = [f"name={self.group}", *self.overrides]
         if self.beside:
-            found = json.loads(self._other.read_text("utf-8"))
+            found = json.loads((self._folder_of(self.beside) / SUMMARY).read_text("utf-8"))
             changes.append(f"budget.macs={found['pruned']['macs'] / found['dense']['macs']:.6f}")
         options = [word for change in changes for word in ("--set", change)]
         words = ["run", self.recipe, "--seed", str(self.seed), "--run", str(self.folder), *options]
+        source = self._folder_of(self.dense_from)
+        if self.dense_from and (source / DENSE).is_file():  # else it came here without, and is trained again
+            words += ["--dense-from", str(source)]
         return [*words, *(["--resume"] if self.begun else [])]
 
     def records(self) -> list[dict[str, Any]]:
@@ -110,16 +120,18 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     """The runs of a file of jobs in its order; `only` keeps those whose name matches one of the patterns."""
     runs = []
     for job in tomllib.loads(path.read_text("utf-8"))["job"]:
-        unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside"}
+        unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside", "dense_from"}
         if unknown or "recipe" not in job:
             raise SystemExit(
-                f"{path}: a job has recipe, and may have name, seeds, set and beside; found {sorted(job)}"
+                f"{path}: a job has recipe, and may have name, seeds, set, beside and dense_from; "
+                f"found {sorted(job)}"
             )
         if job.get("set") and "name" not in job:
             raise SystemExit(f"{path}: {job['recipe']} with settings of its own needs a name of its own")
         for seed in job.get("seeds", [0]):
             group = job.get("name", Path(job["recipe"]).stem)
-            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root, job.get("beside", "")))
+            others = (job.get(key, "") for key in ("beside", "dense_from"))
+            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root, *others))
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: asks twice for {', '.join(sorted(twice))}")

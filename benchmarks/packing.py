@@ -19,11 +19,12 @@ from jobs import Run
 from sbf_pruner.files import from_plain, replacing
 
 LAST = "checkpoints/last.safetensors"
+DENSE = "checkpoints/dense.safetensors"  # other runs may begin from it
 SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (
     LAST,
     "checkpoints/initial.safetensors",
-    "checkpoints/teacher.safetensors",
+    DENSE,
     SCORED,
     "metrics.jsonl",
     "scores.jsonl",
@@ -32,7 +33,7 @@ UNFINISHED = (
 )
 FINISHED = (
     *("summary.json", "recipe.toml", "metrics.jsonl", "scores.jsonl", "network.json"),
-    *("plan.json", "model.safetensors", "report.html", SCORED),
+    *("plan.json", "model.safetensors", "report.html", DENSE, SCORED),
 )
 ALL = 1 << 30  # epochs: a finished run is further than any other
 MANIFEST = "manifest.json"

@@ -117,16 +117,16 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     assert outcome(first) == outcome(straight) == outcome(moved)
     assert not second.going_on and "finished" in status_line(second)
 
-    # Finished runs are left alone, and travel with their scored network but no other checkpoint.
+    # Finished runs are left alone, and travel with the networks that others may begin from but no other checkpoint.
     before = first.log.read_bytes()
     assert Driver(runs, here / "runs", 2, 0, mps=False).work() == 0
     assert first.log.read_bytes() == before
     sizes = pack(runs, here / "done.tar")
     assert set(sizes) == {run.name for run in runs}
     assert set(unpack(here / "done.tar", here / "archive").values()) == {"unpacked"}
-    carried = list((here / "archive" / first.name / "checkpoints").iterdir())
-    assert [path.name for path in carried] == ["scored.safetensors"]
-    assert carried[0].read_bytes() == (moved.folder / "checkpoints/scored.safetensors").read_bytes()
+    carried = sorted((here / "archive" / first.name / "checkpoints").iterdir())
+    assert [path.name for path in carried] == ["dense.safetensors", "scored.safetensors"]
+    assert all(path.read_bytes() == (moved.folder / "checkpoints" / path.name).read_bytes() for path in carried)
     assert entry_of(runs_in(here / "archive")[0]) == entry_of(first)
 
     results = here / "results/small.json"
@@ -171,7 +171,7 @@ def test_a_run_that_cannot_succeed_is_given_up_and_the_next_one_starts(
 
 def test_jobs_that_make_no_sense(here: Path) -> None:
     for text, message in {
-        '[[job]]\nseed = [0]\nrecipe = "digits"': "a job has recipe, and may have name, seeds, set and beside",
+        '[[job]]\nseed = [0]\nrecipe = "digits"': "may have name, seeds, set, beside and dense_from",
         '[[job]]\nrecipe = "digits"\nset = ["seed=1"]': "needs a name of its own",
         '[[job]]\nrecipe = "digits"\nseeds = [1, 1]': "asks twice for digits-seed1",
     }.items():
@@ -190,6 +190,20 @@ def test_a_run_beside_another_waits_for_it_and_asks_for_what_it_left(tmp_path: P
     (tmp_path / "first-seed3" / "summary.json").write_text(told, "utf-8")
     assert run.ready
     assert run.words()[-2:] == ["--set", "budget.macs=0.250000"]
+
+
+def test_a_run_waits_for_the_dense_stage_it_takes_over(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[[job]]\nrecipe = "digits"\nname = "second"\ndense_from = "first"\n', "utf-8")
+    (run,) = read_runs(jobs, tmp_path)
+    source = tmp_path / "first-seed0"
+    (source / "checkpoints").mkdir(parents=True)
+    assert not run.ready
+    (source / "checkpoints/dense.safetensors").touch()
+    assert run.ready and run.words()[-2:] == ["--dense-from", str(source)]
+    # One that came here finished, without its dense stage, cannot give it: the run trains its own.
+    (source / "checkpoints/dense.safetensors").rename(source / "summary.json")
+    assert run.ready and "--dense-from" not in run.words()
 
 
 def test_a_lock_is_held_as_long_as_one_process_has_it(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def _add_run(commands: _Commands) -> None:
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
+    run.add_argument(
+        "--dense-from",
+        metavar="RUN",
+        help="take over the dense stage of a run of the same network, data, warm-up and seed",
+    )
     run.add_argument("--quiet", action="store_true", help="print the closing table only")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
     run.add_argument(

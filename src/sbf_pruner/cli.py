@@ -88,6 +88,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 run=folder.path,
                 resume=arguments.resume,
                 force=arguments.force,
+                dense_from=arguments.dense_from,
                 report=reports,
             )
     except KeyboardInterrupt:

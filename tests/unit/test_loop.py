@@ -113,6 +113,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_the_run_folder_holds_what_it_should(straight: Result) -> None:
     names = sorted(str(p.relative_to(straight.folder)) for p in straight.folder.rglob("*") if p.is_file())
     assert names == [
+        "checkpoints/dense.safetensors",
         "checkpoints/initial.safetensors",
         "checkpoints/last.safetensors",
         "checkpoints/scored.safetensors",
@@ -356,7 +357,7 @@ def test_the_average_is_judged_and_stays(full: Result) -> None:
 def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, tmp_path: Path) -> None:
     short = recipe(**{**EVERYTHING, "phases__cycles": 0, "phases__finetune": 0})
     dense = fit(model(), short, run=tmp_path / "dense")
-    teacher = load_checkpoint(full.folder / "checkpoints", "teacher.safetensors")
+    teacher = load_checkpoint(full.folder / "checkpoints", "dense.safetensors")
     assert list(teacher) == list(model().state_dict())
     assert all(map(torch.equal, teacher.values(), weights(dense)))
 

@@ -19,7 +19,7 @@ from ..files import write_text
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
-TEACHER = "teacher.safetensors"
+DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
 SCORED = "scored.safetensors"
 
 
@@ -75,7 +75,7 @@ class RunFolder:
         """Remove what an earlier run left here and write the recipe."""
         stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["summary.json", "report.html", "bench.json", "latency.json"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, TEACHER, SCORED)]
+        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED)]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)
@@ -86,6 +86,10 @@ class RunFolder:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records written so far."""
+        return _read_lines(self.metrics)
+
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
         with self.scores.open("a", encoding="utf-8") as file:
@@ -93,12 +97,7 @@ class RunFolder:
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""
-        text = self.scores.read_text("utf-8") if self.scores.is_file() else ""
-        found = []
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):  # else the run was killed while it was written
-                found.append(json.loads(line))
-        return found
+        return _read_lines(self.scores)
 
     def rewind(self, records: int) -> None:
         """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
@@ -134,7 +133,7 @@ class RunFolder:
             stored = load_recipe(self.recipe)
         except RecipeError as error:
             raise RunError(f"the run's recipe was changed ({error}); start over with --force") from error
-        before, now = _flat(stored.to_dict()), _flat(recipe.to_dict())
+        before, now = flat(stored.to_dict()), flat(recipe.to_dict())
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
                 raise RunError(
@@ -143,8 +142,19 @@ class RunFolder:
                 )
 
 
-def _flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """What stands in a file line by line, but for a line that was being written when the run was killed."""
+    text = path.read_text("utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys.
+
+    >>> flat({"seed": 1, "model": {"name": "resnet56"}})
+    {'seed': 1, 'model.name': 'resnet56'}
+    """
+    found: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
-    return flat
+        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
+    return found

@@ -18,6 +18,7 @@ from ..export import load
 from ..plan import Plan
 from .checkpoint import NAME
 from .data import Data, load_data
+from .dense_stage import read_dense_stage
 from .folder import RunFolder
 from .recipe import Recipe
 from .run import Report, Run
@@ -44,12 +45,14 @@ def fit(
     run: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
+    dense_from: str | Path | None = None,
     report: Report | None = None,
 ) -> Result:
     """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
 
     `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
     or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
+    With `dense_from` the warm-up of another run, of the same network, data and seed, is taken over.
 
     >>> import tempfile
     >>> from .recipe import load_recipe
@@ -66,15 +69,16 @@ def fit(
     if resume and folder.finished:
         small = load(folder.path, lambda: copy.deepcopy(model))
         return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), folder.path, True)
+    goes_on = resume and (folder.checkpoints / NAME).is_file()
+    stage = None if dense_from is None or goes_on else read_dense_stage(dense_from, recipe)
     device = choose_device(recipe.device)
     streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
     with streams, cpu_threads(recipe.threads):
         data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        goes_on = resume and (folder.checkpoints / NAME).is_file()
         ahead = Run(model, recipe, data, device, folder, report, goes_on)
         if goes_on:
             ahead.restore()
         else:
-            ahead.begin()
+            ahead.begin(stage)
         small, summary = ahead.go()
         return Result(small, ahead.networks.plan, summary, folder.path)

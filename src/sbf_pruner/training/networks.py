@@ -227,6 +227,12 @@ class Networks:
         self.cut_error = state["cut_error"]
         self.gates_changed()
 
+    def take_over(self, weights: dict[str, Tensor]) -> None:
+        """Begin with the weights of a dense stage that is over."""
+        if _shapes(weights) != _shapes(self.initial):
+            raise RunError("the dense stage is that of another network; take over one of this very network")
+        self.dense.load_state_dict(weights)
+
     def _gather(self) -> None:
         """Bring what was trained in the padded network into the dense one, which all else is made from."""
         if self._padded is not None:

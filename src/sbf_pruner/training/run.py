@@ -23,10 +23,11 @@ from ..report import leave_report
 from .captured import make_engine
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Data
+from .dense_stage import DenseStage
 from .engine import Engine
 from .epoch import Epochs, judge
 from .feed import Feed
-from .folder import INITIAL, SCORED, TEACHER, RunFolder
+from .folder import DENSE, INITIAL, SCORED, RunFolder
 from .networks import Networks
 from .optimizer import Descent
 from .recipe import Recipe
@@ -63,22 +64,36 @@ class Run:
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
         self.warmup_accuracy: float | None = None
+        self.dense_from: str | None = None  # the run whose dense stage this one took over
         self.done = 0
         self.unfinished: tuple[Any, Any] = None, None  # optimiser and average of a phase that was cut short
         self.spent = 0.0  # seconds before it was resumed
         self.started = self.saved = time.perf_counter()
         self.saving = 0.0  # seconds the last checkpoint took
 
-    def begin(self) -> None:
-        """Write the first files: from here on there is a run to resume."""
+    def begin(self, stage: DenseStage | None = None) -> None:
+        """Write the first files: from here on there is a run to resume.  A dense stage given is behind it then."""
+        if stage is not None:  # before anything is written: it may be of another network
+            self.networks.take_over(stage.weights)
         self._check_timer()
         self.folder.begin(self.recipe)
         self.recording.begin()
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
-        if not self.recipe.phases.warmup:
-            self._keep_teacher()
+        if stage is not None:
+            self._come_from(stage)
+        elif not self.recipe.phases.warmup:
+            self._keep_dense()
+
+    def _come_from(self, stage: DenseStage) -> None:
+        """Write what the warm-up would have left."""
+        for record in stage.records:
+            self.folder.append(record)
+        self.done, self.spent = len(stage.records), stage.seconds
+        self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
+        self._keep_dense()
+        self._save(None, closed=True)
 
     def restore(self) -> None:
         """Go to where the last checkpoint was taken."""
@@ -91,9 +106,9 @@ class Run:
         self.recording.begin()
         self.done, self.spent = state["done"], state["seconds"]
         self.unfinished = state["optimizer"], state.get("average")
-        self.warmup_accuracy = state["warmup_accuracy"]
+        self.warmup_accuracy, self.dense_from = state["warmup_accuracy"], state.get("dense_from")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
-            self._set_teacher(load_checkpoint(self.folder.checkpoints, TEACHER))
+            self._set_teacher(load_checkpoint(self.folder.checkpoints, DENSE))
         if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
             self._keep_scored()
 
@@ -134,7 +149,7 @@ class Run:
                         self.networks.gates_changed()
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
-                        self._keep_teacher()
+                        self._keep_dense()
                     self._keep_scored()
                 record |= self.networks.cost(phase)
                 # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
@@ -161,11 +176,11 @@ class Run:
         if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
             self.networks.check_timer()
 
-    def _keep_teacher(self) -> None:
-        """Write down the dense network that the later phases learn from, if they do."""
+    def _keep_dense(self) -> None:
+        """Write down the dense network, for other runs and for the later phases, if they learn from it."""
+        weights = self.networks.dense.state_dict()
+        save_checkpoint(self.folder.checkpoints, weights, DENSE)
         if self.recipe.distill.alpha:
-            weights = self.networks.dense.state_dict()
-            save_checkpoint(self.folder.checkpoints, weights, TEACHER)
             self._set_teacher(weights)
 
     def _keep_scored(self) -> None:
@@ -190,6 +205,7 @@ class Run:
             "done": self.done,
             "seconds": self._seconds(),
             "warmup_accuracy": self.warmup_accuracy,
+            "dense_from": self.dense_from,
             **({"optimizer": None, "average": None} if descent is None else descent.state()),
             "networks": self.networks.state(),
         }
@@ -202,6 +218,7 @@ class Run:
         return {
             **judged,
             **self.recording.finish(small),
+            **({} if self.dense_from is None else {"dense_from": self.dense_from}),
             "seconds": round(self._seconds(), 1),
             "environment": environment(self.device),
         }
