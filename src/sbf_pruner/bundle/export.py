@@ -174,6 +174,7 @@ class _Export:
             "dense": {key: summary["dense"][key] for key in keys},
             "pruned": {key: summary["pruned"][key] for key in keys},
             "input": {"shape": ["batch", *example.shape[1:]], **scaled},
+            "classes": [] if self.data is None else list(self.data.classes),
             "versions": _versions(),
         }
 

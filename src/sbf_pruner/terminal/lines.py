@@ -19,6 +19,9 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
     rows.append(["accuracy", percent(dense["accuracy"]), percent(pruned["accuracy"]), change])
     for key, label in (("params", "parameters"), ("macs", "MACs")):
         rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
+    if "file_bytes" in pruned:  # not in the summaries of older versions
+        sizes = [part["file_bytes"] for part in (dense, pruned)]
+        rows.append(["file, bytes", *(f"{size:,}" for size in sizes), _change(*sizes)])
     times = [part["latency_ms"] for part in (dense, pruned)]
     label = f"latency, batch {summary['latency_batch']}"
     rows.append([label, *(f"{ms:.2f} ms" for ms in times), _change(*times)])

@@ -36,7 +36,7 @@ def cpu_threads(count: int) -> AbstractContextManager[None]:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state_dict from a .safetensors or .pt file, which must fit the model tensor by tensor."""
+    """Load a state_dict from a .safetensors, .pt or .pth file, which must fit the model tensor by tensor."""
     where = f"model.weights: {path}"
     given = _read(path, where)
     held = model.state_dict()
@@ -88,12 +88,17 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
     if not path.is_file():
-        raise RunError(f"{where} does not exist; give a .safetensors or .pt file")
+        raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
     try:
         given: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         )
-    except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:  # what torch says of it tells how to run the file's code after all
+        raise RunError(
+            f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
+            "with torch.save(model.state_dict(), path)"
+        ) from error
+    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise RunError(
             f"{where} cannot be read ({cause}); save it with torch.save(model.state_dict(), path)"
