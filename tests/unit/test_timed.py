@@ -116,6 +116,14 @@ def test_the_closing_table_tells_the_size_of_the_file():
     assert line.split() == ["file,", "bytes", "2,000", "1,500", "-25.0", "%"]
 
 
+def test_a_run_whose_scores_removed_nothing_says_what_to_do():
+    whole = SUMMARY | {"layers": {"conv": {"before": 4, "after": 4}}}
+    cut = SUMMARY | {"layers": {"conv": {"before": 4, "after": 3}}}
+    assert any("ask for a size" in line for line in summary_lines(whole, "runs/x", scored=True))
+    assert not any("ask for a size" in line for line in summary_lines(whole, "runs/x"))  # it was to stay dense
+    assert not any("ask for a size" in line for line in summary_lines(cut, "runs/x", scored=True))
+
+
 def test_where_something_else_is_scarce_the_time_may_stay_below():
     pruner, clock = scored(Budget(latency=0.6, params=0.2))
     timer, timed = slower(clock, 0.5), Timed(clock, Chosen("filters", {}))

@@ -11,8 +11,11 @@ from ..budget.targets import MISSED
 from ..overview import some
 
 
-def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
-    """The closing table: dense against pruned, what removal changed, and where the run lies."""
+def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = False) -> list[str]:
+    """The closing table: dense against pruned, what removal changed, and where the run lies.
+
+    `scored` says that the run trained scores, so that nothing removed is worth a word.
+    """
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
     change = "" if dense["accuracy"] is None else f"{pruned['accuracy'] - dense['accuracy']:+.2f}"
@@ -32,6 +35,13 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
         said = "there was no warm-up" if known is None else f"{known:.2f} % after the warm-up"
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     lines.append(f"filters kept: {after:,} of {before:,}")
+    if scored and before and before == after:
+        lines.append(
+            "nothing was removed; ask for a size (--target macs=0.5), or raise scores.lr or scores.penalty"
+        )
+    lines.append(
+        "latency: of the network as it is saved, in eager PyTorch; `sbf bench` times the forms for runtimes"
+    )
     if "latency" in summary:
         lines.append(_timed(summary["latency"]))
     lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
