@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..deploy.choose import SMALLEST
 from ..overview import some
 from ..training.finished import FinishedRun
 
@@ -115,8 +116,9 @@ def _form(facts: Mapping[str, Any]) -> str:
         return f"The network as it was saved; {chosen['why']}."
     form = ", ".join(f"{key} {value}" for key, value in chosen["form"].items() if value and value != 1)
     zeros = ", some of them zeros that make widths even" if chosen["params"] > facts["pruned"]["params"] else ""
+    purpose = "to be small" if facts["target"] == SMALLEST else f"for {facts['target']}"
     return (
-        f"Written for {facts['target']} ({form}): {chosen['why']}. It computes what the saved weights "
+        f"Written {purpose} ({form}): {chosen['why']}. It computes what the saved weights "
         f"compute, with {chosen['params']:,} numbers{zeros}."
     )
 
