@@ -723,6 +723,18 @@ def test_a_run_starts_from_given_weights(suffix: str, tmp_path: Path) -> None:
     assert all(torch.equal(initial[name], given[name]) for name in given)
 
 
+class TwoHeaded(Tiny):
+    """As networks with an auxiliary head are: two outputs while they are trained."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return (logits, logits) if self.training else logits
+
+
+def test_auxiliary_outputs_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    refused("TwoHeaded gives tuple in training mode, .* build it without auxiliary", tmp_path, TwoHeaded())
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, nearest
+from ..inputs import real_copy
 from ..timing import using_threads
 from .data import Data
 
@@ -84,6 +85,25 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
             f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
         )
+    trained = _trained_outputs(model, images)
+    if trained is not None and not isinstance(trained, Tensor):
+        raise RunError(
+            f"{type(model).__name__} gives {type(trained).__name__} in training mode, where the loss needs logits "
+            "alone; build it without auxiliary outputs (such as model.options.aux_logits = false), or train it in "
+            "a loop of your own with sbf_pruner.Pruner"
+        )
+
+
+def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
+    """What a copy gives in training mode; None if it does not run on so few images, which says nothing yet."""
+    streams = torch.random.fork_rng(
+        [images.device] if images.is_cuda else []
+    )  # dropout must not move the run's own
+    try:
+        with torch.no_grad(), streams:
+            return real_copy(model).train()(images)
+    except Exception:
+        return None
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
