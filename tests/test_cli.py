@@ -125,7 +125,7 @@ def test_run_prints_a_line_per_epoch_and_a_table(here: Path, capsys: pytest.Capt
     assert lines[2].startswith("[3/8] score 1, epoch 1/1") and "left" in lines[2]
     table = said.out.splitlines()
     assert table[0].split() == ["dense", "pruned", "change"]
-    assert [line.split()[0] for line in table[1:5]] == ["accuracy", "parameters", "MACs", "latency,"]
+    assert [line.split()[0] for line in table[1:6]] == ["accuracy", "parameters", "MACs", "file,", "latency,"]
     assert "no dense control was trained" in said.out and "after the warm-up" in said.out
     assert "differ by" in said.out and table[-1] == "run folder: runs/tiny-seed0"
     assert (here / "runs/tiny-seed0/summary.json").is_file()
@@ -690,7 +690,7 @@ def test_export_writes_a_folder_that_loads_without_the_code(here: Path, capsys: 
     [
         (["nowhere"], "there is no run in nowhere; name the folder of a finished run"),
         (["nowhere", "--formats", "onx"], "no format is called 'onx'; did you mean 'onnx'?"),
-        (["nowhere", "--target", "gpu"], "no runtime is called 'gpu'; known: onnxruntime, eager, compile"),
+        (["nowhere", "--target", "gpu"], "no runtime is called 'gpu'; known: onnxruntime, eager, compile, size"),
         (["nowhere", "--batch", "0"], "--batch and --threads count samples and threads: give at least 1"),
     ],
 )

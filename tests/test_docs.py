@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import sbf_pruner
 
@@ -28,6 +30,15 @@ def test_code_on_a_page_runs_from_top_to_bottom(
     assert blocks or page.name != "README.md"
     for block in blocks:
         exec(compile(block, page.name, "exec"), scope)
+
+
+def test_the_first_example_leaves_a_network_worth_having() -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
+    scope: dict[str, Any] = {"__name__": "page"}
+    torch.manual_seed(0)
+    exec(compile(first.partition("sbf.save")[0], "README.md", "exec"), scope)
+    kept = scope["pruner"].plan().widths().values()
+    assert min(kept) > 4 and sum(kept) < 64
 
 
 def test_links_between_pages_lead_somewhere() -> None:

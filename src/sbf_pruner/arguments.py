@@ -156,7 +156,7 @@ def _add_export(commands: _Commands) -> None:
         "--target",
         default="",
         metavar="RUNTIME",
-        help="the runtime the form is chosen for: onnxruntime, eager or compile (onnxruntime)",
+        help="the runtime the form is chosen for: onnxruntime, eager or compile; size: the smallest (onnxruntime)",
     )
     export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
     export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")

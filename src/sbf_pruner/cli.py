@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    lines = summary_lines(result.summary, os.fspath(result.folder))
+    lines = summary_lines(result.summary, os.fspath(result.folder), scored=recipe.phases.cycles > 0)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))

@@ -68,6 +68,10 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn
             )
         check_files(path, [PROGRAM])
         return read_program(path / PROGRAM)
+    if isinstance(build, nn.Module):  # it can be called too, but would not build anything
+        raise RunError(
+            "build is a network already; give the function that builds the dense one: load(folder, build)"
+        )
     if exported:
         check_files(path, [MODEL, PLAN])
     tensors, header = read_tensors(path / MODEL, _REMEDY)

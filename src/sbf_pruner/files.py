@@ -49,7 +49,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     """Write tensors and a JSON header as one safetensors file in one step."""
     plain, metadata = _storable(tensors, header)
     with replacing(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # that of any new file here; safetensors would let nobody else read it
         save_file(plain, temporary, metadata=metadata)
+        temporary.chmod(mode)
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:

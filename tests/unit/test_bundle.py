@@ -13,7 +13,7 @@ import sbf_pruner as sbf
 from sbf_pruner.bundle import export as bundle
 from sbf_pruner.bundle.export import Request, export_run
 from sbf_pruner.deploy import choose as choosing
-from sbf_pruner.deploy.forms import Form
+from sbf_pruner.deploy.forms import Deployable, Form
 from sbf_pruner.deploy.onnx import run, session
 from sbf_pruner.errors import DataError, PruningError, RunError
 from sbf_pruner.manifest import MANIFEST, digest
@@ -201,7 +201,41 @@ def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path):
     (found,) = run(session(tmp_path / "out" / "network-int8.onnx"), IMAGES)
     wanted = expected(finished)
     assert 0 < (found - wanted).abs().max() < 0.2 * wanted.abs().max()
-    assert f"{facts['accuracy']:.2f} % of the test images" in (tmp_path / "out" / "README.md").read_text()
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert f"{facts['accuracy']:.2f} % of the test images" in text
+    assert 'InferenceSession("network-int8.onnx")' in text and "network.pt2" not in text  # what is not there
+    assert "- `network-int8.onnx` computes outputs; to train on, take the run's weights." in text
+
+
+def test_where_bytes_count_the_smallest_form_is_written_and_nothing_timed(
+    finished, exported, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(choosing, "fastest", lambda *given: pytest.fail("nothing is to be timed"))
+    manifest = export_run(finished, tmp_path / "out", Request(formats=("onnx",), target="size"))
+    assert manifest["chosen"]["form"]["branches"] == "gather" and manifest["chosen"]["milliseconds"] == {}
+    padded = Deployable(sbf.load(finished, dense).eval(), IMAGES[:1]).form(Form("zeros", 4, shortcuts=True))
+    assert manifest["chosen"]["params"] < sum(p.numel() for p in padded.parameters())
+    (found,) = run(session(tmp_path / "out" / "network.onnx"), IMAGES)
+    torch.testing.assert_close(found, expected(finished), rtol=0, atol=1e-4)
+    assert (
+        "Written to be small (branches gather): the smallest of 2 forms" in (tmp_path / "out/README.md").read_text()
+    )
+
+
+def test_whoever_gets_the_network_learns_what_its_outputs_are_called(finished, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "test"):
+        for name in ("ant", "bee", "cow", "dog"):
+            (tmp_path / "pictures" / part / name).mkdir(parents=True)
+            image.new("RGB", (8, 8), (9, 8, 7)).save(tmp_path / "pictures" / part / name / "1.png")
+    own = Path(shutil.copytree(finished, tmp_path / "own", ignore=shutil.ignore_patterns("export")))
+    text = (own / "recipe.toml").read_text().replace('name = "synthetic"', 'name = "folder"')
+    (own / "recipe.toml").write_text(text.replace('path = ""', f'path = "{tmp_path / "pictures"}"'))
+    manifest = export_run(own, request=Request(formats=("safetensors",)))
+    assert manifest["classes"] == ["ant", "bee", "cow", "dog"]
+    card = (own / "export" / "README.md").read_text()
+    assert "Outputs: one number per class, in this order: ant, bee, cow, dog." in card
+    assert "compute outputs" not in card  # there is no such file
 
 
 def test_a_failure_leaves_nothing_behind_and_the_old_export_whole(finished, copy, monkeypatch):

@@ -236,6 +236,7 @@ def test_folder(pictures: Path) -> None:
     data = load("folder", 2, path=str(pictures), image_size=4)
     assert data.train.images.shape == (4, 3, 4, 4) and data.train.labels.tolist() == [0, 0, 1, 1]
     assert (data.train.images[0, 2] == 255).all() and (data.train.images[0, :2] == 0).all()
+    assert data.classes == ("blue", "red")
     grey = load("folder", 2, path=str(pictures), image_size=4, channels=1)
     assert grey.test.images[:, 0, 0, 0].tolist() == [29, 76]
 
@@ -246,6 +247,12 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(DataError, match=r"data.channels: folder reads 1 \(grey\) or 3 \(colour\) channels, not 2"):
         read(channels=2)
+    with pytest.raises(DataError, match=r"train holds 2 classes \(blue, red\), and model.num_classes is 10; set"):
+        load("folder", 10, path=str(pictures), image_size=4)
+    (pictures / "test").rename(pictures / "val")
+    with pytest.raises(DataError, match=r"has no folder 'test'; .*; if val is what to judge by, call it test$"):
+        read()
+    (pictures / "val").rename(pictures / "test")
     (pictures / "test" / "rde").mkdir()
     with pytest.raises(DataError, match=r"test/rde: train has no class 'rde'; did you mean 'red'\?"):
         read()

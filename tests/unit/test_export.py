@@ -51,6 +51,18 @@ def test_what_comes_back_is_what_was_saved(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_the_weights_can_be_read_by_whoever_can_read_the_plan(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["plan.json"]
+
+
+def test_a_network_in_place_of_its_builder_is_refused(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    with pytest.raises(RunError, match=r"^build is a network already; give the function that builds the dense one"):
+        load(tmp_path, net())  # type: ignore[arg-type]
+
+
 def test_a_network_pruned_twice_comes_back(tmp_path: Path) -> None:
     images = torch.rand(2, 3, 9, 9)
     twice = extract(small(), images, Plan({"0": [1], "3": [0, 2]}))

@@ -229,5 +229,5 @@ def test_a_network_that_cannot_be_rewritten_stays_as_it_is():
 
 
 def test_an_unknown_runtime_is_named():
-    with pytest.raises(PruningError, match="no runtime is called 'onnx'; known: onnxruntime, eager, compile"):
+    with pytest.raises(PruningError, match="no runtime is called 'onnx'; known: onnxruntime, eager, compile, size"):
         choose(nn.Conv2d(3, 4, 1), torch.rand(1, 3, 4, 4), "onnx")

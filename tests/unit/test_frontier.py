@@ -345,3 +345,6 @@ def test_the_page_holds_both_figures_and_asks_for_nothing(result: dict[str, Any]
     assert text.count("<h2") == 2 and result["said"] in text
     assert "Accuracy against parameters" in text and "http://" not in text and "https://" not in text
     assert f"{result['own']['macs']:,}" in text
+    assert (
+        text.count("The percentages are what was asked for, of the multiply-accumulates.") == 1
+    )  # the other figure

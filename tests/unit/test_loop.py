@@ -712,7 +712,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
 # -- given weights -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth"])
 def test_a_run_starts_from_given_weights(suffix: str, tmp_path: Path) -> None:
     given = model(7).state_dict()
     path = tmp_path / f"weights.{suffix}"
@@ -722,6 +722,18 @@ def test_a_run_starts_from_given_weights(suffix: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(result), given.values(), strict=True))
     initial = load_checkpoint(tmp_path / "run/checkpoints", "initial.safetensors")
     assert all(torch.equal(initial[name], given[name]) for name in given)
+
+
+class TwoHeaded(Tiny):
+    """As networks with an auxiliary head are: two outputs while they are trained."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return (logits, logits) if self.training else logits
+
+
+def test_auxiliary_outputs_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    refused("TwoHeaded gives tuple in training mode, .* build it without auxiliary", tmp_path, TwoHeaded())
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -741,7 +753,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     other = Tiny(9).state_dict()
     refused(r"fc.weight has shape \(9, 8\), the model's \(4, 8\)", tmp_path, **given(other))
     refused("something other than a state_dict", tmp_path, **given({"epoch": 3, "model": good}))
-    refused("cannot be read", tmp_path, **given(model()))
+    refused(r"cannot be read \(it is damaged, or holds a whole model, which is never", tmp_path, **given(model()))
     path.write_bytes(b"nothing")
     refused("cannot be read", tmp_path, model__weights=str(path))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))

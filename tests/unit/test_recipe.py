@@ -138,7 +138,7 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
         ("model.options=3", "model.options: expected table, got int (3)"),
         ("model.options.num_classes=3", "model.options.num_classes: set num_classes itself, not among"),
         ("model.options.day=2020-01-01", "model.options.day: a recipe cannot hold a value of type date"),
-        ("model.weights=w.bin", "model.weights: 'w.bin' ends in neither .safetensors nor .pt"),
+        ("model.weights=w.bin", "model.weights: 'w.bin' ends in none of .safetensors, .pt and .pth"),
         ("phases=3", "phases: expected table, got int (3)"),
         ("phases.cycle=3", "phases.cycle: unknown key; did you mean 'phases.cycles'?"),
         ("cycle=3", "cycle: unknown key; did you mean 'phases.cycles'?"),

@@ -102,6 +102,28 @@ def test_a_time_that_was_missed_is_told(caplog):
     assert "70.0% measured beside the dense one (missed by 40%" in told
 
 
+def test_time_that_no_landing_can_use_is_not_called_missed(caplog):
+    pruner, clock = scored(Budget(latency=0.5))
+    timed = Timed(clock, Chosen("filters", {}))
+    with caplog.at_level("WARNING"):
+        timed.come_in_time(pruner, lambda plan: 0.4)
+    assert "20% less time than was asked for is taken" in caplog.text and "missed" not in caplog.text
+
+
+def test_the_closing_table_tells_the_size_of_the_file():
+    sized = {"dense": NETWORK | {"file_bytes": 2000}, "pruned": NETWORK | {"file_bytes": 1500}}
+    (line,) = [line for line in summary_lines(SUMMARY | sized, "runs/x") if line.startswith("file")]
+    assert line.split() == ["file,", "bytes", "2,000", "1,500", "-25.0", "%"]
+
+
+def test_a_run_whose_scores_removed_nothing_says_what_to_do():
+    whole = SUMMARY | {"layers": {"conv": {"before": 4, "after": 4}}}
+    cut = SUMMARY | {"layers": {"conv": {"before": 4, "after": 3}}}
+    assert any("ask for a size" in line for line in summary_lines(whole, "runs/x", scored=True))
+    assert not any("ask for a size" in line for line in summary_lines(whole, "runs/x"))  # it was to stay dense
+    assert not any("ask for a size" in line for line in summary_lines(cut, "runs/x", scored=True))
+
+
 def test_where_something_else_is_scarce_the_time_may_stay_below():
     pruner, clock = scored(Budget(latency=0.6, params=0.2))
     timer, timed = slower(clock, 0.5), Timed(clock, Chosen("filters", {}))

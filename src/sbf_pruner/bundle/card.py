@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..deploy.choose import SMALLEST
+from ..overview import some
 from ..training.finished import FinishedRun
+
+_LISTED = 30  # classes that the card names
 
 _ABOUT = {
     "network.onnx": "the network for ONNX Runtime, TensorRT, OpenVINO and others; any batch",
@@ -50,12 +54,15 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     lines += ["## Files", "", "| file | bytes | |", "|---|---|---|"]
     lines += [f"| `{name}` | {size:,} | {_ABOUT.get(name, '')} |" for name, size in sizes.items()]
     lines += ["", _input(facts["input"]), ""]
+    if classes := facts["classes"]:
+        rest = " (the rest in `export.json`)" if len(classes) > _LISTED else ""
+        lines += [f"Outputs: one number per class, in this order: {some(classes, _LISTED)}{rest}.", ""]
     lines += ["## Loading", "", *_loading(run, sizes), "", "## Form", "", _form(facts), ""]
     lines += ["## Recipe", "", "```toml", recipe.to_toml().strip(), "```", "", "## Limits", ""]
     lines += [
         f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of {recipe.data.name}; nothing "
         "is known about other images.",
-        "- `network.onnx` and `network.pt2` compute outputs; to train on, load the weights with the model's code.",
+        *_untrained(sizes),
         "- The form was chosen on one machine; on another one, a different form may be faster. What it computes is "
         "the same.",
         "- The checksums in `export.json` tell a damaged file, not a forged folder.",
@@ -64,23 +71,33 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
 
 
 def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
-    lines = []
-    if "network.onnx" in sizes:
-        lines += ["import onnxruntime", 'session = onnxruntime.InferenceSession("network.onnx")']
-        lines += ["(outputs,) = session.run(None, {session.get_inputs()[0].name: images})  # a NumPy array", ""]
+    blocks = []
+    onnx = [name for name in ("network.onnx", "network-int8.onnx") if name in sizes]
+    if onnx:
+        blocks.append(
+            f'import onnxruntime\nsession = onnxruntime.InferenceSession("{onnx[0]}")\n'
+            "(outputs,) = session.run(None, {session.get_inputs()[0].name: images})  # a NumPy array"
+        )
     if "network.pt2" in sizes:
-        lines += [
-            "import sbf_pruner as sbf",
-            'network = sbf.load(".")  # checks the file, runs nothing it holds',
-            "",
-        ]
+        blocks.append('import sbf_pruner as sbf\nnetwork = sbf.load(".")  # checks the file, runs nothing it holds')
     if "model.safetensors" in sizes:
         config = run.recipe.model
         options = {"num_classes": config.num_classes, "in_channels": config.in_channels, **config.options}
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        lines += ["import sbf_pruner as sbf", "from sbf_pruner.models import resolve"]
-        lines += [f'network = sbf.load(".", lambda: resolve("{config.name}", {given}))  # can be trained on']
-    return ["```python", *lines, "```"]
+        blocks.append(
+            "import sbf_pruner as sbf\nfrom sbf_pruner.models import resolve\n"
+            f'network = sbf.load(".", lambda: resolve("{config.name}", {given}))  # can be trained on'
+        )
+    return ["```python", "\n\n".join(blocks), "```"]
+
+
+def _untrained(sizes: Mapping[str, int]) -> list[str]:
+    """Which of the files only compute."""
+    names = [f"`{name}`" for name in sizes if name.startswith("network")]
+    if not names:
+        return []
+    instead = "load the weights with the model's code" if "model.safetensors" in sizes else "take the run's weights"
+    return [f"- {' and '.join(names)} compute{'s' * (len(names) == 1)} outputs; to train on, {instead}."]
 
 
 def _input(given: Mapping[str, Any]) -> str:
@@ -98,9 +115,11 @@ def _form(facts: Mapping[str, Any]) -> str:
     if chosen["form"] is None:
         return f"The network as it was saved; {chosen['why']}."
     form = ", ".join(f"{key} {value}" for key, value in chosen["form"].items() if value and value != 1)
+    zeros = ", some of them zeros that make widths even" if chosen["params"] > facts["pruned"]["params"] else ""
+    purpose = "to be small" if facts["target"] == SMALLEST else f"for {facts['target']}"
     return (
-        f"Written for {facts['target']} ({form}): {chosen['why']}. It computes what the saved weights "
-        f"compute, with {chosen['params']:,} numbers, some of them zeros that make widths even."
+        f"Written {purpose} ({form}): {chosen['why']}. It computes what the saved weights "
+        f"compute, with {chosen['params']:,} numbers{zeros}."
     )
 
 

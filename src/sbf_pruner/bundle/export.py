@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..deploy.captured import exported
-from ..deploy.choose import SECONDS, TARGETS, choose
+from ..deploy.choose import SECONDS, SMALLEST, TARGETS, choose
 from ..deploy.int8 import accuracy, quantise
 from ..deploy.onnx import require, run, session, to_onnx
 from ..environment import environment
@@ -48,7 +48,7 @@ class Request:
 
     formats: Sequence[str] = USUAL
     target: str = ""
-    """the runtime the form is for; empty: onnxruntime, or eager where no ONNX is asked for"""
+    """the runtime the form is for, or "size"; empty: onnxruntime, or eager where no ONNX is asked for"""
     batch: int = 64
     threads: int | None = None
     seconds: float = SECONDS
@@ -138,7 +138,8 @@ class _Export:
     def write(self) -> dict[str, Any]:
         request, facts = self.request, self._facts()
         if set(request.formats) - {"safetensors"}:
-            self.report(f"timing forms of the network in {request.runtime}")
+            if request.runtime != SMALLEST:
+                self.report(f"timing forms of the network in {request.runtime}")
             chosen = choose(
                 self.run.small,
                 self.inputs(1),
@@ -174,6 +175,7 @@ class _Export:
             "dense": {key: summary["dense"][key] for key in keys},
             "pruned": {key: summary["pruned"][key] for key in keys},
             "input": {"shape": ["batch", *example.shape[1:]], **scaled},
+            "classes": [] if self.data is None else list(self.data.classes),
             "versions": _versions(),
         }
 

@@ -45,7 +45,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
     ),
     "compile": (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True)),
 }
-TARGETS = tuple(FORMS)
+SMALLEST = "size"
+TARGETS = (*FORMS, SMALLEST)
 SECONDS = 10.0  # that the forms of one network are timed, about
 _TURNS = 100  # are enough however quick a pass is
 _BEHIND = 1.15  # a form that takes longer than this times the fastest has no chance
@@ -83,16 +84,20 @@ def choose(
     """The form of a network that is fastest in a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
 
     `batch` is what a pass is timed with, `seconds` about how long all the timing takes; compiling, and writing ONNX
-    files, comes on top.
+    files, comes on top.  For the target "size" it is the form with the fewest bytes; then nothing is timed.
     """
-    if target not in FORMS:
+    if target not in TARGETS:
         raise PruningError(f"no runtime is called {target!r}; {nearest(target, TARGETS)}")
     try:
         deployable = Deployable(model, example_inputs)
     except PruningError as error:
         return Chosen(real_copy(model).eval(), None, f"not rewritten: {error}")
-    candidates = {str(form): form for form in (FORMS[target] if forms is None else forms)}
+    usual = FORMS["onnxruntime" if target == SMALLEST else target]
+    candidates = {str(form): form for form in (usual if forms is None else forms)}
     networks = written(deployable, candidates)
+    if target == SMALLEST:
+        name = min(networks, key=lambda name: weight_bytes(networks[name]))
+        return Chosen(networks[name], candidates[name], f"the smallest of {len(networks)} forms, not timed")
     if len(networks) == 1:
         ((name, only),) = networks.items()
         return Chosen(only, candidates[name], "the only form it has")
@@ -107,6 +112,11 @@ def choose(
     best = min(times, key=lambda name: (times[name], list(times).index(name)))
     why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {threads} threads"
     return Chosen(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """What the tensors of a network take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 
 def written(deployable: Deployable, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:

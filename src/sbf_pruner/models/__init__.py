@@ -76,7 +76,10 @@ def _own(name: str, module: str, inner: str, options: dict[str, Any]) -> nn.Modu
         try:
             target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise PruningError(f"{name}: no module named {error.name!r} here or among the installed") from error
+            hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
+            raise PruningError(
+                f"{name}: no module named {error.name!r} here or among the installed{hint}"
+            ) from error
         except Exception as error:
             raise PruningError(f"{name}: importing {module} failed with {_said(error)}") from error
     for part in inner.split("."):

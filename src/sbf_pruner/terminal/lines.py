@@ -11,14 +11,20 @@ from ..budget.targets import MISSED
 from ..overview import some
 
 
-def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
-    """The closing table: dense against pruned, what removal changed, and where the run lies."""
+def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = False) -> list[str]:
+    """The closing table: dense against pruned, what removal changed, and where the run lies.
+
+    `scored` says that the run trained scores, so that nothing removed is worth a word.
+    """
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
     change = "" if dense["accuracy"] is None else f"{pruned['accuracy'] - dense['accuracy']:+.2f}"
     rows.append(["accuracy", percent(dense["accuracy"]), percent(pruned["accuracy"]), change])
     for key, label in (("params", "parameters"), ("macs", "MACs")):
         rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
+    if "file_bytes" in pruned:  # not in the summaries of older versions
+        sizes = [part["file_bytes"] for part in (dense, pruned)]
+        rows.append(["file, bytes", *(f"{size:,}" for size in sizes), _change(*sizes)])
     times = [part["latency_ms"] for part in (dense, pruned)]
     label = f"latency, batch {summary['latency_batch']}"
     rows.append([label, *(f"{ms:.2f} ms" for ms in times), _change(*times)])
@@ -29,6 +35,13 @@ def summary_lines(summary: Mapping[str, Any], folder: str) -> list[str]:
         said = "there was no warm-up" if known is None else f"{known:.2f} % after the warm-up"
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     lines.append(f"filters kept: {after:,} of {before:,}")
+    if scored and before and before == after:
+        lines.append(
+            "nothing was removed; ask for a size (--target macs=0.5), or raise scores.lr or scores.penalty"
+        )
+    lines.append(
+        "latency: of the network as it is saved, in eager PyTorch; `sbf bench` times the forms for runtimes"
+    )
     if "latency" in summary:
         lines.append(_timed(summary["latency"]))
     lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .sections import DataConfig
-from .sources import read_arrays
+from .sources import class_names, read_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,8 @@ class Data:
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: tuple[str, ...] = ()
+    """what the classes are called, where that is known"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
     elif config.validation:
         raise DataError(f"data.validation: {config.name} has validation images of its own; set it to 0")
     mean, std = _statistics(train.images)
-    return Data(config.name, train, validation, test, num_classes, mean, std)
+    return Data(config.name, train, validation, test, num_classes, mean, std, class_names(config))
 
 
 class Batches:

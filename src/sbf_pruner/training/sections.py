@@ -27,7 +27,7 @@ class ModelConfig(Section):
         default_factory=dict, metadata=about("further keyword arguments for the network's builder")
     )
     weights: str = field(
-        default="", metadata=about("a .safetensors or .pt file of weights to start from; empty: from scratch")
+        default="", metadata=about("a .safetensors, .pt or .pth file of weights to start from; empty: from scratch")
     )
 
     def __post_init__(self) -> None:
@@ -35,8 +35,8 @@ class ModelConfig(Section):
         for key in ("num_classes", "in_channels"):
             if key in self.options:
                 raise RecipeError(f"options.{key}: set {key} itself, not among the options")
-        if self.weights and not self.weights.endswith((".safetensors", ".pt")):
-            raise RecipeError(f"weights: {self.weights!r} ends in neither .safetensors nor .pt")
+        if self.weights and not self.weights.endswith((".safetensors", ".pt", ".pth")):
+            raise RecipeError(f"weights: {self.weights!r} ends in none of .safetensors, .pt and .pth")
 
 
 @dataclass(frozen=True)

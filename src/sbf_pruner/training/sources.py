@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
+from ..overview import some
 from .cifar import load_cifar10
 from .sections import DataConfig
 
@@ -105,10 +106,23 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     size = _needed(config, "image_size", "such as 32")
     for part in ("train", "test"):
         if not (root / part).is_dir():
-            raise DataError(f"data.path: {root} has no folder {part!r}; expected {root / part}/CLASS/*.png")
-    classes = _subfolders(root / "train")
+            hint = (
+                "; if val is what to judge by, call it test" if part == "test" and (root / "val").is_dir() else ""
+            )
+            raise DataError(f"data.path: {root} has no folder {part!r}; expected {root / part}/CLASS/*.png{hint}")
+    classes = class_names(config)
+    if len(classes) != num_classes:
+        raise DataError(
+            f"data.path: {root / 'train'} holds {len(classes)} classes ({some(classes, 3)}), and model.num_classes "
+            f"is {num_classes}; set it to {len(classes)}"
+        )
     parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
     return {part: _from_folder(root / part, classes, config.channels, size) for part in parts}
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """What the classes are called, in the order of their numbers; nothing where only numbers are known."""
+    return tuple(_subfolders(Path(config.path) / "train")) if config.name == "folder" else ()
 
 
 def _needed(config: DataConfig, key: str, what: str) -> Any:
@@ -179,7 +193,7 @@ def _labels(labels: NDArray[Any], where: str) -> NDArray[np.int64]:
 
 
 def _from_folder(
-    root: Path, classes: list[str], channels: int, size: int
+    root: Path, classes: Sequence[str], channels: int, size: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     for found in _subfolders(root):
         if found not in classes:

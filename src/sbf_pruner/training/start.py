@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, nearest
+from ..inputs import real_copy
 from ..timing import using_threads
 from .data import Data
 
@@ -36,7 +37,7 @@ def cpu_threads(count: int) -> AbstractContextManager[None]:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state_dict from a .safetensors or .pt file, which must fit the model tensor by tensor."""
+    """Load a state_dict from a .safetensors, .pt or .pth file, which must fit the model tensor by tensor."""
     where = f"model.weights: {path}"
     given = _read(path, where)
     held = model.state_dict()
@@ -84,16 +85,40 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
             f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
         )
+    trained = _trained_outputs(model, images)
+    if trained is not None and not isinstance(trained, Tensor):
+        raise RunError(
+            f"{type(model).__name__} gives {type(trained).__name__} in training mode, where the loss needs logits "
+            "alone; build it without auxiliary outputs (such as model.options.aux_logits = false), or train it in "
+            "a loop of your own with sbf_pruner.Pruner"
+        )
+
+
+def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
+    """What a copy gives in training mode; None if it does not run on so few images, which says nothing yet."""
+    streams = torch.random.fork_rng(
+        [images.device] if images.is_cuda else []
+    )  # dropout must not move the run's own
+    try:
+        with torch.no_grad(), streams:
+            return real_copy(model).train()(images)
+    except Exception:
+        return None
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
     if not path.is_file():
-        raise RunError(f"{where} does not exist; give a .safetensors or .pt file")
+        raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
     try:
         given: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         )
-    except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:  # what torch says of it tells how to run the file's code after all
+        raise RunError(
+            f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
+            "with torch.save(model.state_dict(), path)"
+        ) from error
+    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise RunError(
             f"{where} cannot be read ({cause}); save it with torch.save(model.state_dict(), path)"

@@ -104,15 +104,17 @@ class Timed:
                 break
             foretold = self.clock.ratio(plan.masks(pruner.graph))
             found = self._measured(name, foretold, plan, timer)
-            tried[name] = abs(found / asked - 1), plan
-            if tried[name][0] <= CLOSE or (found < asked and _scarcer(pruner, plan)):
+            tried[name] = found / asked - 1, plan
+            if abs(tried[name][0]) <= CLOSE or (found < asked and _scarcer(pruner, plan)):
                 break
             self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
             pruner.land()
-        off, best = min(tried.values(), key=lambda pair: pair[0])
+        off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
-        if off > MISSED and not _scarcer(pruner, best):
+        if off > MISSED:
             _log.warning("the time asked for was missed by %.0f%%, and no landing came nearer", 100 * off)
+        elif off < -MISSED and not _scarcer(pruner, best):
+            _log.warning("%.0f%% less time than was asked for is taken, and no landing came nearer", -100 * off)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
         """What a run came to."""
