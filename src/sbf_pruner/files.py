@@ -24,6 +24,11 @@ from torch import Tensor
 
 from .errors import RunError
 
+try:
+    import fcntl
+except ImportError:  # Windows: nobody is kept out there
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -37,6 +42,22 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)
+
+
+@contextmanager
+def locked(folder: Path, otherwise: str) -> Iterator[None]:
+    """Hold a folder until the block or the process ends; a RunError that says `otherwise` if another one does."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RunError(otherwise) from None
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

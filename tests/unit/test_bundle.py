@@ -267,8 +267,15 @@ def test_runs_that_cannot_be_exported_are_named(finished, tmp_path):
     (away / "recipe.toml").write_text(text.replace('path = ""', 'path = "nowhere.npz"'))
     with pytest.raises(DataError, match=r"nowhere\.npz"):
         export_run(away, request=Request(formats=("int8",)))
-    assert "input" in export_run(away, request=Request(formats=("safetensors",)))  # the card does without
+    # A run of today tells of its data in its summary; without that, and without the data, the card does without.
+    export_run(away, request=Request(formats=("safetensors",)))
     assert "scaled as in training" in (away / "export" / "README.md").read_text()
+    summary = json.loads((away / "summary.json").read_text())
+    summary["data"] = {"mean": [0.25], "std": [0.5], "classes": ["ant", "bee", "cow", "doe"]}
+    (away / "summary.json").write_text(json.dumps(summary))
+    export_run(away, request=Request(formats=("safetensors",), force=True))
+    card = (away / "export" / "README.md").read_text()
+    assert "less the mean (0.2500), over the deviation (0.5000)" in card and "ant, bee, cow, doe" in card
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.errors import PruningError, RunError
+from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.measuring import measure
+from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
@@ -593,12 +594,33 @@ def test_an_existing_run_is_refused_and_untouched(straight: Result) -> None:
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in straight.folder.rglob("*") if p.is_file()}
     with pytest.raises(RunError, match=r"holds a run already; go on with it \(--resume\), start over"):
         fit(model(), recipe(), run=straight.folder)
-    with pytest.raises(RunError, match=r"was run with scores.penalty = 0.02, not 0.5; resume it with its own"):
+    with pytest.raises(RunError, match=r"was run with scores.penalty = 0.02, not 0.5; resume it as it is"):
         fit(model(), recipe(scores__penalty=0.5), run=straight.folder, resume=True)
     with pytest.raises(RunError, match="not both"):
         fit(model(), recipe(), run=straight.folder, resume=True, force=True)
     after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in straight.folder.rglob("*") if p.is_file()}
     assert before == after
+
+
+def test_nobody_else_may_write_into_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Two writers would spoil each other's checkpoints."""
+
+    def meanwhile(record: dict[str, Any]) -> None:
+        with pytest.raises(RunError, match=r"another process works on the run in .*; wait for it"):
+            fit(model(), recipe(), run=tmp_path / "run", resume=True)
+        raise Killed
+
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=meanwhile)
+    assert len(metrics(tmp_path / "run")) == 1
+    fit(model(), recipe(phases__cycles=0), run=tmp_path / "run", force=True)  # the lock went with its owner
+
+
+def test_a_recipe_may_be_named(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(recipe(phases__cycles=0, dense_control=False).to_toml())
+    assert fit(model(), tmp_path / "own.toml", run=tmp_path / "run").summary["epochs"] == 4
+    with pytest.raises(RecipeError, match="did you mean 'digits'"):
+        fit(model(), "digit", run=tmp_path / "other")
 
 
 def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
@@ -734,6 +756,21 @@ class TwoHeaded(Tiny):
 
 def test_auxiliary_outputs_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     refused("TwoHeaded gives tuple in training mode, .* build it without auxiliary", tmp_path, TwoHeaded())
+
+
+def test_a_network_that_comes_trained_is_judged_first(tmp_path: Path) -> None:
+    trained = fit(model(), recipe(phases__cycles=0, phases__finetune=0), run=tmp_path / "dense")
+    torch.save(trained.model.state_dict(), tmp_path / "dense.pt")
+    made = recipe(model__weights=str(tmp_path / "dense.pt"), phases__warmup=0, dense_control=False)
+    with pytest.raises(Killed):
+        fit(model(3), made, run=tmp_path / "run", report=kill_after(1))
+    result = fit(model(4), made, run=tmp_path / "run", resume=True)
+    assert result.summary["dense"]["given_accuracy"] == trained.summary["pruned"]["accuracy"]
+    assert result.summary["dense"]["accuracy"] is result.summary["dense"]["warmup_accuracy"] is None
+    said = "\n".join(summary_lines(result.summary, "run"))
+    assert "the accuracy is that of the network as it was given; set dense_control=true" in said
+    assert f"{trained.summary['pruned']['accuracy']:.2f} %" in said
+    assert "as it was given" in (result.folder / "report.html").read_text()
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -125,14 +125,16 @@ class _Export:
     def __init__(self, finished: FinishedRun, request: Request, folder: Path, report: Report) -> None:
         self.run, self.request, self.folder, self.report = finished, request, folder, report
         recipe = finished.recipe
-        self.data: Data | None
-        try:  # first: data that is not there is said before anything is timed
-            self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        except DataError as error:
-            if "int8" in request.formats:
-                raise
-            self.data = None
-            report(f"without the data, the card cannot say how images are scaled ({error})")
+        self.data: Data | None = None
+        self.told: dict[str, Any] = finished.summary.get("data", {})
+        if "int8" in request.formats or not self.told:  # a run of an older version does not tell of its data
+            try:  # first: data that is not there is said before anything is timed
+                self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+                self.told = {key: list(getattr(self.data, key)) for key in ("mean", "std", "classes")}
+            except DataError as error:
+                if "int8" in request.formats:
+                    raise
+                report(f"without the data, the card cannot say how images are scaled ({error})")
         self.inputs = _tried(finished.small.sbf_inputs)
 
     def write(self) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class _Export:
         summary, recipe = self.run.summary, self.run.recipe
         keys = ("accuracy", "params", "macs")
         example: Tensor = self.inputs(1)
-        scaled = {} if self.data is None else {"mean": self.data.mean, "std": self.data.std}
+        scaled = {key: self.told[key] for key in ("mean", "std") if key in self.told}
         return {
             "name": recipe.name,
             "model": recipe.model.name,
@@ -175,7 +177,7 @@ class _Export:
             "dense": {key: summary["dense"][key] for key in keys},
             "pruned": {key: summary["pruned"][key] for key in keys},
             "input": {"shape": ["batch", *example.shape[1:]], **scaled},
-            "classes": [] if self.data is None else list(self.data.classes),
+            "classes": self.told.get("classes", []),
             "versions": _versions(),
         }
 

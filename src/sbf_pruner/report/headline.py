@@ -5,8 +5,9 @@ A run enters; HTML leaves.  Of a run that is not finished it tells how far it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
+from typing import Any
 
 from ..budget.targets import MISSED
 from .course import STAGES
@@ -23,12 +24,19 @@ def sentence(run: Run) -> str:
     left = [f"{100 * pruned[key] / dense[key]:.0f} % of the {words}" for key, words in _SIZES if dense[key]]
     said = f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are right"
     if dense["accuracy"] is None:
-        known = dense.get("warmup_accuracy")
-        return said + (f" ({percent(known)} after the dense warm-up)." if known is not None else ".")
+        known = _earlier(dense)
+        return said + (f" ({known})." if known else ".")
     gap = pruned["accuracy"] - dense["accuracy"]
     if abs(gap) < 0.005:
         return said + ", as many as with the dense control."
     return f"{said}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
+
+
+def _earlier(dense: Mapping[str, Any]) -> str:
+    """What is known of the dense network where no control was trained."""
+    known = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
+    told = {words: dense.get(key) for key, words in known.items()}  # older summaries tell less
+    return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in told.items() if accuracy is not None)
 
 
 _EXACT = 1e-10  # of the largest output, in float64: rounding and nothing else
@@ -88,7 +96,7 @@ def _finished(run: Run) -> list[str]:
     dense, pruned = run.summary["dense"], run.summary["pruned"]
     judged, note = dense["accuracy"], ""
     if judged is None:
-        was = f"no dense control; {percent(dense.get('warmup_accuracy'))} after warm-up"
+        was = "; ".join(filter(None, ["no dense control", _earlier(dense)]))
     else:
         was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
     cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]

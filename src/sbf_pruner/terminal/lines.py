@@ -18,8 +18,9 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     """
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
-    change = "" if dense["accuracy"] is None else f"{pruned['accuracy'] - dense['accuracy']:+.2f}"
-    rows.append(["accuracy", percent(dense["accuracy"]), percent(pruned["accuracy"]), change])
+    beside = dense["accuracy"] if dense["accuracy"] is not None else dense.get("given_accuracy")
+    change = "" if beside is None else f"{pruned['accuracy'] - beside:+.2f}"
+    rows.append(["accuracy", percent(beside), percent(pruned["accuracy"]), change])
     for key, label in (("params", "parameters"), ("macs", "MACs")):
         rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
     if "file_bytes" in pruned:  # not in the summaries of older versions
@@ -32,7 +33,9 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     lines = table(rows, "<>>>")
     if dense["accuracy"] is None:
         known = dense["warmup_accuracy"]
-        said = "there was no warm-up" if known is None else f"{known:.2f} % after the warm-up"
+        parts = [] if beside is None else ["the accuracy is that of the network as it was given"]
+        parts += [] if known is None else [f"{known:.2f} % after the warm-up"]
+        said = ", ".join(parts) or "there was no warm-up"
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     lines.append(f"filters kept: {after:,} of {before:,}")
     if scored and before and before == after:

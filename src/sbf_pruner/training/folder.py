@@ -10,12 +10,13 @@ named here are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import write_text
+from ..files import locked, write_text
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
@@ -70,6 +71,21 @@ class RunFolder:
                 f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
                 "or name another folder (--run)"
             )
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep every other process out, with a lock that goes with this process however it ends."""
+        new = not self.path.is_dir()
+        self.path.mkdir(parents=True, exist_ok=True)
+        otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
+        try:
+            with locked(self.path, otherwise):
+                yield
+        except BaseException:
+            if new:
+                with suppress(OSError):  # only if nothing came of the run
+                    self.path.rmdir()
+            raise
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
@@ -138,7 +154,7 @@ class RunFolder:
             if now.get(key) != before.get(key):
                 raise RunError(
                     f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
-                    "with its own recipe, or start over with --force"
+                    f"as it is (sbf run --run {self.path} --resume), or start over with --force"
                 )
 
 

@@ -20,7 +20,7 @@ from .checkpoint import NAME
 from .data import Data, load_data
 from .dense_stage import read_dense_stage
 from .folder import RunFolder
-from .recipe import Recipe
+from .recipe import Recipe, load_recipe
 from .run import Report, Run
 from .start import choose_device, cpu_threads
 
@@ -39,7 +39,7 @@ class Result:
 
 def fit(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     *,
     data: Data | None = None,
     run: str | Path | None = None,
@@ -49,6 +49,8 @@ def fit(
     report: Report | None = None,
 ) -> Result:
     """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
+
+    A recipe may be given by its name, or as the path of its .toml file.
 
     `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
     or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
@@ -64,6 +66,7 @@ def fit(
     >>> result.summary["pruned"]["macs"] <= result.summary["dense"]["macs"]
     True
     """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     folder = RunFolder.of(recipe, run)
     folder.check(recipe, resume=resume, force=force)
     if resume and folder.finished:
@@ -76,9 +79,10 @@ def fit(
     with streams, cpu_threads(recipe.threads):
         data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
         ahead = Run(model, recipe, data, device, folder, report, goes_on)
-        if goes_on:
-            ahead.restore()
-        else:
-            ahead.begin(stage)
-        small, summary = ahead.go()
+        with folder.taken():
+            if goes_on:
+                ahead.restore()
+            else:
+                ahead.begin(stage)
+            small, summary = ahead.go()
         return Result(small, ahead.networks.plan, summary, folder.path)

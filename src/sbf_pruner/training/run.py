@@ -63,6 +63,7 @@ class Run:
         self.recording = Recording(folder, self.networks, images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
+        self.given_accuracy: float | None = None  # of the network as it came, where it may have been trained before
         self.warmup_accuracy: float | None = None
         self.dense_from: str | None = None  # the run whose dense stage this one took over
         self.done = 0
@@ -73,6 +74,9 @@ class Run:
 
     def begin(self, stage: DenseStage | None = None) -> None:
         """Write the first files: from here on there is a run to resume.  A dense stage given is behind it then."""
+        if self.recipe.model.weights or not self.recipe.phases.warmup:
+            engine = self._engine(self.networks.dense, self.networks.pruner)
+            self.given_accuracy = judge(engine, self.feed)[0].accuracy
         if stage is not None:  # before anything is written: it may be of another network
             self.networks.take_over(stage.weights)
         self._check_timer()
@@ -107,6 +111,7 @@ class Run:
         self.done, self.spent = state["done"], state["seconds"]
         self.unfinished = state["optimizer"], state.get("average")
         self.warmup_accuracy, self.dense_from = state["warmup_accuracy"], state.get("dense_from")
+        self.given_accuracy = state.get("given_accuracy")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
             self._set_teacher(load_checkpoint(self.folder.checkpoints, DENSE))
         if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
@@ -204,6 +209,7 @@ class Run:
         state = {
             "done": self.done,
             "seconds": self._seconds(),
+            "given_accuracy": self.given_accuracy,
             "warmup_accuracy": self.warmup_accuracy,
             "dense_from": self.dense_from,
             **({"optimizer": None, "average": None} if descent is None else descent.state()),
@@ -214,9 +220,10 @@ class Run:
         self.saving = self.saved - now
 
     def _summary(self, small: nn.Module) -> dict[str, Any]:
-        judged = summarise(self.recipe, self.networks, small, self.feed.images, self._judged, self.warmup_accuracy)
+        before = {"given_accuracy": self.given_accuracy, "warmup_accuracy": self.warmup_accuracy}
         return {
-            **judged,
+            **summarise(self.recipe, self.networks, small, self.feed.images, self._judged, before),
+            "data": self.feed.told(),
             **self.recording.finish(small),
             **({} if self.dense_from is None else {"dense_from": self.dense_from}),
             "seconds": round(self._seconds(), 1),

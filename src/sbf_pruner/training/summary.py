@@ -32,9 +32,12 @@ def summarise(
     small: nn.Module,
     images: Tensor,
     judged: Callable[[nn.Module], dict[str, float | None]],
-    warmup_accuracy: float | None,
+    before: dict[str, float | None],
 ) -> dict[str, Any]:
-    """The dense network against the small one; where no control was trained, the dense one has no accuracy."""
+    """The dense network against the small one.
+
+    Where no control was trained, the dense one has no accuracy but those of `before`, from earlier in the run.
+    """
     control, timed = networks.control, networks.timed
     dense = networks.pruner.detach() if control is None else control
     batch = images[:TIMED_AT_ONCE]
@@ -45,7 +48,7 @@ def summarise(
         "epochs": sum(phase.epochs for phase in phases(recipe) if phase.kind != "control"),
         "dense": {
             **(UNJUDGED if control is None else judged(control)),
-            "warmup_accuracy": warmup_accuracy,
+            **before,
             **first,
         },
         "pruned": {**judged(small), **second},
