@@ -44,6 +44,7 @@ class Wiring:
         self.padding: set[str] = set()  # modules without weights that pad channels
         self._lay_out(self._edged_calls())
         self._close_edges()
+        self._close_overwritten()
         self._keep_statistics()
         self._find_idle()
         self.consumers: dict[Value, list[Node]] = defaultdict(list)
@@ -147,6 +148,17 @@ class Wiring:
         for (module, side), edges in self.edges.items():
             if side != "remap" and module not in self.padding and len(self.main.get(module, ())) != len(edges):
                 self.main.pop(module, None)
+                for edge in edges:
+                    edge.free = False
+
+    def _close_overwritten(self) -> None:
+        """No remap before a module that overwrites its input, if that is read again: it would overwrite a copy."""
+        read: dict[Value, int] = {v: len(self.trace.ops) for v in self.trace.outputs}
+        for op in self.trace.ops:
+            read |= {v: max(op.position, read.get(v, 0)) for v in op.inputs}
+        for (module, side), edges in self.edges.items():
+            calls = self.trace.calls[module]
+            if side == "in" and any(read.get(v, -1) >= call.last for call in calls for v in call.overwritten):
                 for edge in edges:
                     edge.free = False
 

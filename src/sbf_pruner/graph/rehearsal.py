@@ -7,6 +7,7 @@ so it costs no arithmetic, and what the model's own code insists on shows before
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,12 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..attached import without_attached
+from ..inputs import call, map_tensors, meta_copy, real_copy
 from .channels import ChannelGraph
 from .masks import Grids, Layout
-from .nodes import Elementwise, Map, Node
+from .moves import pooled, reduced
+from .nodes import Elementwise, Map, Node, Source
 from .records import REMAP, ZEROS, Op, Value
-from .rules import build_node
+from .rules import RULES, build_node
 from .trace import ops_again
+from .where import failing_line
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
@@ -45,6 +50,35 @@ def first_surprise(
     return None
 
 
+def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
+    """Why the small network does not run in training mode, if the large one does.
+
+    What runs in that mode alone is no node of the graph, so nothing else looks at it.
+    """
+    chance = random.getstate()
+    try:
+        # As in recording: without numbers, or with them where it cannot do without.
+        for copied, moved in ((meta_copy, lambda t: t.to("meta")), (real_copy, torch.clone)):
+            inputs = map_tensors(example_inputs, moved)
+            error = _error_in_training(copied(small), inputs)
+            if error is None:
+                return None
+            if _error_in_training(without_attached(copied(model)), inputs) is None:
+                return failing_line(error)
+    finally:
+        random.setstate(chance)
+    return None
+
+
+def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(model.train(), inputs)
+    except Exception as error:
+        return error
+    return None
+
+
 def _adds_bias(op: Op) -> bool:
     # A linear layer adds its bias in the product or after it, as the strides of its input decide.
     return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
@@ -64,9 +98,10 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
         if now is not None and then is not None and now.shape != layout.sizes(then):
             return False
-    if isinstance(node, Elementwise):
-        # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
-        return _numbers(actual) == _numbers(promised)
+    # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
+    sizes = not isinstance(node, (Elementwise, Source)) and RULES.get(promised.name) not in (pooled, reduced)
+    if _numbers(actual, sizes) != _numbers(promised, sizes):
+        return False
     return not isinstance(node, Map) or _moves_alike(actual, node, layout)
 
 
@@ -76,8 +111,10 @@ def _same_literal(now: Value, then: Value) -> bool:
     return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
 
 
-def _numbers(op: Op) -> list[Any]:
-    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float))]
+def _numbers(op: Op, sizes: bool) -> list[Any]:
+    """The numbers among an operator's arguments; with `sizes` among them, only what cannot be one."""
+    kinds = float if sizes else (int, float)
+    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, kinds)]
 
 
 def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
