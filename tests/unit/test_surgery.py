@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from sbf_pruner.errors import PlanError
 from sbf_pruner.graph.build import trace
@@ -140,6 +141,9 @@ class Widths(nn.Module):
     [
         lambda x: x / x.shape[1],
         lambda x: torch.add(x, x, alpha=x.shape[1]),
+        lambda x: x * x.new_full((1,), x.shape[1] ** -0.5),
+        lambda x: x * torch.full((1, 1, 1, 1), 1 / x.shape[1]),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=x.shape[1]),
         lambda x: x.roll(x.shape[1] // 2, 1),
         lambda x: F.channel_shuffle(x, 2),
         lambda x: torch.cat([x[:, x.shape[1] // 4 :], x[:, : x.shape[1] // 4]], 1),
@@ -254,3 +258,67 @@ def test_a_stage_that_keeps_the_same_filters_has_a_narrower_stream():
     with pruner.gated():
         expected = model.eval()(images)
     torch.testing.assert_close(small.eval()(images), expected, rtol=1e-12, atol=1e-12)
+
+
+class SamePadding(nn.Conv2d):
+    """Pads what its stride asks for, as TensorFlow does: another number for maps of another size."""
+
+    def forward(self, x):
+        missing = [max((-(-n // 2) - 1) * 2 + 3 - n, 0) for n in x.shape[2:]]
+        pads = [n for total in reversed(missing) for n in (total // 2, total - total // 2)]
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)
+
+
+def test_an_empty_layer_that_pads_by_itself_keeps_its_shape_for_other_maps():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.same, self.around = nn.Conv2d(3, 6, 1), SamePadding(6, 5, 3, 2), nn.Conv2d(6, 5, 1, 2)
+            self.out = nn.Conv2d(5, 2, 1)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.out(self.same(x) + self.around(x))
+
+    model = Net().double()
+    pruner = Pruner(model, IMAGE.double())
+    pruner.gate(Plan({"same": []}))
+    small = pruner.extract()
+    assert small.same.weight.shape[0] == 1
+    for side in (8, 9, 11):
+        x = torch.rand(2, 3, side, side, dtype=torch.float64)
+        torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
+
+
+class ReluConv(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.relu(x, inplace=True))
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2, 3, 4, 5], [1, 4], [3], []], ids=len)
+def test_what_a_module_writes_over_its_input_is_seen_behind_it(kept):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.conv = nn.Conv2d(3, 6, 1), ReluConv(6, 6, 3, padding=1)
+            self.out = nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            x = self.stem(x) * 1
+            return self.out(self.conv(x) + x)  # which is a ReLU's output by now
+
+    model = Net().double()
+    pruner = Pruner(model, IMAGE.double())
+    for stem in ([0, 2, 5], [2], [0, 1, 2, 3, 4, 5]):
+        pruner.gate(Plan({"stem": stem, "conv": kept}))
+        x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+        torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)
+
+
+def test_weights_masked_by_torch_are_scored_by_what_is_trained():
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    pruner = Pruner(model, IMAGE)
+    assert pruner.graph.layers["0"].weight == "0.weight_orig"
+    pruner.gate(Plan({"0": [1, 4]}))
+    torch.testing.assert_close(pruner.extract()(IMAGE), model(IMAGE))

@@ -9,6 +9,7 @@ operator of our own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -214,20 +215,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-_DEEP = 8  # objects within objects: those that refer to each other would have no end
-
-
-def as_tree(result: Any, depth: int = 0) -> Any:
+def as_tree(result: Any, seen: set[int] | None = None) -> Any:
     """A model's result as plain dicts and lists.
 
     Hugging Face's and torchvision's output classes are dict- or tuple-like, but unknown to pytree; an object of
     any other class is what it holds.
     """
+    seen = set() if seen is None else seen
     if isinstance(result, dict):
-        return {k: as_tree(v, depth) for k, v in result.items()}
+        return {k: as_tree(v, seen) for k, v in result.items()}
     if isinstance(result, (list, tuple, set, frozenset)):
-        return [as_tree(v, depth) for v in result]
-    if isinstance(result, (Tensor, nn.Module, type)) or depth == _DEEP:
+        return [as_tree(v, seen) for v in result]
+    if isinstance(result, (Tensor, nn.Module, type, ModuleType)):
         return result
-    names = (*getattr(result, "__dict__", ()), *getattr(type(result), "__slots__", ()))
-    return {k: as_tree(getattr(result, k, None), depth + 1) for k in names} if names else result
+    slots = [name for kind in type(result).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = (*getattr(result, "__dict__", ()), *slots)
+    if not names or id(result) in seen:  # objects may refer to each other
+        return None
+    seen.add(id(result))
+    return {name: as_tree(getattr(result, name, None), seen) for name in names}
