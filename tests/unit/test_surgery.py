@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
-from sbf_pruner.errors import PlanError
+from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.models import resolve
@@ -322,3 +323,78 @@ def test_weights_masked_by_torch_are_scored_by_what_is_trained():
     assert pruner.graph.layers["0"].weight == "0.weight_orig"
     pruner.gate(Plan({"0": [1, 4]}))
     torch.testing.assert_close(pruner.extract()(IMAGE), model(IMAGE))
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+class Boxed(nn.Module):
+    """A block that is called from where a change of its attribute is not seen."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.stem, self.conv, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 2, 1)
+        self.box = box(self.conv)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        call = self.box
+        while isinstance(call, Box):
+            call = call.held
+        return self.out(x + call(x))
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        lambda conv: Box(conv),
+        lambda conv: functools.partial(nn.Module.__call__, conv),
+        lambda conv: Box(functools.partial(lambda held, x: held["conv"](x), {"conv": conv})),
+        lambda conv: conv.__call__,
+    ],
+    ids=["object", "partial", "partial in an object", "method"],
+)
+def test_a_module_that_something_else_holds_is_left_alone(box):
+    graph = trace(Boxed(box), IMAGE)
+    assert graph.skipped["conv"] == "it is also held in box, where a change would not be seen; register it only"
+    assert "stem" in graph.layers
+
+
+def test_a_module_held_where_nobody_looks_is_found_when_it_is_cut():
+    """Shapes alone would not tell: as many channels, but others."""
+    model = Boxed(lambda conv: Box(Box(Box(Box(Box(conv))))))
+    with pytest.raises(
+        PruningError, match="^conv is held by some object as well, where a change is not seen; call"
+    ):
+        extract(model, IMAGE, Plan({"stem": [5], "conv": [3]}))
+
+
+class Normalised(nn.Conv2d):
+    """Filters that are scaled by what the others are."""
+
+    def __init__(self, function):
+        super().__init__(3, 6, 1)
+        self.function = function
+
+    def forward(self, x):
+        return F.conv2d(x, self.function(self.weight), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda w: F.normalize(w, dim=0), "linalg_vector_norm"),
+        (lambda w: w / w.abs().sum(0, keepdim=True), "sum"),
+        (lambda w: w.softmax(0), "_softmax"),
+        (lambda w: (w.flatten(1) @ torch.ones(3, 3)).view_as(w) + w, ""),
+    ],
+)
+def test_filters_that_are_normalised_by_each_other_are_left_alone(function, operator):
+    graph = trace(nn.Sequential(Normalised(function), nn.ReLU(), nn.Conv2d(6, 2, 1)), IMAGE)
+    if operator:
+        assert graph.skipped["0"].startswith(f"aten.{operator} at test_surgery.py:")
+        assert graph.skipped["0"].endswith(", which computes its weight, mixes its filters")
+    else:
+        assert "0" in graph.skipped

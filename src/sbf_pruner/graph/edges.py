@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType, ModuleType
+from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layers import Adapted, Remap, Zeros
 from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, along, shrink
-from .nodes import Node, Opaque, Source
+from .nodes import Across, Node, Opaque, Source, Sum
 from .owners import PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
@@ -59,7 +62,7 @@ class Wiring:
         todo, seen = [weight], {weight}
         while todo:
             node = self._makers.get(todo.pop())
-            if isinstance(node, Opaque):
+            if isinstance(node, (Opaque, Sum, Across, Contract)):
                 return node.op
             for value in node.inputs if node is not None else ():
                 if value not in seen:
@@ -240,8 +243,20 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     for holder, module in modules.items():
         for name, held in vars(module).items():
-            if name != "_modules":
-                for leaf in pytree.tree_leaves(held):
-                    if isinstance(leaf, nn.Module) and id(leaf) in paths:
-                        found[paths[id(leaf)]] = f"{holder}.{name}" if holder else name
+            if name != "_modules" and not name.endswith("_hooks"):  # ours are hooks too, and hold modules
+                for other in _modules_in(held):
+                    if other is not module and id(other) in paths:
+                        found[paths[id(other)]] = f"{holder}.{name}" if holder else name
     return found
+
+
+def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules in a nest, also in the objects, methods and partial functions there."""
+    for leaf in pytree.tree_leaves(held):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif isinstance(leaf, MethodType):
+            yield from _modules_in(leaf.__self__, depth)
+        elif depth and not isinstance(leaf, (Tensor, type, ModuleType)):
+            inside = (leaf.func, leaf.args, leaf.keywords) if isinstance(leaf, partial) else ()
+            yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)

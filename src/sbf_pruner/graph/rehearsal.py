@@ -8,7 +8,7 @@ so it costs no arithmetic, and what the model's own code insists on shows before
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from ..attached import without_attached
+from ..errors import PruningError
 from ..inputs import call, map_tensors, meta_copy, real_copy
+from ..layers import Remap, Zeros
+from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, Layout
 from .moves import pooled, reduced
@@ -28,7 +31,8 @@ from .where import failing_line
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
-_QUIET |= {REMAP, ZEROS}
+_PUT_IN = {REMAP, ZEROS}
+_QUIET |= _PUT_IN
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"
 
@@ -47,7 +51,21 @@ def first_surprise(
         if at == len(actual) or not _agrees(actual[at], node, layout):
             return op
         at += 1
+    _check_seen(small, found, graph)
     return None
+
+
+def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
+    """Did everything run that was put in?  Not so where some object still holds the module it was put around."""
+    ran = {op.call.module for op in found if op.name in _PUT_IN and op.call is not None}
+    gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
+    for path, module in small.named_modules():
+        home = path.removesuffix(".before").removesuffix(".after")
+        if isinstance(module, (Remap, Zeros)) and path not in ran and home in gated:
+            raise PruningError(
+                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of the "
+                "module it belongs to, or leave it out of the plan"
+            )
 
 
 def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
