@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,16 @@ def first_surprise(
     """Run the small network as the large one was; the first operator that differs from what the layout promises."""
     found = ops_again(small, example_inputs, graph.trace)
     actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
-    at = 0
+    at, last = 0, None
     for node in graph.nodes:
         op = node.op
         if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
         if at == len(actual) or not _agrees(actual[at], node, layout):
             return op
-        at += 1
+        at, last = at + 1, op
+    if at < len(actual):  # a step more at the end, which a width decides on
+        return last
     _check_seen(small, found, graph)
     return None
 
@@ -63,8 +66,8 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
         home = path.removesuffix(".before").removesuffix(".after")
         if isinstance(module, (Remap, Zeros)) and path not in ran and home in gated:
             raise PruningError(
-                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of the "
-                "module it belongs to, or leave it out of the plan"
+                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of "
+                "the module it belongs to, or leave it out of the plan"
             )
 
 
@@ -73,6 +76,8 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
 
     What runs in that mode alone is no node of the graph, so nothing else looks at it.
     """
+    if not any(map(_asks_for_its_mode, small.modules())):
+        return None
     chance = random.getstate()
     try:
         # As in recording: without numbers, or with them where it cannot do without.
@@ -86,6 +91,20 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
     finally:
         random.setstate(chance)
     return None
+
+
+def _asks_for_its_mode(module: nn.Module) -> bool:
+    """Does code of the user's own read `training`?  Where none does, a run of its own would show nothing new."""
+    own = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
+    held = [vars(module), *map(vars, own)] if own else []
+    codes = [getattr(function, "__code__", None) for table in held for function in table.values()]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            if "training" in code.co_names:
+                return True
+            codes += code.co_consts
+    return False
 
 
 def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
