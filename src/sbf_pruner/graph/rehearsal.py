@@ -24,10 +24,12 @@ from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, Layout
 from .moves import pooled, reduced
-from .nodes import Elementwise, Map, Node, Source
+from .nodes import Map, Node
+from .operands import Operands
 from .records import REMAP, ZEROS, Op, Value
 from .rules import RULES, build_node
 from .trace import ops_again
+from .weighted import Contract, Norm
 from .where import failing_line
 
 # Whether these appear depends on strides, not on what is computed.
@@ -44,18 +46,30 @@ def first_surprise(
     """Run the small network as the large one was; the first operator that differs from what the layout promises."""
     found = ops_again(small, example_inputs, graph.trace)
     actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
+    operands = Operands(_handed_on(found), _handed_on([node.op for node in graph.nodes]))
     at, last = 0, None
     for node in graph.nodes:
         op = node.op
         if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
-        if at == len(actual) or not _agrees(actual[at], node, layout):
+        if at == len(actual) or not _agrees(actual[at], node, layout) or not operands.agree(actual[at], op):
             return op
         at, last = at + 1, op
     if at < len(actual):  # a step more at the end, which a width decides on
         return last
     _check_seen(small, found, graph)
     return None
+
+
+def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
+    """Of what a quiet operator, or an edge, gives: what it was given."""
+    found: dict[Value, Value] = {}
+    for op in ops:
+        quiet = op.name in _QUIET - {ZEROS} or op.name.startswith("edge.") or _adds_bias(op)
+        maps = [v for v in op.inputs if v.kind != "state" or len(v.shape) > 1]
+        if quiet and maps and op.outputs and op.outputs[0] is not None:
+            found[op.outputs[0]] = maps[0]
+    return found
 
 
 def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
@@ -118,7 +132,9 @@ def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
 
 def _adds_bias(op: Op) -> bool:
     # A linear layer adds its bias in the product or after it, as the strides of its input decide.
-    return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+    return (
+        op.name == "aten.add" and not op.kwargs and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+    )
 
 
 def _inside(op: Op, modules: Iterable[str]) -> bool:
@@ -136,7 +152,7 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
         if now is not None and then is not None and now.shape != layout.sizes(then):
             return False
     # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
-    sizes = not isinstance(node, (Elementwise, Source)) and RULES.get(promised.name) not in (pooled, reduced)
+    sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
     if _numbers(actual, sizes) != _numbers(promised, sizes):
         return False
     return not isinstance(node, Map) or _moves_alike(actual, node, layout)
