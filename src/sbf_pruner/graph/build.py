@@ -148,7 +148,7 @@ class _Finder:
     def _reason_to_skip(self, node: Contract, module: str) -> str:
         if node.weight.roots is None:
             return f"its weight is computed from the input at {node.op.where}, and cannot be sliced"
-        if not node.stored and (mixes := self.net.what_mixes(node.weight)) is not None:
+        if not node.stored and (mixes := self.net.what_mixes(node.weight, node.filters)) is not None:
             return f"{mixes.name} at {mixes.where}, which computes its weight, mixes its filters"
         if node.depthwise:
             return "depthwise: its filters follow its input channels"

@@ -57,14 +57,18 @@ class Wiring:
                 self.consumers[value].append(node)
             self._makers |= dict.fromkeys(node.outputs, node)
 
-    def what_mixes(self, weight: Value) -> Op | None:
+    def what_mixes(self, weight: Value, filters: int) -> Op | None:
         """Where a weight is computed: the operator, if any, that makes a filter depend on the other ones."""
         todo, seen = [weight], {weight}
         while todo:
             node = self._makers.get(todo.pop())
-            if isinstance(node, (Opaque, Sum, Across, Contract)):
+            if node is None:
+                continue
+            over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
+            together = any(node.inputs[0].shape[dim] == filters for dim in over)
+            if together or isinstance(node, (Opaque, Contract)):
                 return node.op
-            for value in node.inputs if node is not None else ():
+            for value in node.inputs:
                 if value not in seen:
                     seen.add(value)
                     todo.append(value)

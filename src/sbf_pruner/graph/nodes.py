@@ -241,6 +241,9 @@ class Sum(Node):
 
     def tie(self, layout: Layout) -> None:
         x, out = self.inputs[0], self.outputs[0]
+        if x.roots is not None:  # stored numbers are not zero where nobody asks for them
+            for dim in self.over:
+                layout.add(x, dim, None)
         kept = [d for d in range(len(x.shape)) if d not in self.over]
         places = kept if len(out.shape) == len(x.shape) else range(len(kept))
         for dim, place in zip(kept, places, strict=True):
