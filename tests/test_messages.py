@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +107,80 @@ def test_no_tensor_comes_out():
 
     with says(TraceError, "the model returns no tensor; return a tensor, or a tuple or dict of them"):
         trace(Silent(), IMAGE)
+
+
+@pytest.mark.parametrize("norm", [nn.LazyBatchNorm2d(), nn.LazyBatchNorm2d(affine=False), nn.LazyConv2d(4, 1)])
+def test_a_lazy_module_that_has_not_run(norm):
+    kind = type(norm).__name__
+    with says(PruningError, f"1 ({kind}) has no weights yet; run the model once on inputs, then prune it"):
+        trace(nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 2, 1)), IMAGE)
+
+
+def test_scripted():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.ReLU()), nn.Conv2d(4, 2, 1))
+    with says(PruningError, "1 is scripted and cannot be cut; prune the model, then script the result"):
+        trace(model, IMAGE)
+
+
+class Held(nn.Module):
+    """A model that holds something, and what it does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+        self.held = function(self)
+
+    def forward(self, x):
+        return self.out(self.held(x) if callable(self.held) else self.conv(x))
+
+
+def test_a_function_bound_to_the_one_model():
+    with says(
+        TraceError,
+        "at test_messages.py:{line} a copy of the model reads conv.weight of the model itself: a function that it "
+        "holds (a lambda, a closure, a compiled forward) is bound to the one model; make it a method",
+    ):
+        trace(Held(lambda model: lambda x: model.conv(x)), IMAGE)
+
+
+def test_a_model_that_cannot_be_copied():
+    with says(
+        TraceError,
+        "the model cannot be copied (cannot pickle '_thread.lock' object); keep what cannot be copied outside of "
+        "it",
+    ):
+        trace(Held(lambda _: threading.Lock()), IMAGE)
+
+
+def test_inputs_in_an_object():
+    with says(
+        TraceError,
+        "the example inputs hold a SimpleNamespace, which is not looked into for tensors; let the model take "
+        "tensors, or tuples, lists and dicts of them",
+    ):
+        trace(nn.Conv2d(3, 4, 1), SimpleNamespace(image=IMAGE))
+
+
+def test_a_line_of_training_that_counts_on_a_width():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            x = self.conv(x)
+            if self.training:
+                x = x * torch.ones(1, 4, 1, 1)
+            return self.out(x)
+
+    with says(
+        PruningError,
+        "in training mode the network cannot run with fewer channels: at test_messages.py:{line} (`x = x * "
+        "torch.ones(1, 4, 1, 1)`) RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at "
+        "non-singleton dimension 1; let that line follow the width of its input, or leave the layers that feed it "
+        "out of the plan",
+    ):
+        extract(Noisy(), IMAGE, Plan({"conv": [0, 1, 2]}))
 
 
 def test_nothing_can_be_pruned():

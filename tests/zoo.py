@@ -1390,6 +1390,91 @@ class SumOverChannels(nn.Module):
         return self.head(F.relu(self.out(x.sum(1, keepdim=True))) * F.relu(x.sum(1)).unsqueeze(1))
 
 
+@entry(Shape(2, 3, 9, 9))
+class KeywordCalls(nn.Module):
+    """Modules called by keyword, and one that is told the size it should give."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.down, self.up = nn.Conv2d(6, 5, 3, 2, 1), nn.ConvTranspose2d(5, 6, 3, 2, 1)
+        self.out = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        x = F.relu(self.norm(input=self.stem(input=x)))
+        return self.out(x + self.up(F.relu(self.down(x)), output_size=x.shape[2:]))
+
+
+class MaskedConv(nn.Conv2d):
+    """A convolution whose weight is multiplied with a buffer."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("mask", (torch.rand_like(self.weight) < 0.7).to(self.weight.dtype))
+
+    def forward(self, x):
+        return F.conv2d(x, self.mask * self.weight, self.bias, self.stride, self.padding)
+
+
+class FixedConv(nn.Module):
+    """A convolution that is not trained: its weight is a buffer."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(outputs, inputs, 3, 3))
+        self.bias = None
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight, padding=1)
+
+
+@entry(IMAGE)
+def MaskedWeight():
+    return nn.Sequential(
+        FixedConv(3, 6), nn.ReLU(), MaskedConv(6, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(),
+        MaskedConv(5, 6, 1, bias=False), nn.ReLU(), Head(6),
+    )  # fmt: skip
+
+
+class Average(nn.Module):
+    """Keeps the mean of every channel while it trains; what comes out does not depend on it."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("slow", torch.zeros(channels))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
+                self.slow.lerp_(x.mean((0, 2, 3)), 0.01)
+        return x
+
+
+@entry(IMAGE)
+def TrainingStatistics():
+    return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), Average(6), *conv_bn(6, 5), nn.ReLU(), Average(5), Head(5))
+
+
+@entry(IMAGE)
+class NormalisedByHand(nn.Module):
+    """Quotients and choices in which a constant is harmless: what it divides, or chooses between, is gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 6), (6, 5), (5, 6), (6, 5)))
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.convs[0](x)
+        mean, variance = x.mean((2, 3), keepdim=True), x.var((2, 3), keepdim=True)
+        x = F.softsign(self.convs[1]((x - mean) / torch.sqrt(variance + 1e-5)))
+        x = self.convs[2](x)
+        x = self.convs[3](torch.where(x > 0, x, 0.3 * x))
+        return self.head(F.normalize(x, dim=1))
+
+
 # -- what must be refused -------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 
 class Remap(nn.Module):
@@ -151,10 +152,15 @@ class Zeros(nn.Module):
                 empty = None if parameter is None else parameter.detach().new_empty(0)
                 self.register_buffer(name, empty, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = (a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor))
         shape = list(x.shape)
         shape[self.dim] = self.width
         first = len(shape) - len(self.windows)
+        asked = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        if asked is not None and self.windows and self.windows[0].transposed:
+            shape[first:] = list(asked)[-len(self.windows) :]
+            return x.new_zeros(shape)
         for axis, window in enumerate(self.windows, start=first):
             shape[axis] = window(shape[axis])
         return x.new_zeros(shape)
@@ -178,8 +184,12 @@ class Adapted(nn.Module):
         self.module = module
         self.after = after if after is not None else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.module(self.before(x)))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # One tensor goes in, but perhaps by its name (`input=`), or with settings beside it (`output_size=`).
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return self.after(self.module(self.before(args[0])))
+        args, kwargs = pytree.tree_map_only(Tensor, self.before, (args, kwargs))
+        return self.after(self.module(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -258,7 +258,7 @@ class Pruner:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[Tensor]:
-        held = dict(self.model.named_parameters())
+        held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
         return [held[layer.weight].detach() for layer in self.graph.layers.values()]
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:

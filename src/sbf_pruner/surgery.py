@@ -26,9 +26,9 @@ from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink
 from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
-from .graph.rehearsal import first_surprise
+from .graph.rehearsal import failure_in_training, first_surprise
 from .graph.weighted import Contract, Norm
-from .inputs import map_tensors, real_copy, uncollected
+from .inputs import map_tensors, meta_copy, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan
 from .slicing import sliced
@@ -58,6 +58,12 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
         small = surgeon.operate()
         odd = first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
         if odd is None:
+            failure = failure_in_training(small, model, example_inputs)
+            if failure is not None:
+                raise PruningError(
+                    f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
+                    "follow the width of its input, or leave the layers that feed it out of the plan"
+                )
             if pins.lines:
                 _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
             small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
@@ -159,13 +165,32 @@ class _Surgeon:
         """The module as it stands in the small network: itself, between remaps, or gone."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
-        if path in self._unwanted:
+        if path in self._unwanted and ahead[0].free:
             windows = _windows(nodes[0], ahead[0], behind[0])
-            if windows is not None:
+            if windows is not None and self._keeps_to(windows, module, ahead[0]):
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
                 return Zeros(width, behind[0].dim, windows, instead_of=module)
         return self._adapted(path)
+
+    def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
+        """Is a map of any size changed so?  Code of the user's own may pad what it needs, as TensorFlow does."""
+        own = not type(module).forward.__module__.startswith("torch.nn.modules")
+        if not windows or not (own or module._forward_hooks or module._forward_pre_hooks):
+            return True
+        shape = self.layout.sizes(ahead.out)
+        first = len(shape) - len(windows)
+        tensor = next(module.parameters(), torch.empty(0))
+        for more in range(1, 4):
+            sizes = [n + more for n in shape[first:]]
+            x = torch.empty(*shape[:first], *sizes, dtype=tensor.dtype, device="meta")
+            try:
+                given = meta_copy(module).eval()(x).shape[first:]
+            except Exception:  # it needs more than a map, or another one
+                return False
+            if list(given) != [window(size) for window, size in zip(windows, sizes, strict=True)]:
+                return False
+        return True
 
     def _adapted(self, path: str) -> nn.Module:
         """The module between the remaps that it needs."""
@@ -175,6 +200,8 @@ class _Surgeon:
 
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
+        if not edge.free:
+            return None
         # One remap serves all calls of the module: a channel passes if it is alive in any of them.
         alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line(e.out)) for e in edges]).reshape(-1)
         if edge.walled:  # no gate closes here: what is dead arrives as zeros

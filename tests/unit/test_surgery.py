@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
-from sbf_pruner.errors import PlanError
+from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.models import resolve
@@ -140,6 +142,11 @@ class Widths(nn.Module):
     [
         lambda x: x / x.shape[1],
         lambda x: torch.add(x, x, alpha=x.shape[1]),
+        lambda x: x * x.new_full((1,), x.shape[1] ** -0.5),
+        lambda x: x * torch.full((1, 1, 1, 1), 1 / x.shape[1]),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=x.shape[1]),
+        lambda x: x + torch.empty(1, dtype=x.dtype).fill_(x.shape[1]),
+        lambda x: torch.stack([a := F.relu(x), b := F.relu(-x), F.relu(a if x.shape[1] == 8 else b)]).sum(0),
         lambda x: x.roll(x.shape[1] // 2, 1),
         lambda x: F.channel_shuffle(x, 2),
         lambda x: torch.cat([x[:, x.shape[1] // 4 :], x[:, : x.shape[1] // 4]], 1),
@@ -163,6 +170,19 @@ def test_a_function_that_depends_on_the_width_is_kept_by_keeping_the_width(funct
             model.stem[1].weight.copy_(gated[0])
             model.stem[1].bias.copy_(gated[1])
         assert small.stem[0].out_channels == len(kept)
+
+
+def test_a_last_step_that_depends_on_a_width_is_seen():
+    class Net(Widths):
+        def forward(self, x):
+            width = self.stem(x).shape[1]
+            out = super().forward(x)
+            return out if width == 8 else 2 * out
+
+    model = Net(F.relu).double().eval()
+    pruner = Pruner(model, IMAGE.double())
+    pruner.gate(Plan({"stem.0": [1, 4]}))
+    torch.testing.assert_close(pruner.extract().eval()(IMAGE.double()), model(IMAGE.double()), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -254,3 +274,148 @@ def test_a_stage_that_keeps_the_same_filters_has_a_narrower_stream():
     with pruner.gated():
         expected = model.eval()(images)
     torch.testing.assert_close(small.eval()(images), expected, rtol=1e-12, atol=1e-12)
+
+
+class SamePadding(nn.Conv2d):
+    """Pads what its stride asks for, as TensorFlow does: another number for maps of another size."""
+
+    def forward(self, x):
+        missing = [max((-(-n // 2) - 1) * 2 + 3 - n, 0) for n in x.shape[2:]]
+        pads = [n for total in reversed(missing) for n in (total // 2, total - total // 2)]
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)
+
+
+def test_an_empty_layer_that_pads_by_itself_keeps_its_shape_for_other_maps():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.same, self.around = nn.Conv2d(3, 6, 1), SamePadding(6, 5, 3, 2), nn.Conv2d(6, 5, 1, 2)
+            self.out = nn.Conv2d(5, 2, 1)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.out(self.same(x) + self.around(x))
+
+    model = Net().double()
+    pruner = Pruner(model, IMAGE.double())
+    pruner.gate(Plan({"same": []}))
+    small = pruner.extract()
+    assert small.same.weight.shape[0] == 1
+    for side in (8, 9, 11):
+        x = torch.rand(2, 3, side, side, dtype=torch.float64)
+        torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
+
+
+class ReluConv(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.relu(x, inplace=True))
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2, 3, 4, 5], [1, 4], [3], []], ids=len)
+def test_what_a_module_writes_over_its_input_is_seen_behind_it(kept):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.conv = nn.Conv2d(3, 6, 1), ReluConv(6, 6, 3, padding=1)
+            self.out = nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            x = self.stem(x) * 1
+            return self.out(self.conv(x) + x)  # which is a ReLU's output by now
+
+    model = Net().double()
+    pruner = Pruner(model, IMAGE.double())
+    for stem in ([0, 2, 5], [2], [0, 1, 2, 3, 4, 5]):
+        pruner.gate(Plan({"stem": stem, "conv": kept}))
+        x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+        torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)
+
+
+def test_weights_masked_by_torch_are_scored_by_what_is_trained():
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    pruner = Pruner(model, IMAGE)
+    assert pruner.graph.layers["0"].weight == "0.weight_orig"
+    pruner.gate(Plan({"0": [1, 4]}))
+    torch.testing.assert_close(pruner.extract()(IMAGE), model(IMAGE))
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+class Boxed(nn.Module):
+    """A block that is called from where a change of its attribute is not seen."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.stem, self.conv, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 2, 1)
+        self.box = box(self.conv)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        call = self.box
+        while isinstance(call, Box):
+            call = call.held
+        return self.out(x + call(x))
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        lambda conv: Box(conv),
+        lambda conv: functools.partial(nn.Module.__call__, conv),
+        lambda conv: Box(functools.partial(lambda held, x: held["conv"](x), {"conv": conv})),
+        lambda conv: conv.__call__,
+    ],
+    ids=["object", "partial", "partial in an object", "method"],
+)
+def test_a_module_that_something_else_holds_is_left_alone(box):
+    graph = trace(Boxed(box), IMAGE)
+    assert graph.skipped["conv"] == "it is also held in box, where a change would not be seen; register it only"
+    assert "stem" in graph.layers
+
+
+def test_a_module_held_where_nobody_looks_is_found_when_it_is_cut():
+    """Shapes alone would not tell: as many channels, but others."""
+    model = Boxed(lambda conv: Box(Box(Box(Box(Box(conv))))))
+    with pytest.raises(PruningError, match=r"^conv is held by some object as well, where a change is not"):
+        extract(model, IMAGE, Plan({"stem": [5], "conv": [3]}))
+
+
+class Computed(nn.Module):
+    """A convolution whose weight is computed from a matrix with one row per filter."""
+
+    def __init__(self, function, inputs, outputs):
+        super().__init__()
+        self.matrix, self.function = nn.Parameter(torch.randn(outputs, inputs * 9)), function
+
+    def forward(self, x):
+        return F.conv2d(x, self.function(self.matrix).view(-1, x.shape[1], 3, 3), padding=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda m: F.normalize(m, dim=0), "linalg_vector_norm"),
+        (lambda m: m / m.abs().sum(0, keepdim=True), "sum"),
+        (lambda m: m.softmax(0), "_softmax"),
+        (lambda m: m + m @ torch.ones(54, 54, dtype=m.dtype), ""),
+        (lambda m: m / m.abs().sum(1, keepdim=True), ""),
+        (lambda m: m.softmax(1), ""),
+        (lambda m: m / m.abs().sum(), ""),
+    ],
+)
+def test_filters_that_are_normalised_by_each_other_are_left_alone(function, operator):
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), Computed(function, 6, 5), nn.ReLU(), nn.Conv2d(5, 2, 1)).double()
+    pruner = Pruner(model, IMAGE.double())
+    if operator:
+        reason = pruner.graph.skipped["1"]
+        assert re.fullmatch(
+            rf"aten\.{operator} at test_surgery\.py:\d+, which computes its weight, mixes .*", reason
+        )
+    for kept in ([0, 2], [4], [0, 1, 2, 3, 4]):
+        pruner.gate(Plan(dict.fromkeys(pruner.graph.layers, kept)))
+        x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+        torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +122,13 @@ class Result:
     extra: dict
 
 
+class Slotted:
+    __slots__ = ("itself", "x")
+
+    def __init__(self, x):
+        self.x, self.itself = x, self  # which must not go on for ever
+
+
 @pytest.mark.parametrize(
     ("function", "count"),
     [
@@ -127,6 +136,7 @@ class Result:
         (lambda conv, x: (conv(x), x), 2),
         (lambda conv, x: {"a": conv(x), "b": [x, None]}, 2),
         (lambda conv, x: Result(conv(x), {"more": (x, 3)}), 2),
+        (lambda conv, x: {"a": x, "b": SimpleNamespace(deep=[conv(x)], more=Slotted(x))}, 3),
     ],
 )
 def test_outputs_are_found_in_any_nest(function, count):
@@ -246,7 +256,36 @@ def test_ignored_layers_are_left_alone():
 
 def test_a_layer_that_does_not_run_is_named():
     """A head for training alone that does not fit the example inputs, say."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    net.spare = nn.Conv2d(9, 9, 1)
-    net.forward = lambda x: net[2](net[1](net[0](x)))
-    assert trace(net, torch.rand(1, 3, 4, 4)).skipped["spare"] == "it does not run on the example inputs"
+    net = Heads(lambda net, x: net.head(net.stem(x)))
+    assert trace(net, IMAGE).skipped["spare"] == "it does not run on the example inputs"
+
+
+class Heads(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 5, 1)
+        self.head, self.spare, self.function = nn.Conv2d(6, 2, 1), nn.Conv2d(5, 2, 1), function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def test_layers_that_feed_another_head_in_training_are_left_alone():
+    """What runs in training instead of something else cannot be cut with it; the layers before it can."""
+
+    def function(net, x):
+        x = F.relu(net.body(F.relu(net.stem(x))))
+        return net.spare(x) if net.training else x.mean((1, 2, 3))
+
+    graph = trace(Heads(function), IMAGE)
+    assert set(graph.layers) == {"stem"}
+    assert re.fullmatch(
+        r"in training mode alone it feeds test_trace\.py:\d+, and both modes cannot be followed at once",
+        graph.skipped["body"],
+    )
+
+
+def test_a_head_that_is_used_twice_gives_the_outputs():
+    graph = trace(Heads(lambda net, x: net.head(net.stem(x)) + net.head(net.stem(-x))), IMAGE)
+    assert graph.skipped["head"] == "its filters are the network's outputs"
+    assert "stem" in graph.layers

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from ..errors import PruningError, nearest
 from ..inputs import uncollected
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
 from .edges import Wiring
-from .nodes import Elementwise, Node
+from .nodes import Elementwise, Map, Node, Sum
 from .owners import LAYERS, owner
 from .places import Places
 from .records import Value
@@ -46,6 +48,7 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
         raise PruningError(f"a model is an nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise PruningError("the model is already compiled; prune the original one and compile the result")
+    _check_changeable(model)
     found = record(model, example_inputs)
     if not any(op.name == "aten.convolution" for op in found.ops):
         raise PruningError(
@@ -60,6 +63,17 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
             del graph.layers[name]
             graph.skipped[name] = f"ignored as asked ({pattern})"
     return graph
+
+
+def _check_changeable(model: nn.Module) -> None:
+    """Refuse what no copy can be made of, or whose inside cannot be seen, with the remedy."""
+    for path, module in model.named_modules():
+        name = path or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PruningError(f"{name} is scripted and cannot be cut; prune the model, then script the result")
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            kind = type(module).__name__
+            raise PruningError(f"{name} ({kind}) has no weights yet; run the model once on inputs, then prune it")
 
 
 class _Finder:
@@ -118,7 +132,8 @@ class _Finder:
                 main.revives = False
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
-            weight = max(node.weight.roots or (), key=lambda root: math.prod(root.shape)).name
+            # What is trained goes before a mask of the same size that is multiplied with it.
+            weight = max(node.weight.roots or (), key=lambda root: (root.trained, math.prod(root.shape))).name
             unit = main.per_group if isinstance(main, Norm) else 1
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
         for path, held in self.net.modules.items():
@@ -133,13 +148,16 @@ class _Finder:
     def _reason_to_skip(self, node: Contract, module: str) -> str:
         if node.weight.roots is None:
             return f"its weight is computed from the input at {node.op.where}, and cannot be sliced"
-        if not node.stored and (mixes := self.net.what_mixes(node.weight)) is not None:
+        if not node.stored and (mixes := self.net.what_mixes(node.weight, node.filters)) is not None:
             return f"{mixes.name} at {mixes.where}, which computes its weight, mixes its filters"
         if node.depthwise:
             return "depthwise: its filters follow its input channels"
         if module in self.net.outside:
             where = self.net.outside[module]
             return f"it is also held in {where}, where a change would not be seen; register it only"
+        if module in self.net.trace.otherwise:
+            line = self.net.trace.otherwise[module]
+            return f"in training mode alone it feeds {line}, and both modes cannot be followed at once"
         users = [n for root in node.weight.roots for n in self.uses[root]]
         others = [n for n in users if n not in self.net.main.get(module, [])]
         if others and module in self.net.main:
@@ -172,19 +190,27 @@ class _Finder:
                 elif isinstance(node, Contract):
                     if node.weight.roots is None:
                         return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
-                elif node.blocks and isinstance(node, Elementwise):
+                elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
+                    continue  # it ends channels as a layer does
+                elif node.blocks and isinstance(node, Elementwise) and not node.steep:
                     back += [(node, v) for v in node.outputs]
                 elif node.blocks:
                     return node.blocks
-                elif isinstance(node, Elementwise) and node.zero == "any" and len(set(node.inputs)) > 1:
+                elif isinstance(node, Elementwise) and node.zero == "any" and not gone.issuperset(node.inputs):
                     continue  # a sum: the other side keeps the channel, ours adds nothing to it
                 else:
                     todo += node.outputs
         # A channel that comes back as a constant does no harm where it is multiplied by one that is gone.
-        for node, value in back:
-            for reader in self.net.consumers[value]:
-                if not (isinstance(reader, Elementwise) and reader.zero == "all" and reader.outputs[0] in gone):
-                    return node.blocks
+        seen: set[int] = set()
+        while back:
+            node, value = back.pop()
             if value in self.net.outputs or not self.net.consumers[value]:
                 return node.blocks
+            for reader in self.net.consumers[value]:
+                harmless = isinstance(reader, Elementwise) and reader.ends(value, gone)
+                if not harmless and not isinstance(reader, (Elementwise, Map)):
+                    return node.blocks
+                if not harmless and id(reader) not in seen:
+                    seen.add(id(reader))
+                    back += [(node, v) for v in reader.outputs]
         return ""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType, ModuleType
+from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layers import Adapted, Remap, Zeros
 from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, along, shrink
-from .nodes import Node, Opaque, Source
+from .nodes import Across, Node, Opaque, Source, Sum
 from .owners import PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
@@ -44,6 +47,7 @@ class Wiring:
         self.padding: set[str] = set()  # modules without weights that pad channels
         self._lay_out(self._edged_calls())
         self._close_edges()
+        self._close_overwritten()
         self._keep_statistics()
         self._find_idle()
         self.consumers: dict[Value, list[Node]] = defaultdict(list)
@@ -53,14 +57,18 @@ class Wiring:
                 self.consumers[value].append(node)
             self._makers |= dict.fromkeys(node.outputs, node)
 
-    def what_mixes(self, weight: Value) -> Op | None:
+    def what_mixes(self, weight: Value, filters: int) -> Op | None:
         """Where a weight is computed: the operator, if any, that makes a filter depend on the other ones."""
         todo, seen = [weight], {weight}
         while todo:
             node = self._makers.get(todo.pop())
-            if isinstance(node, Opaque):
+            if node is None:
+                continue
+            over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
+            together = any(node.inputs[0].shape[dim] == filters for dim in over)
+            if together or isinstance(node, (Opaque, Contract)):
                 return node.op
-            for value in node.inputs if node is not None else ():
+            for value in node.inputs:
                 if value not in seen:
                     seen.add(value)
                     todo.append(value)
@@ -150,6 +158,17 @@ class Wiring:
                 for edge in edges:
                     edge.free = False
 
+    def _close_overwritten(self) -> None:
+        """No remap before a module that overwrites its input, if that is read again: it would overwrite a copy."""
+        read: dict[Value, int] = {v: len(self.trace.ops) for v in self.trace.outputs}
+        for op in self.trace.ops:
+            read |= {v: max(op.position, read.get(v, 0)) for v in op.inputs}
+        for (module, side), edges in self.edges.items():
+            calls = self.trace.calls[module]
+            if side == "in" and any(read.get(v, -1) >= call.last for call in calls for v in call.overwritten):
+                for edge in edges:
+                    edge.free = False
+
     def _keep_statistics(self) -> None:
         """A norm that is called several times sees what each call brings, also where its result is not used."""
         for module, mains in self.main.items():
@@ -228,8 +247,20 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     for holder, module in modules.items():
         for name, held in vars(module).items():
-            if name != "_modules":
-                for leaf in pytree.tree_leaves(held):
-                    if isinstance(leaf, nn.Module) and id(leaf) in paths:
-                        found[paths[id(leaf)]] = f"{holder}.{name}" if holder else name
+            if name != "_modules" and not name.endswith("_hooks"):  # ours are hooks too, and hold modules
+                for other in _modules_in(held):
+                    if other is not module and id(other) in paths:
+                        found[paths[id(other)]] = f"{holder}.{name}" if holder else name
     return found
+
+
+def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules in a nest, also in the objects, methods and partial functions there."""
+    for leaf in pytree.tree_leaves(held):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif isinstance(leaf, MethodType):
+            yield from _modules_in(leaf.__self__, depth)
+        elif depth and not isinstance(leaf, (Tensor, type, ModuleType)):
+            inside = (leaf.func, leaf.args, leaf.keywords) if isinstance(leaf, partial) else ()
+            yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)

@@ -130,7 +130,7 @@ def pooled(op: Op, grids: Grids) -> Node:
 
 
 def reduced(op: Op, grids: Grids) -> Node:
-    """Mean, sum, maximum or norm; over the channels themselves a sum alone does without those that are gone."""
+    """Mean, sum, maximum or norm; over the channels themselves a sum or a norm does without those that are gone."""
     x = op.args[0]
     grid, rank = grids[x], len(x.shape)
     given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
@@ -141,7 +141,8 @@ def reduced(op: Op, grids: Grids) -> Node:
     outputs = [v for v in op.outputs if v is not None]
     keep = len(outputs[0].shape) == rank
     if any(grid[d] > 1 for d in over):
-        if op.name == "aten.sum":
+        order = op.number(1, "ord", 2) if op.name == "aten.linalg_vector_norm" else None
+        if op.name == "aten.sum" or (order is not None and order > 0):
             grids[outputs[0]] = tuple(1 if d in over else n for d, n in enumerate(grid) if keep or d not in over)
             return Sum(op, grids, tuple(sorted(over)))
         return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")

@@ -7,7 +7,7 @@ them free, because there a remap can be inserted.  Layouts only ever grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
@@ -91,10 +91,12 @@ class Elementwise(Node):
     """Channel by channel, with broadcasting.
 
     `zero` says when a result is zero: "any" operand alive keeps it alive (sums), "all" must be (products),
-    only the "first" counts (quotients), "never" (a sigmoid of zero is a half) or "always".
+    only the "first" counts (quotients) or only the "rest" (a choice), "never" (a sigmoid of zero is a half) or
+    "always".
     """
 
     zero: str = "any"
+    steep: bool = False  # infinitely so at zero: the gradient of a channel that is gone is not a number
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -103,6 +105,16 @@ class Elementwise(Node):
     def __post_init__(self) -> None:
         if self.zero == "never":
             self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
+        if self.steep:
+            self.blocks = f"{self.op.name} at {self.op.where} has no gradient at zero, where a removed channel is"
+
+    def ends(self, constant: Value, gone: Collection[Value]) -> bool:
+        """Is the result zero whatever this operand is, because another one is gone?"""
+        if self.zero == "first":
+            return self.operands[0] in gone and self.operands[0] is not constant
+        if self.zero == "rest":
+            return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
+        return self.zero == "all" and self.outputs[0] in gone
 
     def push(self, flow: Flow) -> None:
         masks = [flow.alive[v] for v in self.operands]
@@ -115,7 +127,7 @@ class Elementwise(Node):
         elif self.zero == "first":
             alive = reduce(np.logical_or, [masks[0], *(~m for m in masks[1:])])
         else:
-            alive = reduce(np.logical_or, masks)
+            alive = reduce(np.logical_or, masks[1:] if self.zero == "rest" else masks)
         for value in self.outputs:
             flow.alive[value] = spread(alive, self.grids[value])
 
@@ -229,6 +241,9 @@ class Sum(Node):
 
     def tie(self, layout: Layout) -> None:
         x, out = self.inputs[0], self.outputs[0]
+        if x.roots is not None:  # stored numbers are not zero where nobody asks for them
+            for dim in self.over:
+                layout.add(x, dim, None)
         kept = [d for d in range(len(x.shape)) if d not in self.over]
         places = kept if len(out.shape) == len(x.shape) else range(len(kept))
         for dim, place in zip(kept, places, strict=True):

@@ -16,7 +16,7 @@ from .records import Op
 from .unknown import opaque
 
 
-def elementwise(op: Op, grids: Grids, zero: str) -> Node:
+def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False) -> Node:
     """The node of an operator that works element by element; `zero` says when a result is zero."""
     try:
         grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
@@ -27,7 +27,7 @@ def elementwise(op: Op, grids: Grids, zero: str) -> Node:
             if len(grid) != len(value.shape):
                 return opaque(op, grids)
             grids[value] = grid
-    return Elementwise(op, grids, zero)
+    return Elementwise(op, grids, zero, steep)
 
 
 def zero_kept(op: Op, grids: Grids) -> Node:
@@ -99,16 +99,26 @@ def threshold(op: Op, grids: Grids) -> Node:
     return elementwise(op, grids, "any" if kept else "never")
 
 
+def choice(op: Op, grids: Grids) -> Node:
+    """One or the other of two tensors: alive where either is, whatever the condition says."""
+    return elementwise(op, grids, "rest")
+
+
 def prelu(op: Op, grids: Grids) -> Node:
     """Alive where the map is; the slopes make nothing out of zero."""
     return elementwise(op, grids, "first")
 
 
 def power(op: Op, grids: Grids) -> Node:
-    """A positive power of zero is zero."""
+    """A positive power of zero is zero; below 1 it is a root."""
     exponent = op.number(1, "exponent", None)
     good = len(op.inputs) == 1 and op.args[0] is op.inputs[0] and exponent is not None and exponent > 0
-    return elementwise(op, grids, "any" if good else "never")
+    return elementwise(op, grids, "any" if good else "never", good and exponent is not None and exponent < 1)
+
+
+def root(op: Op, grids: Grids) -> Node:
+    """The root of zero is zero, but its gradient is not a number, and would reach the weights before it."""
+    return elementwise(op, grids, "any", steep=True)
 
 
 def softmax(op: Op, grids: Grids) -> Node:

@@ -9,6 +9,7 @@ operator of our own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ..layers import Remap, Zeros
 from .memory import Memory
 from .records import REMAP, STALE, ZEROS, Call, Op, Value
 from .shapes import quick_result
-from .where import not_from_torch, where
+from .where import holds_the_model, not_from_torch, where
 
 
 class Recorder(TorchDispatchMode):
@@ -33,9 +34,11 @@ class Recorder(TorchDispatchMode):
         self.states: dict[str, Value] = {}
         self.literals: list[tuple[str, Tensor]] = []
         self._stack: list[Call] = []
+        self._given: list[list[Tensor]] = []  # what went into each call on the stack
         self._trusts_constants = trusts_constants
         self._memory = Memory()
         real = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._original = {id(tensor): name for name, tensor in real.items()}
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             trained = isinstance(tensor, nn.Parameter)
             self._memory.note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
@@ -60,14 +63,18 @@ class Recorder(TorchDispatchMode):
 
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs = tuple(self.value(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = tuple(self.value(t) for t in tensors)
             parent = self._stack[-1] if self._stack else None
             self._stack.append(Call(path, inputs, len(self.ops), parent))
+            self._given.append(tensors)
 
         return enter
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         done = self._stack.pop()
+        now = [(self._memory.get(t), self._memory.written_since(t)) for t in self._given.pop()]
+        done.overwritten = tuple(v for pair in now for v in pair if v is not None and v not in done.inputs)
         tensors = [t for t in pytree.tree_leaves(as_tree(result)) if isinstance(t, Tensor)]
         done.outputs = tuple(self.value(t) for t in tensors)
         done.last = len(self.ops)
@@ -88,6 +95,8 @@ class Recorder(TorchDispatchMode):
         """What is known of a tensor now; an alias of memory written since is no longer what it was."""
         known = self._memory.get(tensor)
         if known is None:
+            if id(tensor) in self._original:
+                raise TraceError(holds_the_model(where(), self._original[id(tensor)]))
             if not self._trusts_constants:
                 raise TraceError(not_from_torch(where()))
             return self._memory.note(tensor, Value(tuple(tensor.shape), "constant"))
@@ -206,15 +215,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def as_tree(result: Any) -> Any:
+def as_tree(result: Any, seen: set[int] | None = None) -> Any:
     """A model's result as plain dicts and lists.
 
-    Hugging Face's and torchvision's output classes are dict- or tuple-like, but unknown to pytree.
+    Hugging Face's and torchvision's output classes are dict- or tuple-like, but unknown to pytree; an object of
+    any other class is what it holds.
     """
+    seen = set() if seen is None else seen
     if isinstance(result, dict):
-        return {k: as_tree(v) for k, v in result.items()}
-    if isinstance(result, (list, tuple)):
-        return [as_tree(v) for v in result]
-    if hasattr(result, "__dataclass_fields__"):
-        return {k: as_tree(getattr(result, k)) for k in result.__dataclass_fields__}
-    return result
+        return {k: as_tree(v, seen) for k, v in result.items()}
+    if isinstance(result, (list, tuple, set, frozenset)):
+        return [as_tree(v, seen) for v in result]
+    if isinstance(result, (Tensor, nn.Module, type, ModuleType)):
+        return result
+    slots = [name for kind in type(result).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = (*getattr(result, "__dict__", ()), *slots)
+    if not names or id(result) in seen:  # objects may refer to each other
+        return None
+    seen.add(id(result))
+    return {name: as_tree(getattr(result, name, None), seen) for name in names}

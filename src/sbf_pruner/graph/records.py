@@ -40,6 +40,7 @@ class Call:
     parent: Call | None
     outputs: tuple[Value, ...] = ()
     last: int = -1
+    overwritten: tuple[Value, ...] = ()  # what it wrote over its inputs
 
     def within(self, module: str) -> Call | None:
         """The call of `module` that this call is part of (or is itself)."""
@@ -82,3 +83,4 @@ class Trace:
     literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
     training: tuple[str, ...] = ()  # the modules that ran in training mode
     on_meta: bool = True  # it ran without numbers
+    otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone

@@ -7,23 +7,35 @@ so it costs no arithmetic, and what the model's own code insists on shows before
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..attached import without_attached
+from ..errors import PruningError
+from ..inputs import call, map_tensors, meta_copy, real_copy
+from ..layers import Remap, Zeros
+from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Grids, Layout
-from .nodes import Elementwise, Map, Node
+from .moves import pooled, reduced
+from .nodes import Map, Node
+from .operands import Operands
 from .records import REMAP, ZEROS, Op, Value
-from .rules import build_node
+from .rules import RULES, build_node
 from .trace import ops_again
+from .weighted import Contract, Norm
+from .where import failing_line
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
-_QUIET |= {REMAP, ZEROS}
+_PUT_IN = {REMAP, ZEROS}
+_QUIET |= _PUT_IN
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"
 
@@ -34,20 +46,95 @@ def first_surprise(
     """Run the small network as the large one was; the first operator that differs from what the layout promises."""
     found = ops_again(small, example_inputs, graph.trace)
     actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
-    at = 0
+    operands = Operands(_handed_on(found), _handed_on([node.op for node in graph.nodes]))
+    at, last = 0, None
     for node in graph.nodes:
         op = node.op
         if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
-        if at == len(actual) or not _agrees(actual[at], node, layout):
+        if at == len(actual) or not _agrees(actual[at], node, layout) or not operands.agree(actual[at], op):
             return op
-        at += 1
+        at, last = at + 1, op
+    if at < len(actual):  # a step more at the end, which a width decides on
+        return last
+    _check_seen(small, found, graph)
+    return None
+
+
+def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
+    """Of what a quiet operator, or an edge, gives: what it was given."""
+    found: dict[Value, Value] = {}
+    for op in ops:
+        quiet = op.name in _QUIET - {ZEROS} or op.name.startswith("edge.") or _adds_bias(op)
+        maps = [v for v in op.inputs if v.kind != "state" or len(v.shape) > 1]
+        if quiet and maps and op.outputs and op.outputs[0] is not None:
+            found[op.outputs[0]] = maps[0]
+    return found
+
+
+def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
+    """Did everything run that was put in?  Not so where some object still holds the module it was put around."""
+    ran = {op.call.module for op in found if op.name in _PUT_IN and op.call is not None}
+    gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
+    for path, module in small.named_modules():
+        home = path.removesuffix(".before").removesuffix(".after")
+        if isinstance(module, (Remap, Zeros)) and path not in ran and home in gated:
+            raise PruningError(
+                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of "
+                "the module it belongs to, or leave it out of the plan"
+            )
+
+
+def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
+    """Why the small network does not run in training mode, if the large one does.
+
+    What runs in that mode alone is no node of the graph, so nothing else looks at it.
+    """
+    if not any(map(_asks_for_its_mode, small.modules())):
+        return None
+    chance = random.getstate()
+    try:
+        # As in recording: without numbers, or with them where it cannot do without.
+        for copied, moved in ((meta_copy, lambda t: t.to("meta")), (real_copy, torch.clone)):
+            inputs = map_tensors(example_inputs, moved)
+            error = _error_in_training(copied(small), inputs)
+            if error is None:
+                return None
+            if _error_in_training(without_attached(copied(model)), inputs) is None:
+                return failing_line(error)
+    finally:
+        random.setstate(chance)
+    return None
+
+
+def _asks_for_its_mode(module: nn.Module) -> bool:
+    """Does code of the user's own read `training`?  Where none does, a run of its own would show nothing new."""
+    own = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
+    held = [vars(module), *map(vars, own)] if own else []
+    codes = [getattr(function, "__code__", None) for table in held for function in table.values()]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            if "training" in code.co_names:
+                return True
+            codes += code.co_consts
+    return False
+
+
+def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(model.train(), inputs)
+    except Exception as error:
+        return error
     return None
 
 
 def _adds_bias(op: Op) -> bool:
     # A linear layer adds its bias in the product or after it, as the strides of its input decide.
-    return op.name == "aten.add" and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+    return (
+        op.name == "aten.add" and not op.kwargs and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+    )
 
 
 def _inside(op: Op, modules: Iterable[str]) -> bool:
@@ -64,9 +151,10 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
         if now is not None and then is not None and now.shape != layout.sizes(then):
             return False
-    if isinstance(node, Elementwise):
-        # A number written into an elementwise operator must not depend on a width (x / x.shape[1]).
-        return _numbers(actual) == _numbers(promised)
+    # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
+    sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
+    if _numbers(actual, sizes) != _numbers(promised, sizes):
+        return False
     return not isinstance(node, Map) or _moves_alike(actual, node, layout)
 
 
@@ -76,8 +164,10 @@ def _same_literal(now: Value, then: Value) -> bool:
     return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
 
 
-def _numbers(op: Op) -> list[Any]:
-    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float))]
+def _numbers(op: Op, sizes: bool) -> list[Any]:
+    """The numbers among an operator's arguments; with `sizes` among them, only what cannot be one."""
+    kinds = float if sizes else (int, float)
+    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, kinds)]
 
 
 def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:

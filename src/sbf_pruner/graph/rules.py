@@ -27,6 +27,7 @@ from .moves import joined, moved, padded, pooled, reduced
 from .nodes import Node, Source
 from .pointwise import (
     addition,
+    choice,
     clamp,
     clamp_max,
     clamp_min,
@@ -36,6 +37,7 @@ from .pointwise import (
     product,
     quotient,
     restrided,
+    root,
     softmax,
     threshold,
     zero_kept,
@@ -94,9 +96,10 @@ RULES: dict[str, Rule] = {
     **_rows(layer_norm, "native_layer_norm"),
     **_rows(
         zero_kept,
-        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sqrt sign square sin erf expm1 "
+        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sign square sin erf expm1 "
         "log1p floor ceil round trunc hardshrink softshrink nan_to_num rrelu_with_noise "
-        "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum",
+        "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum lerp "
+        "addcmul",
     ),
     **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log log2 log_sigmoid_forward rsqrt reciprocal"),
     **_rows(zero_lost, "rsub eq ne lt le gt ge logical_not"),
@@ -112,6 +115,8 @@ RULES: dict[str, Rule] = {
     **_rows(threshold, "threshold"),
     **_rows(prelu, "_prelu_kernel"),
     **_rows(power, "pow"),
+    **_rows(root, "sqrt"),
+    **_rows(choice, "where"),
     **_rows(transpose, "t"),
     **_rows(
         moved,

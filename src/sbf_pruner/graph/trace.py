@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from ..attached import without_attached
 from ..errors import TraceError
 from ..inputs import call, map_tensors, meta_copy, real_copy
+from .owners import LAYERS, owner
 from .recorder import Recorder, as_tree
 from .records import Op, Trace
-from .where import explain, not_from_torch
+from .where import cause, explain, not_from_torch
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
@@ -30,6 +31,12 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
     >>> [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.rand(1, 3, 8, 8)).ops]
     ['aten.convolution', 'aten.relu']
     """
+    for held in pytree.tree_leaves(example_inputs):
+        if not isinstance(held, Tensor) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(as_tree(held))):
+            raise TraceError(
+                f"the example inputs hold a {type(held).__name__}, which is not looked into for tensors; let the "
+                "model take tensors, or tuples, lists and dicts of them"
+            )
     found = record_in(model, example_inputs, ())
     holders = _left_out(model, found)
     if holders:
@@ -39,19 +46,43 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
             return found
         if set(found.states) < set(again.states) and _continues(again.ops, found.ops):
             return again
+        found.otherwise = _feeding(again, found)
     return found
 
 
 def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
-    """The modules that ran while children of theirs with parameters did not."""
+    """The modules that ran while tensors of theirs, or children of theirs with tensors, did not."""
     holders: dict[str, None] = {}
-    for name, _ in model.named_parameters():
+    torchs_own = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
         path = name.rpartition(".")[0]
-        if name not in found.states and path not in found.calls:
+        # Torch's own modules are told by their arguments, not by us, what to leave out.
+        if name not in found.states and not (path in found.calls and path in torchs_own):
             while path and path not in found.calls:
                 path = path.rpartition(".")[0]
             holders[path] = None
     return tuple(holders)
+
+
+def _feeding(again: Trace, found: Trace) -> dict[str, str]:
+    """The layers whose channels reach, in training mode, what evaluation mode leaves out; with its line."""
+    makers = {value: op for op in again.ops for value in op.outputs}
+    feeding: dict[str, str] = {}
+    for op in again.ops:
+        if all(value.kind != "state" or value.name in found.states for value in op.inputs):
+            continue
+        todo, seen = list(op.inputs), set(op.inputs)
+        while todo:
+            maker = makers.get(todo.pop())
+            if maker is None:
+                continue
+            layer = owner(maker) if maker.name in LAYERS else None
+            if layer is not None:
+                feeding.setdefault(layer, op.where)
+            if layer is None or (maker.name == "aten.convolution" and maker.args[8] > 1):
+                todo += (fresh := [v for v in maker.inputs if v not in seen])
+                seen.update(fresh)
+    return feeding
 
 
 def _continues(longer: list[Op], shorter: list[Op]) -> bool:
@@ -70,8 +101,14 @@ def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) 
         # cannot run with them either, that second failure is the one worth showing.
         pass
     try:
+        twin = real_copy(model)
+    except Exception as error:
+        raise TraceError(
+            f"the model cannot be copied ({cause(error)}); keep what cannot be copied outside of it"
+        ) from error
+    try:
         inputs = map_tensors(example_inputs, Tensor.clone)
-        found = _record_copy(model, real_copy(model), inputs, False, training)
+        found = _record_copy(model, twin, inputs, False, training)
         if found.literals:
             _check_literals(model, example_inputs, found)
         return found

@@ -35,16 +35,30 @@ def where() -> str:
 
 def explain(error: Exception) -> str:
     """One sentence about a model that failed: the line, the cause, and what to do."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_QUIET)]
-    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+    frames = _frames_of(error)
     if not frames:
-        return f"the model cannot run on the example inputs ({cause}); give inputs like those it is trained on"
-    at = frames[-1]
-    line = f" (`{at.line}`)" if at.line else ""
+        why = cause(error)
+        return f"the model cannot run on the example inputs ({why}); give inputs like those it is trained on"
     return (
-        f"the model cannot run on the example inputs: at {os.path.basename(at.filename)}:{at.lineno}{line} "
-        f"{type(error).__name__}: {cause}; give inputs like those it is trained on, or repair that line"
+        f"the model cannot run on the example inputs: at {failing_line(error)}; give inputs like those it is "
+        "trained on, or repair that line"
     )
+
+
+def failing_line(error: Exception) -> str:
+    """The line of the user's that failed, and how."""
+    at = (_frames_of(error) or traceback.extract_tb(error.__traceback__))[-1]
+    line = f" (`{at.line}`)" if at.line else ""
+    return f"{os.path.basename(at.filename)}:{at.lineno}{line} {type(error).__name__}: {cause(error)}"
+
+
+def _frames_of(error: Exception) -> list[traceback.FrameSummary]:
+    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_QUIET)]
+
+
+def cause(error: Exception) -> str:
+    """The first line of what an exception says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def not_from_torch(line: str) -> str:
@@ -52,4 +66,12 @@ def not_from_torch(line: str) -> str:
     return (
         f"at {line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
         "values?), so what it depends on cannot be followed; keep that step in torch"
+    )
+
+
+def holds_the_model(line: str, name: str) -> str:
+    """What is wrong with a copy of a model that reads the tensors of the model itself."""
+    return (
+        f"at {line} a copy of the model reads {name} of the model itself: a function that it holds (a lambda, a "
+        "closure, a compiled forward) is bound to the one model; make it a method"
     )

@@ -187,10 +187,11 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     entries = filters * inputs * int(np.prod(first.weight.shape[2:]))
     pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
     moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
-    own = entries
+    own = entries if first.weight.trained else 0
     if not first.stored:  # what it is made of has one part per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
-    return Worth(entries * moves, own + (filters if first.bias is not None else 0))
+    biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
+    return Worth(entries * moves, own + biases)
 
 
 def _asked(value: Value, flow: Flow) -> Mask | None:
