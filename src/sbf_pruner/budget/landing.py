@@ -41,7 +41,8 @@ class Field:
     """What there is to choose from: every filter, and how a choice is completed and counted.
 
     `finish` adds what a network must not lose (it is asked before every count), `count` tells what a choice
-    costs, and `prices` what a filter of each layer costs of every resource.
+    costs, and `prices` what a filter of each layer costs of every resource.  `smallest` is a choice that keeps
+    within any limits: what is begun with where the scores' own lifelines are more than may be left.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Field:
         count: Callable[[Masks], Usage],
         finish: Callable[[Masks], Masks] = lambda masks: masks,
         prices: Mapping[str, Mapping[str, float]] | None = None,
+        smallest: Masks | None = None,
     ) -> None:
         self.sizes = {name: len(values) for name, values in scores.items()}
         self.scores = np.concatenate(list(scores.values())) if scores else np.zeros(0)
         self.count, self.finish = count, finish
         self.prices = prices or {}
+        self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
 
@@ -144,9 +147,10 @@ def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     """As many filters as fit, the highest keys first; then single ones that still fit."""
     order = np.argsort(-keys, kind="stable")
+    given = np.zeros(len(order), bool)
 
     def first(count: int) -> Masks:
-        chosen = np.zeros(len(order), bool)
+        chosen = given.copy()
         chosen[order[:count]] = True
         return field.masks(chosen)
 
@@ -157,6 +161,11 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
         return Landing(masks, usage, float(field.scores.min(initial=np.inf)))
     masks = first(least)
     usage = field.count(masks)
+    if not limits.hold(usage) and field.smallest is not None:
+        # The best filters of layers that are added up lie apart, and the way with the best ones may be a wide one.
+        given = field.flat(field.smallest)
+        masks = first(least)
+        usage = field.count(masks)
     if not limits.hold(usage):
         raise PruningError(f"no network keeps within {', '.join(limits.broken(usage))} as asked; ask for more")
     while most - least > 1:
