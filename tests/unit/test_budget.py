@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sbf_pruner import load
+from sbf_pruner import load, save
 from sbf_pruner.budget.aim import Aim
 from sbf_pruner.budget.guards import Guards, coupled
 from sbf_pruner.budget.landing import Field, land
@@ -138,6 +138,19 @@ def test_of_two_ways_through_the_cheap_one_is_the_smallest(wide_first):
 
     aim = Aim(trace(Ways(), IMAGE), Budget(params=3 + 1 + 2 + 2))  # one filter of 1x1 and what reads it
     assert aim.choose({"wide": np.ones(4), "thin": np.zeros(4)}).usage["params"] == 8
+
+
+@pytest.mark.parametrize("name", ["macs", "params", "size"])
+def test_the_figure_of_a_refusal_can_be_asked_for(name):
+    # Both the amount and the part are rounded up: what they name is there.
+    net = resnet20()
+    with pytest.raises(PruningError, match="cannot be met") as caught:
+        Pruner(net, IMAGE, budget=Budget(**{name: 2}))
+    amount, part = re.search(r"left has ([\d,]+) \w+ \(([\d.]+%)\)", str(caught.value)).groups()
+    for asked in (amount.replace(",", ""), part):
+        pruner = Pruner(net, IMAGE, budget=Budget(**{name: asked}))
+        pruner.land()
+        pruner.detach()
 
 
 def test_guards_that_contradict_the_budget_are_named(graph):
@@ -430,10 +443,33 @@ def test_a_file_of_the_size_asked_for(tmp_path):
     assert all(width % 2 == 0 for width in widths)
 
 
+@pytest.mark.parametrize("asked", [0.999, 0.3, "200kB", "30%", "smallest"])
+def test_a_pruner_keeps_the_file_within_the_size_asked_for(asked, tmp_path):
+    net, images = resnet20(), torch.zeros(2, 3, 16, 16)
+    dense = extract(net, images, Plan.from_masks(trace(net, images).all_filters()))
+    save(dense, tmp_path / "dense")
+    whole = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    if asked == "smallest":
+        with pytest.raises(PruningError, match="cannot be met") as caught:
+            Pruner(net, images, budget=Budget(size=0.001))
+        asked = float(re.search(r"left has ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+    budget = Budget(size=asked)
+    pruner = Pruner(net, images, budget=budget)
+    with torch.no_grad():
+        pruner.gates.soft.copy_(torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)))
+    pruner.land()
+    save(pruner.extract(), tmp_path / "small")
+    most = budget.size * whole if budget.size < 1 else budget.size
+    assert most - 0.01 * whole <= (tmp_path / "small" / "model.safetensors").stat().st_size <= most
+
+
 def test_an_impossible_size_is_refused_before_anything_is_written(tmp_path):
     for sets, told in (
         (["budget.macs=1e-5"], "the target of .* macs .* cannot be met"),
-        (["budget.size=5e3"], "the target size of 5000 cannot be met: names and numbers"),
+        (
+            ["budget.size=5e2"],
+            r"the target of 500 bytes \(0.0\d+%\) cannot be met: .* has [\d,]+ bytes",
+        ),
     ):
         with pytest.raises(PruningError, match=told):
             fit(resnet20(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")

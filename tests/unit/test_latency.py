@@ -13,7 +13,8 @@ from torch import nn
 from clocks import clock_of, work
 from sbf_pruner.budget.aim import Aim
 from sbf_pruner.budget.guards import Guards, coupled, whole_branches
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget.landing import Field, land
+from sbf_pruner.budget.targets import Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost, lay_out
@@ -200,6 +201,17 @@ def test_landing_comes_to_the_time_asked_for(graph, smooth, way, share):
     masks = landed(graph, smooth, Budget(latency=share), way)
     assert masks is not None
     assert share - 0.012 <= smooth.ratio(graph.settle(masks)) <= share
+
+
+def test_a_layer_is_widened_as_long_as_there_is_time():
+    # One filter of "big" takes 50, a block of 16 of "small" takes 1: the second big one does not fit, and what is
+    # left over is for the small ones, block after block.
+    field = Field(
+        {"big": np.array([0.9, 0.8]), "small": np.array([1.0, *np.linspace(0.1, 0.2, 63)])},
+        lambda masks: {"latency": 50.0 * masks["big"].sum() + -(-masks["small"].sum() // 16)},
+    )
+    landing = land(field, Limits({"latency": 53.0}, {"latency": 104.0}))
+    assert [int(mask.sum()) for mask in landing.masks.values()] == [1, 48]
 
 
 def test_a_time_and_a_size_hold_together(graph, smooth):

@@ -17,6 +17,7 @@ from ..errors import PruningError
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid, cost_of, lay_out
 from ..graph.masks import Mask
+from ..stored import Stored
 from .guards import Guards
 from .landing import Field, Landing, Masks, Values, land
 from .prices import Prices, prices
@@ -51,8 +52,12 @@ class Aim:
         budget: Budget | None = None,
         guards: Guards | None = None,
         clock: Clock | None = None,
+        stored: Stored | None = None,
+        *,
+        refuse: bool = True,
     ) -> None:
         self.graph = graph
+        self.stored = stored
         self.clock = clock if budget is not None and budget.latency != 1 else None
         if budget is not None and budget.latency != 1 and clock is None:
             raise PruningError(
@@ -68,7 +73,9 @@ class Aim:
             self.limits = budget.limits(self.count({}))
             self.prices = self.priced(graph.all_filters())
             self.smallest = self._smallest(self.guards, self.limits)
-            self._check_reachable(self.limits)
+            self.reachable = self.limits.hold(self.count(self.smallest))
+            if refuse and not self.reachable:
+                raise self._refusal(self.limits)
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
         """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
@@ -90,9 +97,12 @@ class Aim:
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
 
     def count(self, masks: Masks) -> Usage:
-        """What a choice costs, by resource; MACs are those of one sample."""
+        """What a choice costs, by resource; MACs are those of one sample, and a size that of the tensors alone
+        where it is not known how they are stored."""
         laid = lay_out(self.graph, masks)
         found = asdict(cost_of(self.graph, laid))
+        if self.stored is not None:
+            found["size"] = self.stored.bytes(laid, found["size"])
         timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
         return {**found, "macs": found["macs"] / self.samples, **timed}
 
@@ -185,18 +195,16 @@ class Aim:
             found.append(self._finished(_nothing(self.graph), guards.leveled(scores), guards))
         return min(found, key=lambda masks: -min(limits.room(self.count(masks)).values()))
 
-    def _check_reachable(self, limits: Limits) -> None:
+    def _refusal(self, limits: Limits) -> PruningError:
         least = self.count(self.smallest)
         broken = limits.broken(least)
-        if not broken:
-            return
         contradicted = self.guards != Guards() and not limits.broken(self.count(self._smallest(Guards(), limits)))
         remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
             "let more layers be pruned"
         )  # fmt: skip
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
-        found = " and ".join(limits.told(name, least) for name in broken)
-        raise PruningError(
+        found = " and ".join(limits.told(name, least, up=True) for name in broken)
+        return PruningError(
             f"the target of {asked} cannot be met: the smallest network that may be left "
             f"{'takes' if broken == ['latency'] else 'has'} {found}; ask for more, or {remedy}"
         )

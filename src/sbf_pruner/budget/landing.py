@@ -128,20 +128,27 @@ def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
     there = field.flat(masks)
     absent = [int(f) for f in np.argsort(-field.scores, kind="stable") if not there[f]]
     for name in dict.fromkeys(field.owner(filter_) for filter_ in absent):
-        count, size = int(masks[name].sum()), field.sizes[name]
-        if not count:  # a branch that is gone comes back by two layers at once, or not at all
-            continue
-        widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
-        for width in sorted({w for w in widths if count < w <= size}, reverse=True):
-            chosen = field.flat(masks)
-            mine = [f for f in absent if field.owner(f) == name and not chosen[f]]
-            chosen[mine[: width - count]] = True
-            more = field.masks(chosen)
-            found = field.count(more)
-            if limits.hold(found):
-                masks, usage = more, found
-                break
+        mine = [f for f in absent if field.owner(f) == name]
+        while (wider := _next_wider(field, limits, masks, name, mine)) is not None:
+            masks, usage = wider
     return Landing(masks, usage, landing.level)
+
+
+def _next_wider(
+    field: Field, limits: Limits, masks: Masks, name: str, best_first: list[int]
+) -> tuple[Masks, Usage] | None:
+    """The choice with one layer widened a step, as large a one as the limits hold; None where they hold none."""
+    count, size = int(masks[name].sum()), field.sizes[name]
+    if not count:  # a branch that is gone comes back by two layers at once, or not at all
+        return None
+    widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
+    for width in sorted({w for w in widths if count < w <= size}, reverse=True):
+        chosen = field.flat(masks)
+        chosen[[f for f in best_first if not chosen[f]][: width - count]] = True
+        more = field.masks(chosen)
+        if int(more[name].sum()) > count and limits.hold(found := field.count(more)):
+            return more, found
+    return None
 
 
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
