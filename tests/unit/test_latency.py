@@ -281,6 +281,11 @@ def test_a_pruner_takes_the_file(graph, smooth, tmp_path):
     assert smooth.ratio(kept) <= 0.5
 
 
+def first_layer(held):
+    """The widths and times of the first layer of a written table."""
+    return next(iter(held["table"].values()))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -288,6 +293,12 @@ def test_a_pruner_takes_the_file(graph, smooth, tmp_path):
         (lambda held: held.update(kind="plan"), "is no file of `sbf latency`"),
         (lambda held: held.pop("table"), "is no file of `sbf latency`"),
         (lambda held: held.update(table={"a conv": []}), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held).clear(), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(0, math.inf), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(2, math.nan), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(2, -1.0), "is no file of `sbf latency`"),
+        (lambda held: held.update(dense_seconds=0), "is no file of `sbf latency`"),
+        (lambda held: held.update(coefficients={}), "is no file of `sbf latency`"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(graph, smooth, tmp_path, change, said):
