@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PruningError, RunError
-from .files import from_plain, read_tensors, stored_bytes, to_plain, write_tensors, write_text
+from .files import from_plain, read_tensors, write_tensors, write_text
 from .manifest import MANIFEST, check_files
 from .plan import Plan
 from .program import read_program
+from .stored import FORMAT, header
 from .surgery import extract
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
-_FORMAT = "sbf-pruner network 1"
 _REMEDY = "write it again with sbf_pruner.save"
 
 
@@ -42,14 +42,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-    header = _header(plans, getattr(model, "sbf_inputs", None))
-    write_tensors(Path(folder) / MODEL, model.state_dict(), header)
+    written = header(plans, getattr(model, "sbf_inputs", None))
+    write_tensors(Path(folder) / MODEL, model.state_dict(), written)
     write_text(Path(folder) / PLAN, _joined(plans).to_json())
-
-
-def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
-    """How long the file of weights would be if `model` were what `plan` left."""
-    return stored_bytes(model.state_dict(), _header((plan,), inputs))
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -74,27 +69,19 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn
         )
     if exported:
         check_files(path, [MODEL, PLAN])
-    tensors, header = read_tensors(path / MODEL, _REMEDY)
-    if header.get("format") != _FORMAT:
-        raise RunError(f"{path / MODEL} is no saved network of this version ({_FORMAT}); {_REMEDY}")
-    plans = [Plan(keep) for keep in header["plans"]]
+    tensors, written = read_tensors(path / MODEL, _REMEDY)
+    if written.get("format") != FORMAT:
+        raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {_REMEDY}")
+    plans = [Plan(keep) for keep in written["plans"]]
     _check_plan(path / PLAN, _joined(plans))
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
-    inputs = from_plain(header["inputs"], lambda described: _made(described, next(model.parameters())))
+    inputs = from_plain(written["inputs"], lambda described: _made(described, next(model.parameters())))
     for plan in plans:
         model = extract(model, inputs, plan)
     _fill(model, tensors, path / MODEL)
     return model
-
-
-def _header(plans: tuple[Plan, ...], inputs: Any) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
-        "inputs": to_plain(inputs, _describe),
-    }
 
 
 def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
@@ -127,10 +114,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
         if tensor.dtype != tensors[name].dtype:  # a network saved in half precision comes back so
             tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
-
-
-def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _made(described: dict[str, Any], like: Tensor) -> Tensor:

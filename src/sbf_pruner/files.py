@@ -92,8 +92,13 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
         seen.add(held.untyped_storage().data_ptr())
         plain[name] = held
     text = json.dumps(header)
+    return plain, metadata_of(_digest(plain, text), header)
+
+
+def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
+    """What stands in a file beside its tensors."""
     # One entry alone: the format keeps no order among several, and equal networks are to be equal files.
-    return plain, {"sbf": json.dumps({"sha256": _digest(plain, text), "header": text})}
+    return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -40,6 +40,7 @@ from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
 from .scoring.statistics import fresh_statistics
+from .stored import Stored
 from .surgery import extract
 
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
@@ -105,7 +106,8 @@ class Pruner:
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
         clock = bound(clock, self.graph)
-        self.aim = Aim(self.graph, budget, with_coupled(guards or Guards(), self.graph, couple), clock)
+        stored = Stored(model, example_inputs, self.graph) if budget is not None and budget.size != 1 else None
+        self.aim = Aim(self.graph, budget, with_coupled(guards or Guards(), self.graph, couple), clock, stored)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from sbf_pruner import load
+from sbf_pruner import load, save
 from sbf_pruner.budget.aim import Aim
 from sbf_pruner.budget.guards import Guards, coupled
 from sbf_pruner.budget.landing import Field, land
@@ -27,6 +30,7 @@ from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
 from sbf_pruner.training.loop import fit
 from sbf_pruner.training.recipe import load_recipe
+from zoo import ZOO
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 
@@ -103,6 +107,50 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_network():
     told = r"the target of 18 params \(1\.0%\) cannot be met: the smallest network that may be left has 42\d params"
     with pytest.raises(PruningError, match=told):
         Pruner(net, IMAGE, budget=Budget(params=0.01))
+
+
+@pytest.mark.parametrize("guards", [Guards(), Guards(round_to=4), Guards(min_filters=2)])
+def test_the_smallest_size_is_come_to_whatever_the_scores_say(graph, guards):
+    # The best filters of layers that are added up are not the same ones, so together they make a wider stream.
+    with pytest.raises(PruningError, match="the smallest network that may be left has") as caught:
+        Aim(graph, Budget(macs=2), guards)
+    smallest = float(re.search(r"left has ([\d,]+) macs", str(caught.value))[1].replace(",", ""))
+    aim = Aim(graph, Budget(macs=smallest), guards)
+    for seed in range(3):
+        assert aim.choose(scores(graph, seed)).usage["macs"] == smallest
+    with pytest.raises(PruningError, match="cannot be met"):
+        Aim(graph, Budget(macs=smallest - 1), guards)
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_of_two_ways_through_the_cheap_one_is_the_smallest(wide_first):
+    class Ways(nn.Module):
+        def __init__(self):
+            super().__init__()
+            made = {"wide": lambda: nn.Conv2d(3, 4, 5, padding=2), "thin": lambda: nn.Conv2d(3, 4, 1)}
+            for name in sorted(made, reverse=wide_first):
+                setattr(self, name, made[name]())
+            self.head = nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            first, second = (self.wide, self.thin) if wide_first else (self.thin, self.wide)
+            return self.head((first(x) + second(x)).relu())
+
+    aim = Aim(trace(Ways(), IMAGE), Budget(params=3 + 1 + 2 + 2))  # one filter of 1x1 and what reads it
+    assert aim.choose({"wide": np.ones(4), "thin": np.zeros(4)}).usage["params"] == 8
+
+
+@pytest.mark.parametrize("name", ["macs", "params", "size"])
+def test_the_figure_of_a_refusal_can_be_asked_for(name):
+    # Both the amount and the part are rounded up: what they name is there.
+    net = resnet20()
+    with pytest.raises(PruningError, match="cannot be met") as caught:
+        Pruner(net, IMAGE, budget=Budget(**{name: 2}))
+    amount, part = re.search(r"left has ([\d,]+) \w+ \(([\d.]+%)\)", str(caught.value)).groups()
+    for asked in (amount.replace(",", ""), part):
+        pruner = Pruner(net, IMAGE, budget=Budget(**{name: asked}))
+        pruner.land()
+        pruner.detach()
 
 
 def test_guards_that_contradict_the_budget_are_named(graph):
@@ -217,6 +265,32 @@ def test_rounded_widths_are_multiples_or_all_there_is(graph, share):
     assert measure(small, IMAGE).macs <= share * cost(graph, {}).macs
 
 
+@pytest.mark.parametrize(("name", "round_to"), [("Grouped", 4), ("GroupNorm", 4), ("Split", 2), ("Shuffle", 2)])
+def test_widths_are_round_where_groups_norms_and_slices_have_a_say(name, round_to):
+    # A grouped convolution has equal groups, a group norm whole ones, and what a slice drops is not there at all.
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    whole = graph.settle({})
+    for share, seed in itertools.product((0.6, 0.8), range(4)):
+        aim = Aim(graph, Budget(macs=share), Guards(round_to=round_to))
+        left = graph.settle(aim.choose(scores(graph, seed)).masks)
+        widths = {layer: int(mask.sum()) for layer, mask in left.items()}
+        odd = {layer: n for layer, n in widths.items() if n % round_to and n < whole[layer].sum()}
+        assert not odd, (share, seed)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_groups_are_read_and_fed_for_round_widths(share):
+    # A group of four that goes takes four filters before it along, so groups have to come and go in pairs.
+    grouped = nn.Conv2d(32, 32, 3, groups=8, bias=False)
+    net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), grouped, nn.ReLU(), nn.Conv2d(32, 2, 1))
+    graph = trace(net, IMAGE)
+    aim = Aim(graph, Budget(macs=share), Guards(round_to=8))
+    for seed in range(4):
+        left = graph.settle(aim.choose(scores(graph, seed)).masks)
+        assert [int(mask.sum()) % 8 for mask in left.values()] == [0, 0]
+
+
 def test_every_layer_keeps_its_least(graph):
     masks = Aim(graph, Budget(macs=0.3), Guards(min_filters=3, max_removed=0.75)).choose(scores(graph)).masks
     for name, mask in masks.items():
@@ -244,6 +318,21 @@ def test_a_stream_knows_what_a_shortcut_brings_into_it(graph):
         (0, 2): (*[-1] * 24, *range(16), *[-1] * 24),
         (1, 2): (*[-1] * 16, *range(32), *[-1] * 16),
     }
+
+
+def test_layers_that_meet_in_different_widths_are_not_coupled():
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.few, self.many, self.head = nn.Conv2d(3, 2, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            stream = F.pixel_unshuffle(self.few(x), 2)
+            return self.head((stream + self.many(stream.relu())).relu())
+
+    graph = trace(Folded(), IMAGE)
+    assert coupled(graph, "streams") == ()
+    assert Pruner(Folded(), IMAGE, budget=Budget(macs=0.5), couple="streams", graph=graph).aim.limits is not None
 
 
 def test_layers_are_coupled_by_pattern(graph):
@@ -354,10 +443,33 @@ def test_a_file_of_the_size_asked_for(tmp_path):
     assert all(width % 2 == 0 for width in widths)
 
 
+@pytest.mark.parametrize("asked", [0.999, 0.3, "200kB", "30%", "smallest"])
+def test_a_pruner_keeps_the_file_within_the_size_asked_for(asked, tmp_path):
+    net, images = resnet20(), torch.zeros(2, 3, 16, 16)
+    dense = extract(net, images, Plan.from_masks(trace(net, images).all_filters()))
+    save(dense, tmp_path / "dense")
+    whole = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    if asked == "smallest":
+        with pytest.raises(PruningError, match="cannot be met") as caught:
+            Pruner(net, images, budget=Budget(size=0.001))
+        asked = float(re.search(r"left has ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+    budget = Budget(size=asked)
+    pruner = Pruner(net, images, budget=budget)
+    with torch.no_grad():
+        pruner.gates.soft.copy_(torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)))
+    pruner.land()
+    save(pruner.extract(), tmp_path / "small")
+    most = budget.size * whole if budget.size < 1 else budget.size
+    assert most - 0.01 * whole <= (tmp_path / "small" / "model.safetensors").stat().st_size <= most
+
+
 def test_an_impossible_size_is_refused_before_anything_is_written(tmp_path):
     for sets, told in (
         (["budget.macs=1e-5"], "the target of .* macs .* cannot be met"),
-        (["budget.size=5e3"], "the target size of 5000 cannot be met: names and numbers"),
+        (
+            ["budget.size=5e2"],
+            r"the target of 500 bytes \(0.0\d+%\) cannot be met: .* has [\d,]+ bytes",
+        ),
     ):
         with pytest.raises(PruningError, match=told):
             fit(resnet20(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")

@@ -13,7 +13,8 @@ from torch import nn
 from clocks import clock_of, work
 from sbf_pruner.budget.aim import Aim
 from sbf_pruner.budget.guards import Guards, coupled, whole_branches
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget.landing import Field, land
+from sbf_pruner.budget.targets import Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost, lay_out
@@ -202,6 +203,17 @@ def test_landing_comes_to_the_time_asked_for(graph, smooth, way, share):
     assert share - 0.012 <= smooth.ratio(graph.settle(masks)) <= share
 
 
+def test_a_layer_is_widened_as_long_as_there_is_time():
+    # One filter of "big" takes 50, a block of 16 of "small" takes 1: the second big one does not fit, and what is
+    # left over is for the small ones, block after block.
+    field = Field(
+        {"big": np.array([0.9, 0.8]), "small": np.array([1.0, *np.linspace(0.1, 0.2, 63)])},
+        lambda masks: {"latency": 50.0 * masks["big"].sum() + -(-masks["small"].sum() // 16)},
+    )
+    landing = land(field, Limits({"latency": 53.0}, {"latency": 104.0}))
+    assert [int(mask.sum()) for mask in landing.masks.values()] == [1, 48]
+
+
 def test_a_time_and_a_size_hold_together(graph, smooth):
     aim = Aim(graph, Budget(latency=0.5, params=0.4), clock=smooth)
     usage = aim.choose(made_up(graph, Guards())).usage
@@ -269,6 +281,11 @@ def test_a_pruner_takes_the_file(graph, smooth, tmp_path):
     assert smooth.ratio(kept) <= 0.5
 
 
+def first_layer(held):
+    """The widths and times of the first layer of a written table."""
+    return next(iter(held["table"].values()))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -276,6 +293,12 @@ def test_a_pruner_takes_the_file(graph, smooth, tmp_path):
         (lambda held: held.update(kind="plan"), "is no file of `sbf latency`"),
         (lambda held: held.pop("table"), "is no file of `sbf latency`"),
         (lambda held: held.update(table={"a conv": []}), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held).clear(), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(0, math.inf), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(2, math.nan), "is no file of `sbf latency`"),
+        (lambda held: first_layer(held)[0].__setitem__(2, -1.0), "is no file of `sbf latency`"),
+        (lambda held: held.update(dense_seconds=0), "is no file of `sbf latency`"),
+        (lambda held: held.update(coefficients={}), "is no file of `sbf latency`"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(graph, smooth, tmp_path, change, said):

@@ -6,8 +6,9 @@ the guards and break no limit.  A budget that no choice can meet is refused at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..errors import PruningError
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid, cost_of, lay_out
 from ..graph.masks import Mask
+from ..stored import Stored
 from .guards import Guards
 from .landing import Field, Landing, Masks, Values, land
 from .prices import Prices, prices
@@ -50,8 +52,12 @@ class Aim:
         budget: Budget | None = None,
         guards: Guards | None = None,
         clock: Clock | None = None,
+        stored: Stored | None = None,
+        *,
+        refuse: bool = True,
     ) -> None:
         self.graph = graph
+        self.stored = stored
         self.clock = clock if budget is not None and budget.latency != 1 else None
         if budget is not None and budget.latency != 1 and clock is None:
             raise PruningError(
@@ -61,11 +67,15 @@ class Aim:
         shapes = [value.shape for value in graph.trace.inputs]
         self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
+        self._whole = graph.settle({})  # filters that lead nowhere in the dense network do so in all
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
             self.limits = budget.limits(self.count({}))
             self.prices = self.priced(graph.all_filters())
-            self._check_reachable(self.limits)
+            self.smallest = self._smallest(self.guards, self.limits)
+            self.reachable = self.limits.hold(self.count(self.smallest))
+            if refuse and not self.reachable:
+                raise self._refusal(self.limits)
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
         """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
@@ -87,9 +97,12 @@ class Aim:
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
 
     def count(self, masks: Masks) -> Usage:
-        """What a choice costs, by resource; MACs are those of one sample."""
+        """What a choice costs, by resource; MACs are those of one sample, and a size that of the tensors alone
+        where it is not known how they are stored."""
         laid = lay_out(self.graph, masks)
         found = asdict(cost_of(self.graph, laid))
+        if self.stored is not None:
+            found["size"] = self.stored.bytes(laid, found["size"])
         timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
         return {**found, "macs": found["macs"] / self.samples, **timed}
 
@@ -101,7 +114,10 @@ class Aim:
         return found
 
     def _field(self, scores: Mapping[str, Values]) -> Field:
-        return Field(scores, self.count, lambda masks: self._finished(masks, scores, self.guards), self.prices)
+        def finish(masks: Masks) -> Masks:
+            return self._finished(masks, scores, self.guards)
+
+        return Field(scores, self.count, finish, self.prices, self.smallest)
 
     def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
         # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
@@ -112,25 +128,83 @@ class Aim:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
                 # Where filters are left but meet nothing (the factors of a product), all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
-        return guards.complete(masks, scores)
+        return self._guarded(masks, scores, guards)
 
-    def _least(self, guards: Guards) -> Usage:
-        """What the smallest network costs that may be left."""
-        scores = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
-        return self.count(self._finished(_nothing(self.graph), scores, guards))
+    def _guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+        """What the guards make of a choice, so that they hold for the widths a network really gets.
 
-    def _check_reachable(self, limits: Limits) -> None:
-        least = self._least(self.guards)
+        These are not those of the choice: groups and norms fill layers up, and filters that lead nowhere go.
+        """
+        futile = {name: ~mask for name, mask in self._whole.items()}
+        for _ in range(sum(map(len, scores.values()))):  # far fewer will do
+            values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
+            masks = guards.complete(masks, values)
+            left = self.graph.settle(masks) if guards.of_widths else {}
+            grown = dict(masks)
+            for name, there in left.items():
+                lacking = guards.lacking(int(there.sum()), int(self._whole[name].sum()))
+                if not lacking:
+                    continue
+                futile[name] = futile[name] | masks[name] & ~there
+                more = _best(there, lacking, np.where(futile[name], -np.inf, scores[name]), self._rows(name))
+                if more.any():
+                    grown[name] = there | more
+                    continue
+                grown[name] = self._whole[name]
+                for other, places in self._beside(name, left):
+                    grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
+            if all(np.array_equal(grown[name], masks[name]) for name in masks):
+                break
+            masks = grown
+        return masks
+
+    def _beside(self, name: str, left: Masks) -> Iterator[tuple[str, Mask]]:
+        """Where more must stay for more of a layer to live: groups that do not read it, or do not feed it."""
+        for feeder, readers in self._readers.items():
+            for reader in readers:
+                gone = ~_by_group(left[reader], self._rows(reader))
+                if feeder == name:
+                    yield reader, gone
+                elif reader == name:
+                    size, groups = len(left[feeder]), self._rows(reader)
+                    known = size == self.graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
+                    yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
+
+    def _rows(self, name: str) -> int:
+        return self.graph.layers[name].groups
+
+    @cached_property
+    def _readers(self) -> dict[str, list[str]]:
+        """By layer, the convolutions in groups without which some of its filters are not read."""
+        found: dict[str, list[str]] = {}
+        for reader, layer in self.graph.layers.items():
+            if layer.groups > 1:
+                left = self.graph.settle({reader: np.zeros(layer.filters, bool)})
+                for name, there in left.items():
+                    if name != reader and there.sum() < self._whole[name].sum():
+                        found.setdefault(name, []).append(reader)
+        return found
+
+    def _smallest(self, guards: Guards, limits: Limits) -> Masks:
+        """The smallest network that may be left: of several ways through it, one that costs little."""
+        layers = self.graph.layers
+        priced = [[-self.prices[resource][name] for name in layers] for resource in limits.most]
+        found = []
+        for worth in ([0.0 for _ in layers], [float(place) for place in range(len(layers))], *priced):
+            scores = {name: np.full(layers[name].filters, value) for name, value in zip(layers, worth, strict=True)}
+            found.append(self._finished(_nothing(self.graph), guards.leveled(scores), guards))
+        return min(found, key=lambda masks: -min(limits.room(self.count(masks)).values()))
+
+    def _refusal(self, limits: Limits) -> PruningError:
+        least = self.count(self.smallest)
         broken = limits.broken(least)
-        if not broken:
-            return
-        contradicted = self.guards != Guards() and not limits.broken(self._least(Guards()))
+        contradicted = self.guards != Guards() and not limits.broken(self.count(self._smallest(Guards(), limits)))
         remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
             "let more layers be pruned"
         )  # fmt: skip
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
-        found = " and ".join(limits.told(name, least) for name in broken)
-        raise PruningError(
+        found = " and ".join(limits.told(name, least, up=True) for name in broken)
+        return PruningError(
             f"the target of {asked} cannot be met: the smallest network that may be left "
             f"{'takes' if broken == ['latency'] else 'has'} {found}; ask for more, or {remedy}"
         )
@@ -138,3 +212,22 @@ class Aim:
 
 def _nothing(graph: ChannelGraph) -> Masks:
     return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
+
+
+def _by_group(there: Mask, groups: int) -> Mask:
+    """The filters of the groups of which one is there."""
+    return np.repeat(there.reshape(groups, -1).sum(1) > 0, len(there) // groups)
+
+
+def _best(there: Mask, count: int, scores: Values, groups: int) -> Mask:
+    """The best filters to add; a layer in groups gets one for each that is there, since they are of one size."""
+    absent = np.where(there, -np.inf, scores)
+    found = np.zeros_like(there)
+    rows = there.reshape(groups, -1)
+    counts = rows.sum(1)
+    if groups > 1 and ((counts > 0) & (counts < rows.shape[1])).any():
+        best = np.arange(rows.shape[1]) == absent.reshape(groups, -1).argmax(1)[:, None]
+        found = (best & (counts > 0)[:, None]).reshape(-1)
+    else:
+        found[np.argsort(-absent, kind="stable")[:count]] = True
+    return np.asarray(found & (absent > -np.inf))

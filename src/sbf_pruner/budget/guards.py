@@ -98,13 +98,25 @@ class Guards:
             found |= dict.fromkeys(group, self._filled(together, scores[group[0]]))
         return {name: self._filled(mask, scores[name]) for name, mask in found.items()}
 
+    @property
+    def of_widths(self) -> bool:
+        """Do they ask for anything of a layer's width?"""
+        return self.min_filters > 0 or self.max_removed < 1 or self.round_to > 1
+
+    def lacking(self, count: int, size: int) -> int:
+        """How many more filters a layer must have that keeps `count` of `size`.
+
+        >>> [Guards(round_to=8).lacking(count, 20) for count in (0, 9, 17)]
+        [0, 7, 3]
+        """
+        wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
+        return min(-(-wanted // self.round_to) * self.round_to, size) - count
+
     def _filled(self, mask: Mask, scores: NDArray[np.floating]) -> Mask:
         """What a layer keeps, and as many more of its best filters as it must have."""
-        count, size = int(mask.sum()), mask.size
-        wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
-        wanted = min(-(-wanted // self.round_to) * self.round_to, size)
         filled = mask.copy()
-        filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[: wanted - count]] = True
+        lacking = self.lacking(int(mask.sum()), mask.size)
+        filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[:lacking]] = True
         return filled
 
 
@@ -129,10 +141,20 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
         if couple != "streams":
             return ()
         met = [group.layers for group in Relations(graph).groups if ADD in group.meet]
-        groups = (tuple(name for name in layers if name in graph.layers) for layers in met)
+        groups = (group for layers in met for group in _of_one_width(graph, layers))
         order = {name: number for number, name in enumerate(graph.layers)}
         return tuple(sorted((group for group in groups if len(group) > 1), key=lambda group: order[group[0]]))
     return tuple(_matching(graph, pattern) for pattern in couple)
+
+
+def _of_one_width(graph: ChannelGraph, layers: Iterable[str]) -> list[tuple[str, ...]]:
+    """Layers that meet, by their number of filters: where one is folded before it meets another, they differ."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name in layers:
+        if name in graph.layers:
+            width = graph.layers[name].filters
+            found[width] = (*found.get(width, ()), name)
+    return list(found.values())
 
 
 def whole_branches(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -41,7 +41,8 @@ class Field:
     """What there is to choose from: every filter, and how a choice is completed and counted.
 
     `finish` adds what a network must not lose (it is asked before every count), `count` tells what a choice
-    costs, and `prices` what a filter of each layer costs of every resource.
+    costs, and `prices` what a filter of each layer costs of every resource.  `smallest` is a choice that keeps
+    within any limits: what is begun with where the scores' own lifelines are more than may be left.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Field:
         count: Callable[[Masks], Usage],
         finish: Callable[[Masks], Masks] = lambda masks: masks,
         prices: Mapping[str, Mapping[str, float]] | None = None,
+        smallest: Masks | None = None,
     ) -> None:
         self.sizes = {name: len(values) for name, values in scores.items()}
         self.scores = np.concatenate(list(scores.values())) if scores else np.zeros(0)
         self.count, self.finish = count, finish
         self.prices = prices or {}
+        self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
 
@@ -125,28 +128,36 @@ def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
     there = field.flat(masks)
     absent = [int(f) for f in np.argsort(-field.scores, kind="stable") if not there[f]]
     for name in dict.fromkeys(field.owner(filter_) for filter_ in absent):
-        count, size = int(masks[name].sum()), field.sizes[name]
-        if not count:  # a branch that is gone comes back by two layers at once, or not at all
-            continue
-        widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
-        for width in sorted({w for w in widths if count < w <= size}, reverse=True):
-            chosen = field.flat(masks)
-            mine = [f for f in absent if field.owner(f) == name and not chosen[f]]
-            chosen[mine[: width - count]] = True
-            more = field.masks(chosen)
-            found = field.count(more)
-            if limits.hold(found):
-                masks, usage = more, found
-                break
+        mine = [f for f in absent if field.owner(f) == name]
+        while (wider := _next_wider(field, limits, masks, name, mine)) is not None:
+            masks, usage = wider
     return Landing(masks, usage, landing.level)
+
+
+def _next_wider(
+    field: Field, limits: Limits, masks: Masks, name: str, best_first: list[int]
+) -> tuple[Masks, Usage] | None:
+    """The choice with one layer widened a step, as large a one as the limits hold; None where they hold none."""
+    count, size = int(masks[name].sum()), field.sizes[name]
+    if not count:  # a branch that is gone comes back by two layers at once, or not at all
+        return None
+    widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
+    for width in sorted({w for w in widths if count < w <= size}, reverse=True):
+        chosen = field.flat(masks)
+        chosen[[f for f in best_first if not chosen[f]][: width - count]] = True
+        more = field.masks(chosen)
+        if int(more[name].sum()) > count and limits.hold(found := field.count(more)):
+            return more, found
+    return None
 
 
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     """As many filters as fit, the highest keys first; then single ones that still fit."""
     order = np.argsort(-keys, kind="stable")
+    given = np.zeros(len(order), bool)
 
     def first(count: int) -> Masks:
-        chosen = np.zeros(len(order), bool)
+        chosen = given.copy()
         chosen[order[:count]] = True
         return field.masks(chosen)
 
@@ -157,6 +168,11 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
         return Landing(masks, usage, float(field.scores.min(initial=np.inf)))
     masks = first(least)
     usage = field.count(masks)
+    if not limits.hold(usage) and field.smallest is not None:
+        # The best filters of layers that are added up lie apart, and the way with the best ones may be a wide one.
+        given = field.flat(field.smallest)
+        masks = first(least)
+        usage = field.count(masks)
     if not limits.hold(usage):
         raise PruningError(f"no network keeps within {', '.join(limits.broken(usage))} as asked; ask for more")
     while most - least > 1:

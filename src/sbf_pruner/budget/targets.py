@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from ..errors import PruningError, nearest
@@ -159,13 +159,30 @@ class Limits:
         """The limits that a network breaks."""
         return [name for name, value in self.most.items() if usage[name] > value]
 
-    def told(self, name: str, usage: Usage) -> str:
-        """An amount of a resource in words.
+    def told(self, name: str, usage: Usage, up: bool = False) -> str:
+        """An amount of a resource in words; rounded `up`, so that whoever asks for the figure gets what has it.
 
         >>> Limits({}, {"macs": 2e6}).told("macs", {"macs": 5e5})
         '500,000 macs (25.0%)'
+        >>> Limits({}, {"latency": 8e3}).told("latency", {"latency": 1234.1}, up=True)
+        '1.24 ms (15.5%)'
         """
+        rounded = math.ceil if up else round
+        part = _written(100 * usage[name] / self.whole[name], rounded, 1)
         if name == "latency":
-            return f"{1e3 * usage[name] / MICROSECONDS:.3g} ms ({usage[name] / self.whole[name]:.1%})"
+            return f"{_written(1e3 * usage[name] / MICROSECONDS, rounded)} ms ({part}%)"
         unit = "bytes" if name == "size" else name
-        return f"{usage[name]:,.0f} {unit} ({usage[name] / self.whole[name]:.1%})"
+        amount = _written(usage[name], rounded, 0) if up or usage[name] > 10 else f"{usage[name]:g}"
+        return f"{amount} {unit} ({part}%)"
+
+
+def _written(number: float, rounded: Callable[[float], int], places: int | None = None) -> str:
+    """With so many decimal places, and more where two digits that count take more; or with three such digits.
+
+    >>> [_written(*given) for given in ((1234.5, math.ceil, 0), (0.00123, math.ceil, 1), (12.341, round))]
+    ['1,235', '0.0013', '12.3']
+    """
+    first = math.floor(math.log10(number)) if number > 0 else 0
+    found = 2 - first if places is None else max(places, 1 - first if first < 0 else 0)
+    scale = 10.0**found
+    return f"{rounded(number * scale * (1 - 1e-12)) / scale:,.{max(found, 0)}f}"

@@ -21,16 +21,15 @@ from ..budget.aim import Aim
 from ..budget.landing import Masks
 from ..budget.targets import MICROSECONDS, Budget, Usage
 from ..errors import PruningError, RunError, nearest
-from ..export import saved_bytes
 from ..graph.costs import lay_out
 from ..latency.model import LatencyModel
 from ..measuring import measure
 from ..plan import Plan
 from ..stopwatch.runtimes import RUNTIMES
 from ..stopwatch.source import clock_here, here
+from ..stored import Stored, saved_bytes
 from ..surgery import extract
 from ..training.engine import Engine
-from ..training.networks import file_bytes
 from ..training.start import cpu_threads
 from .scored import Scored, read_scored
 
@@ -99,9 +98,8 @@ class _Sweep:
         self.scored, self.request, self.report = scored, request, report
         pruner = scored.networks.pruner
         self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
-        self.free = Aim(self.graph, None, self.guards)
-        self.least = self.free.least(scored.scores)
-        self.file, self.aside = file_bytes(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.stored = Stored(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.free = Aim(self.graph, None, self.guards, stored=self.stored)
         self.clock = self._clock()
         self.tried: dict[Plan, Point] = {}
         self.smallest: Point | None = None
@@ -140,26 +138,13 @@ class _Sweep:
     def _point(self, size: float) -> Point:
         """What one size leaves."""
         asked: Point = {"asked": size, "share": self._share(size)}
-        masks = self._chosen(size)
-        if masks is None:
-            self.smallest = self.smallest or self._judged("the smallest", self.least)
+        budget = Budget(**{self.request.of: size})
+        aim = Aim(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
+        if budget.asked and not aim.reachable:
+            self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
             return {**asked, "reached": False}
+        masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
         return {**asked, "reached": True, **self._judged(f"{asked['share']:.1%}", masks)}
-
-    def _chosen(self, size: float) -> Masks | None:
-        """The filters that a size holds; None where even the fewest that must stay are more."""
-        of = self.request.of
-        if of == "size" and size != 1:
-            # What no pruning touches in the file is set aside, as it is for a run with this budget.
-            size = (size * self.file if size < 1 else size) - self.aside
-            if size <= 1:
-                return None
-        budget = Budget(**{of: size})
-        if not budget.asked:
-            return self.graph.all_filters()
-        if budget.limits(self._count({})).broken(self._count(self.least)):
-            return None
-        return Aim(self.graph, budget, self.guards, self.clock).choose(self.scored.scores).masks
 
     def _judged(self, name: str, masks: Masks) -> Point:
         """A choice of filters cut for real, recalibrated and judged; equal choices once."""
@@ -196,7 +181,7 @@ class _Sweep:
         return {**counted, "latency": MICROSECONDS * self.clock.seconds(lay_out(self.graph, masks))}
 
     def _share(self, size: float) -> float:
-        whole = {**self._count({}), "size": self.file}[self.request.of]
+        whole = self._count({})[self.request.of]
         return size if size <= 1 else min(size / whole, 1.0)
 
     def _clock(self) -> LatencyModel | None:

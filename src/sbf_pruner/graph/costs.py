@@ -44,8 +44,9 @@ def cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
 
 @dataclass(frozen=True)
 class Laid:
-    """What a choice of filters would leave: the channels alive, those there, and the modules that are not."""
+    """What a choice of filters would leave: filters, channels alive, channels there, and modules that are not."""
 
+    keep: dict[str, Mask]
     flow: Flow
     layout: Layout
     gone: set[str]
@@ -53,8 +54,8 @@ class Laid:
 
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
     """Lay a network out as surgery would cut it."""
-    flow = graph.settled(keep)[1]
-    return Laid(flow, solve(graph, flow), vanished(graph, flow))
+    left, flow = graph.settled(keep)
+    return Laid(left, flow, solve(graph, flow), vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,9 +150,11 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
         table = Table.from_dict(written["table"], written["runtime"] in BLOCKWISE)
         conditions = Conditions(written["runtime"], written["batch"], written["threads"], written["machine"])
         dense = float(written["dense_seconds"])
+        if not 0 < dense < math.inf:
+            raise ValueError(f"a dense network that takes {dense} s")
         if written["network"] == signature(Predictor(graph, table, conditions.batch)):
             return LatencyModel(graph, table, conditions, dense, written["coefficients"], written["calibration"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PruningError(f"latency.table: {source} is no file of `sbf latency` ({error!r}); {_REMEDY}") from None
     raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
 

@@ -7,6 +7,7 @@ in blocks, widths count as the next multiple.  The table is plain data, and so i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -62,9 +63,9 @@ class Table:
     @classmethod
     def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
         """What `to_dict` wrote; a ValueError where it is something else."""
-        points = {
-            Site.parse(name): {(int(i), int(o)): float(s) for i, o, s in held} for name, held in written.items()
-        }
+        points = {Site.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
+        if not all(points.values()):
+            raise ValueError("a layer without any time")
         return cls(points, blocks)
 
     def _grid(self, site: Site) -> tuple[list[int], list[int], dict[Widths, float]]:
@@ -91,6 +92,12 @@ class Table:
         (i0, i1, a), (o0, o1, b) = _bracket(rows, inputs), _bracket(columns, filters)
         near, far = (full[i, o0] + b * (full[i, o1] - full[i, o0]) for i in (i0, i1))
         return near + a * (far - near)
+
+
+def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
+    if not (isinstance(inputs, int) and isinstance(filters, int) and 0 < float(seconds) < math.inf):
+        raise ValueError(f"no widths with their time: {inputs}, {filters}, {seconds}")
+    return (inputs, filters), float(seconds)
 
 
 def _stepped(width: int, known: list[int]) -> int:

@@ -20,6 +20,7 @@ from ..budget.landing import Masks, Values
 from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
+from ..stored import Stored
 from .model import LatencyModel
 
 WAYS: dict[str, Couple] = {"filters": "none", "streams": "streams", "blocks": "blocks"}
@@ -57,13 +58,15 @@ def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
     return found if way == "filters" or found.groups or found.branches else None
 
 
-def choose_way(graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards) -> Chosen:
+def choose_way(
+    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, stored: Stored | None = None
+) -> Chosen:
     """The way that keeps the most MACs within the budget; ties and targets none reaches go to single filters."""
     found: dict[str, float | None] = {}
     for way in WAYS:
         held = guarded(graph, guards, way)
         if held is not None:
-            found[way] = _left(graph, clock, budget, held, way)
+            found[way] = _left(graph, clock, budget, held, stored)
     reached = {way: share for way, share in found.items() if share is not None}
     return Chosen(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
@@ -96,9 +99,11 @@ def made_up(graph: ChannelGraph, guards: Guards, seed: int = 0) -> dict[str, Val
     return scores
 
 
-def _left(graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, way: str) -> float | None:
+def _left(
+    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, stored: Stored | None
+) -> float | None:
     try:
-        aim = Aim(graph, budget, guards, clock)
+        aim = Aim(graph, budget, guards, clock, stored)
         usage = aim.choose(made_up(graph, guards)).usage
     except PruningError:
         return None

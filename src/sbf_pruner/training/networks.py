@@ -18,10 +18,7 @@ from ..attached import without_attached
 from ..budget.guards import Guards
 from ..budget.targets import Budget
 from ..errors import PruningError, RunError
-from ..export import saved_bytes
 from ..graph.build import trace
-from ..graph.channels import ChannelGraph
-from ..graph.costs import cost
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
@@ -59,14 +56,13 @@ class Networks:
         self._recipe = recipe
         scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
         self.graph = trace(self.dense, images[:2], guards.ignore)
-        size = self._tensor_bytes(budget.size, images[:2])
-        limits = Budget(params=budget.params, macs=budget.macs, size=size, latency=budget.latency)
+        limits = Budget(params=budget.params, macs=budget.macs, size=budget.size, latency=budget.latency)
         kept = Guards(guards.min_filters, guards.max_removed, guards.round_to)
         words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
         together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
         self.timed: Timed | None = None
         if budget.latency != 1:
-            self.timed = Timed.of(self.dense, images, self.graph, recipe, measured, limits, kept)
+            self.timed = Timed.of(self.dense, images, self.graph, recipe, measured, limits, kept, images[:2])
             together |= coupling(self.timed.chosen.way)
         self.pruner = Pruner(
             self.dense,
@@ -111,19 +107,6 @@ class Networks:
         moving = [phase for phase in phases(self._recipe) if phase.trains_scores][:1]
         steps = sum(phase.epochs * max(images // batch_size(self._recipe, phase), 1) for phase in moving)
         return TRAVEL / max((lengths.cycles - budget.settled) * steps, 1)
-
-    def _tensor_bytes(self, size: float, inputs: Tensor) -> float:
-        """What a limit on the file of weights leaves for the tensors that pruning can make smaller."""
-        if size == 1:
-            return 1.0
-        file, aside = file_bytes(self.dense, inputs, self.graph)
-        left = (size * file if size < 1 else size) - aside
-        if left <= 1:
-            raise PruningError(
-                f"the target size of {size:g} cannot be met: names and numbers that no pruning touches take "
-                f"{aside:,} bytes of the file; ask for more"
-            )
-        return left
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""
@@ -247,13 +230,6 @@ class Networks:
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
-
-
-def file_bytes(dense: nn.Module, inputs: Tensor, graph: ChannelGraph) -> tuple[int, int]:
-    """The bytes of the dense network's file of weights, and how many of them no pruning touches."""
-    file = saved_bytes(without_attached(dense), inputs, Plan.from_masks(graph.all_filters()))
-    # With filters the list of those kept shrinks too, so what is set aside for it is more than enough.
-    return file, file - cost(graph, {}).size
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..budget.guards import Guards
 from ..budget.targets import MICROSECONDS, MISSED, Budget
-from ..errors import RecipeError
+from ..errors import PruningError, RecipeError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
@@ -34,6 +34,7 @@ from ..pruner import Pruner
 from ..stopwatch.pairs import Pairs
 from ..stopwatch.runtimes import RUNTIMES
 from ..stopwatch.source import clock_here, here, same_place
+from ..stored import Stored
 from .recipe import Recipe
 
 CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
@@ -64,6 +65,7 @@ class Timed:
         kept: Path | None,
         budget: Budget,
         guards: Guards,
+        example: Tensor,
     ) -> Timed:
         """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
         config = recipe.latency
@@ -82,7 +84,8 @@ class Timed:
             return cls(clock, Chosen(OWN, {}))
         if config.way != "auto":
             return cls(clock, Chosen(config.way, {}))
-        chosen = choose_way(graph, clock, budget, guards)
+        stored = Stored(network, example, graph) if budget.size != 1 else None
+        chosen = choose_way(graph, clock, budget, guards, stored)
         _log.info("%s", chosen.told())
         return cls(clock, chosen)
 
@@ -108,7 +111,10 @@ class Timed:
             if abs(tried[name][0]) <= CLOSE or (found < asked and _scarcer(pruner, plan)):
                 break
             self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
-            pruner.land()
+            try:
+                pruner.land()
+            except PruningError:  # by what was found even the smallest network takes longer: that one, then
+                pruner.gate(Plan.from_masks(pruner.aim.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
         if off > MISSED:

@@ -1,0 +1,90 @@
+"""The file of a network's weights: what its header says, and how long it is for any choice of filters.
+
+A dense network and its channel graph enter; for the layout that surgery would cut, bytes leave, without cutting
+or writing anything.  What holds: the file that is written is never longer (but where the model's own code insists
+on sizes, see `graph.costs`).  It is shorter by a few bytes per tensor, because which names surgery makes longer,
+and where in the file a tensor lies, is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .files import metadata_of, stored_bytes, to_plain
+from .graph.channels import ChannelGraph
+from .graph.costs import Laid
+from .plan import Plan
+
+FORMAT = "sbf-pruner network 1"
+_INSERTED = len("module.")  # what surgery may put into a name
+_DTYPE = len("F8_E4M3")  # the longest there is
+_ALIGNED = 8
+
+
+def header(plans: Sequence[Plan], inputs: Any) -> dict[str, Any]:
+    """What stands before the tensors: every plan in turn, and what the example inputs looked like."""
+    return {
+        "format": FORMAT,
+        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
+        "inputs": to_plain(inputs, _describe),
+    }
+
+
+def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
+    """How long the file of weights would be if `model` were what `plan` left."""
+    return stored_bytes(model.state_dict(), header((plan,), inputs))
+
+
+class Stored:
+    """Bytes of the file that `save` would write.
+
+    >>> import numpy as np, torch
+    >>> from .graph.build import trace
+    >>> from .graph.costs import lay_out, cost_of
+    >>> net, images = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.rand(1, 3, 5, 5)
+    >>> graph = trace(net, images)
+    >>> stored, laid = Stored(net, images, graph), lay_out(graph, {"0": np.arange(8) < 2})
+    >>> stored.dense > stored.bytes(laid, cost_of(graph, laid).size) > 0
+    True
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
+        self._graph, self._inputs = graph, inputs
+        self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
+        state = model.state_dict()
+        self._entries = {name: _entry(name, tensor) for name, tensor in state.items()}
+        self._fixed = {
+            name: tensor.numel() * tensor.element_size()
+            for name, tensor in state.items()
+            if name not in graph.trace.states
+        }
+        everything = Plan.from_masks(graph.all_filters())
+        self.dense = stored_bytes(state, header((*self._before, everything), inputs))
+        """with all filters"""
+
+    def bytes(self, laid: Laid, tensors: int) -> int:
+        """At most how long the file is, if what can be pruned takes so many bytes."""
+        if all(mask.all() for mask in laid.keep.values()):
+            return self.dense
+        there = [name for name in self._entries if name.rpartition(".")[0] not in laid.gone]
+        data = tensors + sum(self._fixed.get(name, 0) for name in there)
+        plans = (*self._before, Plan.from_masks(laid.keep))
+        told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs))}))
+        offsets = 2 * len(str(data))
+        told += sum(self._entries[name] + _INSERTED + offsets for name in there)
+        return 8 + -(-told // _ALIGNED) * _ALIGNED + data
+
+
+def _entry(name: str, tensor: Tensor) -> int:
+    """Characters of a tensor's entry in the header, without the digits of its place."""
+    shape = json.dumps(list(tensor.shape), separators=(",", ":"))
+    told = json.dumps(name, ensure_ascii=False) + f':{{"dtype":"","shape":{shape},"data_offsets":[,]}},'
+    return len(told.encode()) + _DTYPE
+
+
+def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -1,0 +1,54 @@
+"""How long a file of weights is, before it is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cases import random_plans
+from sbf_pruner.export import MODEL, save
+from sbf_pruner.graph.build import trace
+from sbf_pruner.graph.costs import cost_of, lay_out
+from sbf_pruner.stored import Stored, saved_bytes
+from sbf_pruner.surgery import extract
+from zoo import ZOO
+
+FREE = [
+    *("Plain", "Residual", "OptionA", "Concat", "Dense", "Split"),
+    *("Depthwise", "Grouped", "SharedParameter", "Unused"),
+]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_no_file_is_longer_than_said_and_none_much_shorter(name, tmp_path):
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    stored = Stored(model, inputs, graph)
+    for plan in random_plans(graph, 6)[1:]:
+        laid = lay_out(graph, plan.masks(graph))
+        said = stored.bytes(laid, cost_of(graph, laid).size)
+        small = extract(model, inputs, plan, graph)
+        save(small, tmp_path)
+        file = (tmp_path / MODEL).stat().st_size
+        assert file <= said <= file + 16 * len(model.state_dict()), plan
+        assert file == saved_bytes(small, inputs, small.sbf_plans[0])
+
+
+def test_a_network_that_was_pruned_before_tells_of_both_plans(tmp_path):
+    model, inputs = ZOO["Plain"]()
+    middle = extract(model, inputs, random_plans(trace(model, inputs), 6)[3])
+    graph = trace(middle, inputs)
+    plan = random_plans(graph, 6)[2]
+    laid = lay_out(graph, plan.masks(graph))
+    said = Stored(middle, inputs, graph).bytes(laid, cost_of(graph, laid).size)
+    save(extract(middle, inputs, plan, graph), tmp_path)
+    assert said - 16 * len(middle.state_dict()) <= (tmp_path / MODEL).stat().st_size <= said
+
+
+def test_with_all_filters_it_is_the_file_itself(tmp_path):
+    model, inputs = ZOO["Residual"]()
+    graph = trace(model, inputs)
+    save(extract(model, inputs, random_plans(graph, 2)[0], graph), tmp_path)
+    laid = lay_out(graph, {name: np.ones(layer.filters, bool) for name, layer in graph.layers.items()})
+    stored = Stored(model, inputs, graph)
+    assert stored.bytes(laid, cost_of(graph, laid).size) == stored.dense == (tmp_path / MODEL).stat().st_size
