@@ -25,8 +25,9 @@ def collect(runs: Iterable[Run], path: Path) -> list[str]:
     """Add the finished runs to the results; returns the names of those that are new or changed."""
     held = json.loads(path.read_text("utf-8"))["runs"] if path.is_file() else []
     entries = {entry["name"]: entry for entry in held}
-    found = {run.name: entry_of(run) for run in runs if run.finished}
-    new = [name for name, entry in found.items() if entries.get(name) != entry]
+    made = {run.name: entry_of(run) for run in runs if run.finished}
+    found = {name: entry for name, entry in made.items() if not _same(entry, entries.get(name))}
+    new = list(found)
     if new:
         entries |= found
         ordered = [entries[name] for name in sorted(entries)]
@@ -60,6 +61,14 @@ def entry_of(run: Run) -> dict[str, Any]:
         "environment": summary["environment"],
         "recipe": recipe.to_dict(),
     }
+
+
+def _same(entry: Mapping[str, Any], held: Mapping[str, Any] | None) -> bool:
+    """Is it the run that is held already?  Then its recipe stays as it was written down then.
+
+    Read again after settings were added, a recipe would claim that the run had them at what is usual now.
+    """
+    return held is not None and all(held.get(key) == value for key, value in entry.items() if key != "recipe")
 
 
 def _shares(left: Mapping[str, int], whole: Mapping[str, int]) -> dict[str, float]:

@@ -135,6 +135,12 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     text = results.read_bytes()
     assert collect(runs, results) == [] and collect([], results) == []
     assert results.read_bytes() == text
+    # A run that is held keeps the recipe it was held with, whatever settings there are by now.
+    older = json.loads(text)
+    del older["runs"][0]["recipe"]["scores"]["recalibrate"]
+    results.write_text(json.dumps(older))
+    assert collect(runs, results) == [] and json.loads(results.read_text()) == older
+    results.write_bytes(text)
     entry = json.loads(text)["runs"][0]
     assert entry["accuracy"] == first.records()[-1]["test_accuracy"]
     assert entry["left"]["params"] < entry["dense"]["params"] and entry["left"]["macs_removed"] > 0
