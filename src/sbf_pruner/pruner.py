@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -167,8 +168,9 @@ class Pruner:
         yield self
 
     def steer(self) -> None:
-        """Let the penalty follow the budget, once in a while during a score phase; its end does it too."""
-        self._land()
+        """Let the penalty follow the budget, a few times during a score phase; its end does it too."""
+        if self.pressure.steering is not None:
+            self.pressure.steer(self.aim.level(self._score_values()), self.progress)
 
     def penalty(self) -> Tensor:
         """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
@@ -216,8 +218,7 @@ class Pruner:
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""
         self._check_attached()
-        scores = {name: values.cpu().numpy() for name, values in self.scores().items()}
-        self._hold(self.aim.choose(scores, self.threshold, self.progress).masks)
+        self._hold(self.aim.choose(self._score_values(), self.threshold, self.progress).masks)
 
     def extract(self) -> nn.Module:
         """A new, smaller module that computes what the gated model computes."""
@@ -302,10 +303,13 @@ class Pruner:
 
     def _land(self) -> Landing:
         """What the scores make of the gates now; the penalty follows."""
-        scores = {name: values.cpu().numpy() for name, values in self.scores().items()}
-        landing = self.aim.choose(scores, self.threshold, self.progress)
+        landing = self.aim.choose(self._score_values(), self.threshold, self.progress)
+        self.steer()
         self.pressure.follow(landing, self.progress)
         return landing
+
+    def _score_values(self) -> dict[str, NDArray[np.floating]]:
+        return {name: values.cpu().numpy() for name, values in self.scores().items()}
 
     def _hold(self, masks: dict[str, Mask]) -> None:
         self._held, flow = self.graph.settled(masks)

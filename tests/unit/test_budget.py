@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -376,6 +377,22 @@ def test_the_strength_follows_the_level():
     assert steering.strength == pytest.approx(1e-3 * RANGE), "it does not grow without end"
 
 
+@pytest.mark.parametrize("start", [1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize("times", [10, 20, 40, 80])
+def test_the_level_comes_to_the_threshold_wherever_the_strength_starts(start, times):
+    """Scores that move at most three logits in all, the faster the more the penalty outweighs the loss."""
+    steering = Steering(start, threshold=0.5)
+    level, course = 1.0, []
+    for step in range(times):
+        progress = min((step + 1) / (0.6 * times), 1)
+        outweighs = math.log10(steering.strength / 3e-3)  # where it draws with the loss, which steering cannot know
+        level *= math.exp(-3 / times * max(-0.1, min(outweighs, 1.0)))
+        course.append(level / (1 - 0.5 * progress))
+        steering.follow(level, progress)
+    assert 0.85 < course[-1] < 1.15, "it comes to where it is wanted"
+    assert min(course) > 0.65, "and does not swing below"
+
+
 def test_steering_brings_the_scores_themselves_to_the_budget():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 4, 3))
@@ -415,7 +432,7 @@ def test_steering_survives_a_stop():
     again.load_state_dict(state)
     assert again.progress == pruner.progress == 0.25
     assert again.pressure.strength == pruner.pressure.strength != torch.tensor(5e-4)
-    assert again.pressure.steering.strength == pruner.pressure.steering.strength
+    assert again.pressure.steering.state_dict() == pruner.pressure.steering.state_dict()
     assert torch.equal(again.pressure.weights, pruner.pressure.weights)
     assert again.pressure.mix.parts == pruner.pressure.mix.parts
 

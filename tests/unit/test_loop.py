@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.measuring import measure
+from sbf_pruner.pruner import Pruner
 from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
@@ -361,6 +362,16 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
     teacher = load_checkpoint(full.folder / "checkpoints", "dense.safetensors")
     assert list(teacher) == list(model().state_dict())
     assert all(map(torch.equal, teacher.values(), weights(dense)))
+
+
+def test_the_penalty_follows_the_budget_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    steer = Pruner.steer
+    monkeypatch.setattr(Pruner, "steer", lambda self: (seen.append(self.progress), steer(self)))
+    made = recipe(dense_control=False, budget__macs=0.6, budget__steer=True, budget__settled=0)
+    fit(model(), made, run=tmp_path / "run")
+    # Two cycles of two epochs of four steps: after each step, and at the end of the phase with what it landed on.
+    assert seen == [n / 16 for n in range(1, 17)]
 
 
 # -- scores and weights in the same steps ------------------------------------------------------------------------

@@ -86,6 +86,11 @@ class Aim:
             return Landing(self._finished(above, scores, self.guards), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress), progress >= 1)
 
+    def level(self, scores: Mapping[str, Values]) -> float:
+        """The score that would separate what stays from what goes, were the limits what was asked for already."""
+        assert self.limits is not None
+        return land(self._field(self.guards.leveled(scores)), self.limits, settled=False).level
+
     def least(self, scores: Mapping[str, Values]) -> Masks:
         """The smallest network that may be left, the filters that cannot go chosen by their scores."""
         return self._finished(_nothing(self.graph), self.guards.leveled(scores), self.guards)

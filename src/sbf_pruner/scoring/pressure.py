@@ -44,10 +44,13 @@ class Pressure:
         """The penalty of the scores."""
         return weighted_l1(scores, self.weights, self.strength)
 
-    def follow(self, landing: Landing, progress: float) -> None:
-        """Take up what a landing tells: where the cut was, and what was scarce."""
+    def steer(self, level: float, progress: float) -> None:
+        """Follow the budget: `level` is the score that would separate what stays from what goes."""
         if self.steering is not None:
-            self.strength.fill_(self.steering.follow(landing.level, progress))
+            self.strength.fill_(self.steering.follow(level, progress))
+
+    def follow(self, landing: Landing, progress: float) -> None:
+        """Take up what a landing tells: what was scarce, and which neighbours filters have."""
         if self.mix is not None:
             if self.aim.limits is not None:
                 self.mix.follow(self.aim.limits.eased(progress).room(landing.usage))
@@ -56,15 +59,21 @@ class Pressure:
     def state_dict(self) -> dict[str, Any]:
         """What following has changed."""
         mixed = None if self.mix is None else dict(self.mix.parts)
-        strength = float(self.strength) if self.steering is None else self.steering.strength  # not rounded
-        return {"strength": strength, "weights": self.weights.clone(), "mix": mixed}
+        steered = None if self.steering is None else self.steering.state_dict()
+        return {
+            "strength": float(self.strength),
+            "weights": self.weights.clone(),
+            "mix": mixed,
+            "steering": steered,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         self.strength.fill_(state["strength"])
         self.weights.copy_(state["weights"])
         if self.steering is not None:
-            self.steering.strength = state["strength"]
+            first = {"strength": state["strength"], "error": 0.0}  # of a version that knew no error
+            self.steering.load_state_dict(state.get("steering", first))
         if self.mix is not None:
             self.mix = Mix(state["mix"])
 

@@ -8,7 +8,7 @@ the gates are too: a step holds no Python number that changes, and can be compil
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +24,7 @@ from .optimizer import set_rate
 from .teacher import Teacher
 
 Batch = tuple[Tensor, Tensor]
+AfterStep = Callable[[int, int], None]  # is told how many steps of how many are done
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Engine:
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
+        after_step: AfterStep | None = None,
     ) -> Tally:
         """Train the weights for one epoch; `rates` holds the learning rate of each step.
 
@@ -76,7 +78,7 @@ class Engine:
         self.network.train()
         scored = self._scored()
         sums = _Sums(self.device)
-        for (images, labels), rate in zip(batches.epoch(epoch), rates, strict=True):
+        for step, ((images, labels), rate) in enumerate(zip(batches.epoch(epoch), rates, strict=True), 1):
             set_rate(optimizer, rate)
             optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
@@ -91,15 +93,23 @@ class Engine:
             if average is not None:
                 average.update()
             sums.add(outputs, labels, loss, penalty)
+            if after_step is not None:
+                after_step(step, len(rates))
         return sums.tally()
 
-    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
+    def score_epoch(
+        self,
+        batches: Batches,
+        epoch: int,
+        teacher: Teacher | None = None,
+        after_step: AfterStep | None = None,
+    ) -> Tally:
         """Train the scores for one epoch, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
         self.network.train()
         sums = _Sums(self.device)
-        for images, labels in batches.epoch(epoch):
+        for step, (images, labels) in enumerate(batches.epoch(epoch), 1):
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels)
             if teacher is not None:
@@ -108,6 +118,8 @@ class Engine:
             (loss + penalty).backward()
             pruner.step()
             sums.add(outputs, labels, loss, penalty)
+            if after_step is not None:
+                after_step(step, len(batches))
         return sums.tally()
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Batches
-from .engine import Tally
+from .engine import AfterStep, Tally
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
@@ -93,8 +93,11 @@ class Step:
                 self.graph = capture(self._once, self.at.zero_)
             changed.undo()
 
-    def epoch(self, index: int, rates: Sequence[float] = ()) -> Tally:
-        """Run all steps of an epoch; the only wait for the device is for the three sums at its end."""
+    def epoch(self, index: int, rates: Sequence[float] = (), after_step: AfterStep | None = None) -> Tally:
+        """Run all steps of an epoch.
+
+        The only waits for the device are for the three sums at its end, and whatever `after_step` asks of it.
+        """
         drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
         for held, choice in zip(self.drawn, drawn, strict=True):
             held.copy_(choice, non_blocking=True)
@@ -102,13 +105,12 @@ class Step:
             self.rates.copy_(torch.tensor(rates))
         self.at.zero_()
         self.sums.zero_()
-        if self.graph is None:
-            with self.inside:
-                for _ in range(self.steps):
-                    self._once()
-        else:
-            for _ in range(self.steps):
-                self.graph.replay()
+        once = self._once if self.graph is None else self.graph.replay
+        with self.inside if self.graph is None else nullcontext():
+            for step in range(1, self.steps + 1):
+                once()
+                if after_step is not None:
+                    after_step(step, self.steps)
         self.next = index + 1, self._draw(index + 1)  # while the device is busy
         loss, hits, penalty = (self.sums / self.drawn[0].numel()).tolist()
         return Tally(loss, 100 * hits, penalty)

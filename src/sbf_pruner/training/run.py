@@ -140,7 +140,8 @@ class Run:
             if pruner is not None:
                 frozen.enter_context(self._trained(phase, pruner, engine))
             while self.done < phase.end:
-                record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
+                after_step = partial(self.networks.after_step, phase, self.done) if phase.trains_scores else None
+                record = self.epochs.run(phase, self.done, engine, descent, self.teacher, after_step)
                 self.done += 1
                 if phase.trains_scores:
                     self.networks.closes_in(phase, self.done - phase.first_epoch)
