@@ -28,6 +28,7 @@ FAST = {
     "torchvision:mobilenet_v3_small": 0.9,  # depthwise, squeeze and excite
     "timm:convnext_atto": 0.9,  # layer norms, layer scale, hidden units of linear layers
     "timm:resnest14d": 0.8,  # groups, split attention
+    "timm:resnet32ts": 0.9,  # norms of its own, with the activation inside
 }
 
 

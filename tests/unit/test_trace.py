@@ -285,6 +285,20 @@ def test_layers_that_feed_another_head_in_training_are_left_alone():
     )
 
 
+def test_a_norm_that_counts_its_batches_in_training_is_not_recorded_so():
+    """A count has no channels, and nothing that is pruned depends on it."""
+
+    class Counting(nn.BatchNorm2d):
+        def forward(self, x):
+            if self.training:
+                self.num_batches_tracked.add_(1)
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+    graph = trace(nn.Sequential(nn.Conv2d(3, 6, 1), Counting(6), nn.ReLU(), nn.Conv2d(6, 2, 1)), IMAGE)
+    assert set(graph.layers) == {"0"}
+    assert not any("add_" in op.name for op in graph.trace.ops)
+
+
 def test_a_head_that_is_used_twice_gives_the_outputs():
     graph = trace(Heads(lambda net, x: net.head(net.stem(x)) + net.head(net.stem(-x))), IMAGE)
     assert graph.skipped["head"] == "its filters are the network's outputs"

@@ -54,10 +54,10 @@ def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
     """The modules that ran while tensors of theirs, or children of theirs with tensors, did not."""
     holders: dict[str, None] = {}
     torchs_own = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
-    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
         path = name.rpartition(".")[0]
-        # Torch's own modules are told by their arguments, not by us, what to leave out.
-        if name not in found.states and not (path in found.calls and path in torchs_own):
+        # A number, such as a count of batches, has no channels; torch's own modules are told what to leave out.
+        if held.dim() and name not in found.states and not (path in found.calls and path in torchs_own):
             while path and path not in found.calls:
                 path = path.rpartition(".")[0]
             holders[path] = None
