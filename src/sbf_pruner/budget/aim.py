@@ -6,9 +6,8 @@ the guards and break no limit.  A budget that no choice can meet is refused at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from .guards import Guards
 from .landing import Field, Landing, Masks, Values, land
 from .prices import Prices, prices
 from .targets import MICROSECONDS, Budget, Limits, Usage
+from .widths import Widths
 
 
 class Clock(Protocol):
@@ -67,7 +67,7 @@ class Aim:
         shapes = [value.shape for value in graph.trace.inputs]
         self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
-        self._whole = graph.settle({})  # filters that lead nowhere in the dense network do so in all
+        self._widths = Widths(graph)
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
             self.limits = budget.limits(self.count({}))
@@ -133,62 +133,7 @@ class Aim:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
                 # Where filters are left but meet nothing (the factors of a product), all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
-        return self._guarded(masks, scores, guards)
-
-    def _guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
-        """What the guards make of a choice, so that they hold for the widths a network really gets.
-
-        These are not those of the choice: groups and norms fill layers up, and filters that lead nowhere go.
-        """
-        futile = {name: ~mask for name, mask in self._whole.items()}
-        for _ in range(sum(map(len, scores.values()))):  # far fewer will do
-            values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
-            masks = guards.complete(masks, values)
-            left = self.graph.settle(masks) if guards.of_widths else {}
-            grown = dict(masks)
-            for name, there in left.items():
-                lacking = guards.lacking(int(there.sum()), int(self._whole[name].sum()))
-                if not lacking:
-                    continue
-                futile[name] = futile[name] | masks[name] & ~there
-                more = _best(there, lacking, np.where(futile[name], -np.inf, scores[name]), self._rows(name))
-                if more.any():
-                    grown[name] = there | more
-                    continue
-                grown[name] = self._whole[name]
-                for other, places in self._beside(name, left):
-                    grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
-            if all(np.array_equal(grown[name], masks[name]) for name in masks):
-                break
-            masks = grown
-        return masks
-
-    def _beside(self, name: str, left: Masks) -> Iterator[tuple[str, Mask]]:
-        """Where more must stay for more of a layer to live: groups that do not read it, or do not feed it."""
-        for feeder, readers in self._readers.items():
-            for reader in readers:
-                gone = ~_by_group(left[reader], self._rows(reader))
-                if feeder == name:
-                    yield reader, gone
-                elif reader == name:
-                    size, groups = len(left[feeder]), self._rows(reader)
-                    known = size == self.graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
-                    yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
-
-    def _rows(self, name: str) -> int:
-        return self.graph.layers[name].groups
-
-    @cached_property
-    def _readers(self) -> dict[str, list[str]]:
-        """By layer, the convolutions in groups without which some of its filters are not read."""
-        found: dict[str, list[str]] = {}
-        for reader, layer in self.graph.layers.items():
-            if layer.groups > 1:
-                left = self.graph.settle({reader: np.zeros(layer.filters, bool)})
-                for name, there in left.items():
-                    if name != reader and there.sum() < self._whole[name].sum():
-                        found.setdefault(name, []).append(reader)
-        return found
+        return self._widths.guarded(masks, scores, guards)
 
     def _smallest(self, guards: Guards, limits: Limits) -> Masks:
         """The smallest network that may be left: of several ways through it, one that costs little."""
@@ -217,22 +162,3 @@ class Aim:
 
 def _nothing(graph: ChannelGraph) -> Masks:
     return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
-
-
-def _by_group(there: Mask, groups: int) -> Mask:
-    """The filters of the groups of which one is there."""
-    return np.repeat(there.reshape(groups, -1).sum(1) > 0, len(there) // groups)
-
-
-def _best(there: Mask, count: int, scores: Values, groups: int) -> Mask:
-    """The best filters to add; a layer in groups gets one for each that is there, since they are of one size."""
-    absent = np.where(there, -np.inf, scores)
-    found = np.zeros_like(there)
-    rows = there.reshape(groups, -1)
-    counts = rows.sum(1)
-    if groups > 1 and ((counts > 0) & (counts < rows.shape[1])).any():
-        best = np.arange(rows.shape[1]) == absent.reshape(groups, -1).argmax(1)[:, None]
-        found = (best & (counts > 0)[:, None]).reshape(-1)
-    else:
-        found[np.argsort(-absent, kind="stable")[:count]] = True
-    return np.asarray(found & (absent > -np.inf))
