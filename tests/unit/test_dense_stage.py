@@ -12,6 +12,7 @@ from torch import nn
 
 from runs import Small, small_recipe, small_run
 from sbf_pruner.errors import RunError
+from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import run
 from sbf_pruner.training.loop import Result, fit
 
@@ -64,6 +65,8 @@ def test_it_ends_with_the_same_bits_and_says_where_it_came_from(
     assert outcome(taken) == outcome(alone)
     assert seen[0] == 3  # the two epochs of the warm-up were not trained again
     assert taken.summary["dense_from"] == str(first.folder) and "dense_from" not in alone.summary
+    assert f"dense stage: taken over from {first.folder}" in summary_lines(taken.summary, "run")
+    assert f"dense stage of {first.folder}" in (taken.folder / "report.html").read_text()
     spent = [json.loads(line)["seconds"] for line in (first.folder / "metrics.jsonl").read_text().splitlines()[:2]]
     assert taken.summary["seconds"] >= round(sum(spent), 1)  # what the stage took is part of what the run takes
 

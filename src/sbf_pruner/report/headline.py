@@ -64,6 +64,8 @@ def headline(run: Run) -> str:
     if run.summary is not None:
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
         facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
+        if "dense_from" in run.summary:
+            facts.append(f"dense stage of {run.summary['dense_from']}")
     else:
         state = "not finished"
         share = 100 * last["done"] / last["total"] if last is not None else 0

@@ -37,6 +37,8 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
         parts += [] if known is None else [f"{known:.2f} % after the warm-up"]
         said = ", ".join(parts) or "there was no warm-up"
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
+    if "dense_from" in summary:
+        lines.append(f"dense stage: taken over from {summary['dense_from']}")
     lines.append(f"filters kept: {after:,} of {before:,}")
     if scored and before and before == after:
         lines.append(
