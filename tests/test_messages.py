@@ -343,7 +343,7 @@ def test_a_network_that_cannot_do_without_a_layer():
     with says(
         PruningError,
         "the network cannot run with fewer channels at test_messages.py:{line} (aten.div), even with all those "
-        "it sees there; drop the layers that feed it from the plan",
+        "it sees there; leave the layers that feed it alone (ignore)",
     ):
         extract(ReadsItsLayer(), IMAGE, Plan({"branch.0": []}))
 

@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model = build_dense(recipe)
     try:
         with (
-            told("sbf_pruner.training.timed", quiet=arguments.quiet),
+            told("sbf_pruner.training", quiet=arguments.quiet),
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
             watched(
                 report,

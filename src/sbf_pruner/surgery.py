@@ -92,7 +92,7 @@ class _Pins:
         if not more:
             raise PruningError(
                 f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
-                "it sees there; drop the layers that feed it from the plan"
+                "it sees there; leave the layers that feed it alone (ignore)"
             )
         self.whole |= more
 

@@ -732,6 +732,42 @@ def test_a_model_without_convolutions_is_refused(tmp_path: Path) -> None:
     refused("no convolution", tmp_path, nn.Sequential(nn.Flatten(), nn.Linear(64, 4)))
 
 
+class Asking(nn.Module):
+    """Its forward asks for the class of its layers, and does not know one that was cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)])
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = out = self.stem(x)
+        for layer in self.layers:
+            out = layer(out) if isinstance(layer, nn.Conv2d) else torch.relu(out)
+        return self.fc((x + out).mean((2, 3)))
+
+
+def test_a_network_that_cannot_be_cut_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    refused(
+        r"cannot run with fewer channels at test_loop\.py:\d+ .*; leave the layers that feed it alone",
+        tmp_path,
+        Asking(),
+    )
+
+
+def test_layers_that_a_network_cannot_do_without_keep_a_filter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hard = {"scores__lr": 3e-2, "scores__penalty": 1.0, "dense_control": False}
+    emptied = fit(model(), recipe(**hard), run=tmp_path / "other")
+    assert 0 in {layer["after"] for layer in emptied.summary["layers"].values()} and not caplog.records
+    made = recipe(guards__ignore=["stem", "layers.2"], **hard)
+    left = fit(Asking(), made, run=tmp_path / "run")
+    assert left.summary["layers"] == {"layers.0": {"before": 8, "after": 1}}
+    assert "every layer keeps a filter: without some of them, the network cannot run" in caplog.text
+
+
 def test_missing_data_is_refused(tmp_path: Path) -> None:
     refused("no data set is called 'cifra'", tmp_path, data__name="cifra")
     refused("cannot read", tmp_path, data__name="npz", data__path="missing.npz")

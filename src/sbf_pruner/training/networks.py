@@ -8,6 +8,7 @@ one must give the same outputs.  `state` holds all that training changed, and `r
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from ..graph.build import trace
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
+from ..trial import try_cuts
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
 from .schedule import Phase, batch_size, phases
 from .start import check_fit, load_weights
 from .timed import Timed, coupling, rehearse, timer_here
+
+_log = logging.getLogger(__name__)
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
@@ -58,7 +62,7 @@ class Networks:
         scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
         self.graph = trace(self.dense, images[:2], guards.ignore)
         limits = Budget(params=budget.params, macs=budget.macs, size=budget.size, latency=budget.latency)
-        kept = Guards(guards.min_filters, guards.max_removed, guards.round_to)
+        kept = self._guards()
         words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
         together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
         self.timed: Timed | None = None
@@ -99,6 +103,15 @@ class Networks:
         self.plan = self.pruner.plan()
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
+
+    def _guards(self) -> Guards:
+        """The guards of the recipe, and what the model's own code asks for."""
+        asked = self._recipe.guards
+        whole = try_cuts(self.dense, self.images[:2], self.graph)
+        if whole is not None and not asked.min_filters:
+            _log.warning("every layer keeps a filter: without some of them, %s", whole)
+        least = asked.min_filters if whole is None else max(asked.min_filters, 1)
+        return Guards(least, asked.max_removed, asked.round_to)
 
     def _speed(self, images: int) -> float:
         """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
