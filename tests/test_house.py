@@ -14,8 +14,19 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency", "scoring"),
-    *("slicing", "surgery", "trial", "pruner", "timing", "measuring", "environment", "methods", "models", "manifest"),
-    *("program", "export", "overview", "drawing", "report", "deploy", "stopwatch", "training", "frontier"),
+    *("slicing", "surgery", "trial", "pruner", "timing", "measuring", "environment", "methods", "models"),
+    *(
+        "manifest",
+        "program",
+        "export",
+        "overview",
+        "drawing",
+        "report",
+        "deploy",
+        "stopwatch",
+        "training",
+        "frontier",
+    ),
     *("bundle", "bench", "integrations", "terminal", "arguments", "words", "cli"),
 ]
 
