@@ -768,6 +768,16 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
     assert "every layer keeps a filter: without some of them, the network cannot run" in caplog.text
 
 
+def test_a_target_that_the_dense_network_meets_is_refused(tmp_path: Path) -> None:
+    refused(
+        r"nothing to prune for: the dense network has .* params \(100.0%\); ask for less",
+        tmp_path,
+        budget__params=1e9,
+    )
+    some = recipe(budget__params=1e9, budget__macs=0.5, dense_control=False)  # beside one that it does not meet
+    assert fit(model(), some, run=tmp_path / "run").summary["pruned"]["macs"] > 0
+
+
 def test_missing_data_is_refused(tmp_path: Path) -> None:
     refused("no data set is called 'cifra'", tmp_path, data__name="cifra")
     refused("cannot read", tmp_path, data__name="npz", data__path="missing.npz")

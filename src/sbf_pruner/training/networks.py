@@ -89,6 +89,10 @@ class Networks:
             graph=self.graph,
             **together,
         )
+        reached = self.pruner.aim.limits
+        if reached is not None and reached.hold(reached.whole):
+            found = " and ".join(reached.told(name, reached.whole) for name in reached.most)
+            raise PruningError(f"there is nothing to prune for: the dense network has {found}; ask for less")
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
