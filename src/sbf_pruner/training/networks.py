@@ -27,7 +27,7 @@ from ..trial import try_cuts
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
-from .schedule import Phase, batch_size, phases
+from .schedule import Phase, batch_size, closing_cycles, phases
 from .start import check_fit, load_weights
 from .timed import Timed, coupling, rehearse, timer_here
 
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
 TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
+AT_LEAST = 2  # cycles that it takes for that: in one, scores would be past the threshold before it is seen
 STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, half a second for ResNet-56
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
@@ -119,12 +120,12 @@ class Networks:
 
     def _speed(self, images: int) -> float:
         """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
-        scores, budget, lengths = self._recipe.scores, self._recipe.budget, self._recipe.phases
+        scores, budget = self._recipe.scores, self._recipe.budget
         if scores.speed or not budget.steer:
             return scores.speed
         moving = [phase for phase in phases(self._recipe) if phase.trains_scores][:1]
         steps = sum(phase.epochs * max(images // batch_size(self._recipe, phase), 1) for phase in moving)
-        return TRAVEL / max((lengths.cycles - budget.settled) * steps, 1)
+        return TRAVEL / max(closing_cycles(self._recipe), AT_LEAST) / max(steps, 1)
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""
@@ -178,7 +179,7 @@ class Networks:
 
     def closes_in(self, phase: Phase, epochs: float) -> None:
         """A score phase has come so many epochs far: what the gates may leave is less, and the penalty follows."""
-        closing = max(self._recipe.phases.cycles - self._recipe.budget.settled, 1)
+        closing = closing_cycles(self._recipe)
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
         if epochs < phase.epochs:  # at the end of the phase the gates are set, and the penalty follows then
             self.pruner.steer()

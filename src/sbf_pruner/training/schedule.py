@@ -85,6 +85,17 @@ def cycles_end(recipe: Recipe) -> int | None:
     return max((phase.end for phase in phases(recipe) if phase.cycle), default=None)
 
 
+def closing_cycles(recipe: Recipe) -> int:
+    """In how many cycles the limits of a budget close in: all but those that are to be settled, at least half.
+
+    >>> from .recipe import load_recipe
+    >>> [closing_cycles(load_recipe("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
+    [1, 2, 3]
+    """
+    cycles = recipe.phases.cycles
+    return max(cycles - recipe.budget.settled, -(-cycles // 2), 1)
+
+
 def total_epochs(recipe: Recipe) -> int:
     """All epochs of a run, the control's included."""
     return sum(phase.epochs for phase in phases(recipe))

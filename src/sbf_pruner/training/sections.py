@@ -209,7 +209,9 @@ class BudgetConfig(Section):
     )
     settled: int = field(
         default=2,
-        metadata=about("cycles at the end that keep within the budget; before, it closes in", least=0),
+        metadata=about(
+            "cycles at the end, half of them at most, that keep within the budget; before, it closes in", least=0
+        ),
     )
     steer: bool = field(
         default=False,
