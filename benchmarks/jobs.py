@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = "summary.json"
-DENSE = "checkpoints/dense.safetensors"
+DENSE = "checkpoints/dense.safetensors"  # other runs may begin from it
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from jobs import Run
+from jobs import DENSE, Run
 
 from sbf_pruner.files import from_plain, replacing
 
 LAST = "checkpoints/last.safetensors"
-DENSE = "checkpoints/dense.safetensors"  # other runs may begin from it
 SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (
     LAST,

@@ -304,7 +304,10 @@ class Pruner:
     def _land(self) -> Landing:
         """What the scores make of the gates now; the penalty follows."""
         landing = self.aim.choose(self._score_values(), self.threshold, self.progress)
-        self.steer()
+        if self.progress < 1:
+            self.steer()
+        else:  # then this landing is the one that steering would reckon once more
+            self.pressure.steer(landing.level, self.progress)
         self.pressure.follow(landing, self.progress)
         return landing
 

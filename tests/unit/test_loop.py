@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.measuring import measure
-from sbf_pruner.pruner import Pruner
+from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
@@ -366,8 +366,7 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
 
 def test_the_penalty_follows_the_budget_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    steer = Pruner.steer
-    monkeypatch.setattr(Pruner, "steer", lambda self: (seen.append(self.progress), steer(self)))
+    monkeypatch.setattr(Pressure, "steer", lambda self, level, progress: seen.append(progress))
     made = recipe(dense_control=False, budget__macs=0.6, budget__steer=True, budget__settled=0)
     fit(model(), made, run=tmp_path / "run")
     # Two cycles of two epochs of four steps: after each step, and at the end of the phase with what it landed on.

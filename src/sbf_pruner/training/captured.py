@@ -20,7 +20,7 @@ from ..scoring.folded import Folded
 from .average import Average
 from .convolutions import TunableConvolutions
 from .data import Batches
-from .engine import AfterStep, Engine, Tally
+from .engine import Engine, Tally
 from .replay import Changed, Evaluation, Step, Work
 from .teacher import Teacher
 
@@ -66,7 +66,6 @@ class CapturedEngine(Engine):
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
-        after_step: AfterStep | None = None,
     ) -> Tally:
         self.network.train()
         if optimizer not in self._steps:
@@ -80,15 +79,9 @@ class CapturedEngine(Engine):
                 more += _score_tensors(scored)
             changed = Changed(self.network, optimizers, more)
             self._keep_only(optimizer, Step(batches, work, changed, rate, self._inside(folded)))
-        return self._steps[optimizer].epoch(epoch, rates, after_step)
+        return self._steps[optimizer].epoch(epoch, rates, self.after_step)
 
-    def score_epoch(
-        self,
-        batches: Batches,
-        epoch: int,
-        teacher: Teacher | None = None,
-        after_step: AfterStep | None = None,
-    ) -> Tally:
+    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
         assert self.pruner is not None and self.pruner.optimizer is not None
         self.network.train()
         optimizer = self.pruner.optimizer
@@ -98,7 +91,7 @@ class CapturedEngine(Engine):
             changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
             self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded)))
-        return self._steps[optimizer].epoch(epoch, after_step=after_step)
+        return self._steps[optimizer].epoch(epoch, after_step=self.after_step)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:

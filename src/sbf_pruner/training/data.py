@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class Data:
     std: tuple[float, ...]
     classes: tuple[str, ...] = ()
     """what the classes are called, where that is known"""
+
+    def told(self) -> dict[str, list[Any]]:
+        """What whoever uses a network later must know of its images."""
+        return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Engine:
         self.network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = torch.device(device)
         self.pruner = pruner
+        self.after_step: AfterStep | None = None
 
     def train_epoch(
         self,
@@ -68,7 +69,6 @@ class Engine:
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
-        after_step: AfterStep | None = None,
     ) -> Tally:
         """Train the weights for one epoch; `rates` holds the learning rate of each step.
 
@@ -93,17 +93,11 @@ class Engine:
             if average is not None:
                 average.update()
             sums.add(outputs, labels, loss, penalty)
-            if after_step is not None:
-                after_step(step, len(rates))
+            if self.after_step is not None:
+                self.after_step(step, len(rates))
         return sums.tally()
 
-    def score_epoch(
-        self,
-        batches: Batches,
-        epoch: int,
-        teacher: Teacher | None = None,
-        after_step: AfterStep | None = None,
-    ) -> Tally:
+    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
         """Train the scores for one epoch, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
@@ -118,8 +112,8 @@ class Engine:
             (loss + penalty).backward()
             pruner.step()
             sums.add(outputs, labels, loss, penalty)
-            if after_step is not None:
-                after_step(step, len(batches))
+            if self.after_step is not None:
+                self.after_step(step, len(batches))
         return sums.tally()
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import RunError
-from .engine import AfterStep, Engine, Tally
+from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
@@ -30,19 +30,13 @@ class Epochs:
         self._recipe, self._feed, self._kept = recipe, feed, kept
 
     def run(
-        self,
-        phase: Phase,
-        number: int,
-        engine: Engine,
-        descent: Descent | None,
-        teacher: Teacher | None,
-        after_step: AfterStep | None = None,
+        self, phase: Phase, number: int, engine: Engine, descent: Descent | None, teacher: Teacher | None
     ) -> dict[str, Any]:
         """Train epoch `number` of the run and tell what it came to; without a `descent` it is one of scores."""
         began = time.perf_counter()
         epoch, last = number - phase.first_epoch, number + 1 == phase.end
         torch.manual_seed(_mixed(self._recipe.seed, number))
-        tally, rate = self._train(phase, number, engine, descent, teacher, after_step)
+        tally, rate = self._train(phase, number, engine, descent, teacher)
         test = held_out = None
         if last or (epoch + 1) % self._recipe.evaluate_every == 0:
             average = None if descent is None else descent.average
@@ -72,21 +66,18 @@ class Epochs:
         engine: Engine,
         descent: Descent | None,
         teacher: Teacher | None,
-        after_step: AfterStep | None,
     ) -> tuple[Tally, float]:
         """What the steps of an epoch came to, and the learning rate of the first."""
         batches = self._feed.of(phase)
         teacher = teacher if is_taught(self._recipe, phase) else None
         if descent is None:
             assert engine.pruner is not None
-            return engine.score_epoch(batches, number, teacher, after_step), engine.pruner.lr
+            return engine.score_epoch(batches, number, teacher), engine.pruner.lr
         config, each = optimizer_config(self._recipe, phase), len(batches)
         first = (number - phase.first_epoch) * each
         rates = [learning_rate(config, step, each * phase.epochs, each) for step in range(first, first + each)]
         optimizer, average = descent.optimizer, descent.average
-        tally = engine.train_epoch(
-            batches, number, optimizer, rates, config.label_smoothing, teacher, average, after_step
-        )
+        tally = engine.train_epoch(batches, number, optimizer, rates, config.label_smoothing, teacher, average)
         if number + 1 == phase.end:
             descent.settle()
             if config.recalibrate:

@@ -27,11 +27,6 @@ class Feed:
         self.images = next(self.test.epoch(0))[0]
         """The first batch of the test images, to trace, prove and time networks on."""
 
-    def told(self) -> dict[str, object]:
-        """What whoever uses the network later must know of its images."""
-        data = self._data
-        return {"mean": list(data.mean), "std": list(data.std), "classes": list(data.classes)}
-
     def of(self, phase: Phase) -> Batches:
         """The training images in the batches of a phase."""
         size = batch_size(self._recipe, phase)

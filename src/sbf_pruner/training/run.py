@@ -56,7 +56,7 @@ class Run:
     ) -> None:
         self.recipe, self.device, self.folder = recipe, device, folder
         self.report = report or (lambda record: None)
-        self.feed = Feed(recipe, data, device)
+        self.told, self.feed = data.told(), Feed(recipe, data, device)
         self.epochs = Epochs(recipe, self.feed, folder.checkpoints)
         images = self.feed.images
         self.networks = Networks(model, recipe, data, images, device, folder.latency if goes_on else None)
@@ -132,7 +132,7 @@ class Run:
     def _run_phase(self, phase: Phase) -> None:
         network, pruner = self.networks.of(phase)
         engine = self._engine(network, pruner)
-        descent = None
+        descent, scored = None, phase.trains_scores
         if phase.trains_weights:
             descent = Descent.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
         self.unfinished = None, None
@@ -140,10 +140,10 @@ class Run:
             if pruner is not None:
                 frozen.enter_context(self._trained(phase, pruner, engine))
             while self.done < phase.end:
-                after_step = partial(self.networks.after_step, phase, self.done) if phase.trains_scores else None
-                record = self.epochs.run(phase, self.done, engine, descent, self.teacher, after_step)
+                engine.after_step = partial(self.networks.after_step, phase, self.done) if scored else None
+                record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
                 self.done += 1
-                if phase.trains_scores:
+                if scored:
                     self.networks.closes_in(phase, self.done - phase.first_epoch)
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
@@ -224,7 +224,7 @@ class Run:
         before = {"given_accuracy": self.given_accuracy, "warmup_accuracy": self.warmup_accuracy}
         return {
             **summarise(self.recipe, self.networks, small, self.feed.images, self._judged, before),
-            "data": self.feed.told(),
+            "data": self.told,
             **self.recording.finish(small),
             **({} if self.dense_from is None else {"dense_from": self.dense_from}),
             "seconds": round(self._seconds(), 1),
