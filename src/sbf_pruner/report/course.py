@@ -132,7 +132,8 @@ def _stages(run: Run, across: _Across) -> str:
             stage = "cycles" if phase.cycle else STAGES[phase.kind]
             spans.setdefault(stage, [phase.first, 0])[1] = phase.first + phase.epochs
     parts = [
-        f'<span style="flex:{(end - first) / across.epochs:.4f}"><b>{stage}</b> <i>{first + 1}{DASH}{end}</i></span>'
+        f'<span style="flex:{(end - first) / across.epochs:.4f}">'
+        f"<b>{stage}</b> <i>{first + 1}{DASH}{end}</i></span>"
         for stage, (first, end) in spans.items()
     ]
     return f"<div class=stages aria-hidden=true>{''.join(parts)}</div>"
