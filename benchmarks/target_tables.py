@@ -69,9 +69,10 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
         fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
             macs = [100 - run["left"]["macs_removed"] for run in fixed]
-            rate = fixed[0]["recipe"]["scores"]["lr"]
-            opening = f"ResNet-20 beside a fixed lambda (scores' rate {rate:g})"
+            opening = f"ResNet-20 beside a fixed lambda (scores' rate {_rate(fixed):g})"
             lines += ["", _paired(opening, macs, accuracy_of(fixed), accuracy_of(beside))]
+    if same := _named(result, "same-rate"):
+        lines[-1] += f" With its rate of the scores, {_rate(same):g}, too: {accuracy_of(same)}."
     if untuned := [run for run in result["runs"] if "recalibrate" not in run["recipe"]["scores"]]:
         lines += ["", f"{len(untuned)} of these runs are older than the tuning of norms after a landing."]
     return "\n".join([*lines, "", machines(result)])
@@ -117,3 +118,8 @@ def tuning(result: dict[str, Any] | None) -> str:
 
 def _named(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [run for run in result["runs"] if run["recipe"]["name"] == name]
+
+
+def _rate(group: list[dict[str, Any]]) -> float:
+    rate: float = group[0]["recipe"]["scores"]["lr"]
+    return rate
