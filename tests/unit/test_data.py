@@ -14,6 +14,9 @@ from torch import Tensor
 
 from sbf_pruner.errors import DataError
 from sbf_pruner.training.data import Augment, Batches, Data, Split, load_data
+from sbf_pruner.training.feed import Feed
+from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training.schedule import phases
 from sbf_pruner.training.sections import DataConfig
 from sbf_pruner.training.sources import SOURCES, register
 
@@ -31,9 +34,8 @@ def counted(count: int, channels: int = 1, size: int = 4) -> Split:
 def batches(split: Split, batch_size: int, augment: Augment | None = None, seed: int = 0) -> Batches:
     """Batches that are not normalised, so that pixels can be compared."""
     channels = split.images.shape[1]
-    return Batches(
-        split, batch_size, [0] * channels, [1 / 255] * channels, device="cpu", augment=augment, seed=seed
-    )
+    mean, std, classes = [0] * channels, [1 / 255] * channels, len(split)
+    return Batches(split, batch_size, mean, std, augment=augment, seed=seed, num_classes=classes)
 
 
 def joined(made: Batches, index: int) -> tuple[Tensor, Tensor]:
@@ -329,6 +331,38 @@ def test_every_image_is_one_crop_or_its_mirror_and_all_occur(augment: Augment) -
         views += [view.flip(-1) for view in views]
     matches = torch.stack([(view == images).flatten(1).all(1) for view in views])
     assert (matches.sum(0) == 1).all() and matches.any(1).all()
+
+
+@pytest.mark.parametrize("mixup", [0.2, 1.0])
+def test_blends_are_of_two_images_of_a_batch_and_their_labels_say_in_which_parts(mixup: float) -> None:
+    split = counted(400, channels=2)
+    plain, blended = (batches(split, 50, Augment(crop=1, flip=True, mixup=part)) for part in (0.0, mixup))
+    kept = []
+    for (images, labels), (mixed, parts) in zip(plain.epoch(3), blended.epoch(3), strict=True):
+        own = parts.gather(1, labels[:, None])[:, 0]
+        other = parts.gather(1, labels.flip(0)[:, None])[:, 0]
+        torch.testing.assert_close(own + other, torch.ones(50))
+        torch.testing.assert_close(parts.sum(1), torch.ones(50))
+        weight = own.view(-1, 1, 1, 1)
+        torch.testing.assert_close(mixed, weight * images + (1 - weight) * images.flip(0))
+        kept.append(own)
+    drawn = torch.cat(kept)
+    assert (drawn >= 0).all() and (drawn <= 1).all() and drawn.unique().numel() > 300
+    assert drawn.mean() == pytest.approx(0.5, abs=0.06)
+    assert drawn.var() == pytest.approx(1 / (8 * mixup + 4), rel=0.25)  # that of Beta(mixup, mixup)
+    again = next(batches(split, 50, Augment(crop=1, flip=True, mixup=mixup)).epoch(3))
+    assert torch.equal(again[0], next(blended.epoch(3))[0])
+
+
+def test_only_phases_that_ask_for_blends_get_them_and_norms_see_none() -> None:
+    recipe = load_recipe("digits", ["finetune.mixup=1", "finetune.batch_size=64", "scores.joint=false"])
+    feed = Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+    for phase in phases(recipe):
+        labels = next(feed.of(phase).epoch(0))[1]
+        assert labels.is_floating_point() == (phase.kind == "finetune")
+        images, labels = next(feed.unmixed(phase).epoch(0))
+        assert not labels.is_floating_point() and len(images) == feed.of(phase).batch_size
+        assert feed.unmixed(phase).images.data_ptr() == feed.of(phase).images.data_ptr()
 
 
 def test_pixels_are_normalised_per_channel() -> None:

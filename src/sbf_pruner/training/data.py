@@ -57,10 +57,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Augment:
-    """Training order: shuffled, cropped at random after `crop` pixels of zero padding, half mirrored."""
+    """Training order: shuffled, cropped at random after `crop` pixels of zero padding, half mirrored.
+
+    With `mixup` an image is then blended with another of its batch, and their labels alike; what it keeps of itself
+    is drawn from Beta(mixup, mixup).
+    """
 
     crop: int = 0
     flip: bool = False
+    mixup: float = 0.0
 
 
 def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
@@ -91,6 +96,7 @@ def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
 class Batches:
     """The batches of a split on a device: normalised float images and their labels.
 
+    Labels are numbers of classes; where images are blended, the part of each of the `num_classes`.
     With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is
     the only one.  With `augment=None` it is one of evaluation: every image, in order, in every epoch.
     """
@@ -105,8 +111,10 @@ class Batches:
         device: torch.device | str = "cpu",
         augment: Augment | None = None,
         seed: int = 0,
+        num_classes: int = 0,
     ) -> None:
         self.batch_size = batch_size
+        self.num_classes = num_classes
         self.augment = augment
         self.seed = seed
         self.device = torch.device(device)
@@ -137,25 +145,36 @@ class Batches:
     def draw(self, index: int) -> tuple[Tensor, ...]:
         """All random choices of an epoch, one per image: order, offsets of the crop, and whether it is mirrored.
 
-        They are drawn on the CPU, so that an epoch is the same on every device.
+        Where images are blended, what each keeps of itself comes last.  They are drawn on the CPU, so that an
+        epoch is the same on every device.
         """
         augment = self.augment or Augment()
-        mixed = np.random.SeedSequence((self.seed, index)).generate_state(1)
-        random = torch.Generator().manual_seed(int(mixed[0]))
+        seeds = np.random.SeedSequence((self.seed, index))
+        random = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
         count = len(self.labels)
         order = torch.randperm(count, generator=random)
         top, left = torch.randint(0, 2 * augment.crop + 1, (2, count), generator=random)
         mirrored = torch.rand(count, generator=random) < (0.5 if augment.flip else 0.0)
-        return order, top, left, mirrored
+        if not augment.mixup:
+            return order, top, left, mirrored
+        own = np.random.default_rng(seeds).beta(augment.mixup, augment.mixup, count)
+        return order, top, left, mirrored, torch.from_numpy(own).float()
 
-    def take(self, order: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> tuple[Tensor, Tensor]:
+    def take(
+        self, order: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One batch from its part of what was drawn."""
         images = self.images[order]
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
             columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
             images = _gathered(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
-        return self._normalised(images), self.labels[order]
+        images, labels = self._normalised(images), self.labels[order]
+        if own is None:
+            return images, labels
+        # Their order is random already: the first goes with the last, the second with the last but one.
+        parts = F.one_hot(labels, self.num_classes).to(images.dtype)
+        return _blended(images, own.view(-1, 1, 1, 1)), _blended(parts, own.view(-1, 1))
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images.to(self.mean.dtype) - self.mean) / self.std
@@ -166,6 +185,10 @@ def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
     return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _blended(values: Tensor, own: Tensor) -> Tensor:
+    return own * values + (1 - own) * values.flip(0)
 
 
 def _check(where: str, split: Split, num_classes: int) -> None:

@@ -147,6 +147,15 @@ class Engine:
         return outputs
 
 
+def hits(outputs: Tensor, labels: Tensor) -> Tensor:
+    """How many images were told right; one that is blended counts as the class it has most of.
+
+    >>> hits(torch.eye(3), torch.tensor([0, 1, 1])), hits(torch.eye(2), torch.tensor([[0.6, 0.4], [0.7, 0.3]]))
+    (tensor(2), tensor(1))
+    """
+    return (outputs.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)).sum()
+
+
 class _Sums:
     """Running sums on the device: loss, hits and penalty, each weighted by the batch."""
 
@@ -155,10 +164,9 @@ class _Sums:
         self.seen = 0
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
-        hits = (outputs.argmax(1) == labels).sum()
         count = len(labels)
         self.held[0] += count * loss.detach()
-        self.held[1] += hits
+        self.held[1] += hits(outputs, labels)
         if penalty is not None:
             self.held[2] += count * penalty.detach()
         self.seen += count

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Batches
-from .engine import AfterStep, Tally
+from .engine import AfterStep, Tally, hits
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
@@ -120,8 +120,8 @@ class Step:
             self.rate.copy_(self.rates.index_select(0, self.at)[0])
         images, labels = self.take(*(choice.index_select(0, self.at)[0] for choice in self.drawn))
         loss, outputs, penalty = self.work(images, labels)
-        hits = (outputs.argmax(1) == labels).sum()
-        self.sums += torch.stack([loss.double() * len(labels), hits.double(), penalty.double() * len(labels)])
+        told = hits(outputs, labels).double()
+        self.sums += torch.stack([loss.double() * len(labels), told, penalty.double() * len(labels)])
         self.at += 1
 
     def _draw(self, index: int) -> list[Tensor]:

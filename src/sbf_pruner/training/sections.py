@@ -100,6 +100,14 @@ class OptimizerConfig(Section):
     label_smoothing: float = field(
         default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
     )
+    mixup: float = field(
+        default=0.0,
+        metadata=about(
+            "blend pairs of images, and their labels, in parts drawn from Beta(mixup, mixup); a teacher sees the "
+            "blends too; 0: images as they are",
+            least=0,
+        ),
+    )
     ema: float = field(
         default=0.0,
         metadata=about(
