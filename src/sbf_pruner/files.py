@@ -52,10 +52,11 @@ def locked(folder: Path, otherwise: str) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # of this call alone: what the block itself raises is not ours
+            raise RunError(otherwise) from None
         yield
-    except BlockingIOError:
-        raise RunError(otherwise) from None
     finally:
         os.close(descriptor)
 
@@ -99,6 +100,24 @@ def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     """What stands in a file beside its tensors."""
     # One entry alone: the format keeps no order among several, and equal networks are to be equal files.
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one in each line; none where there is no file.
+
+    A last line that has no end is being written, or was when its writer was killed, and does not count.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            held = json.loads(line)
+        except ValueError:  # no JSON, or no text at all
+            held = None
+        if not isinstance(held, dict):
+            raise RunError(f"{path}, line {number} is damaged; put the file back, or run again")
+        found.append(held)
+    return found
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
