@@ -213,16 +213,15 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
     out = target_file("--out", arguments.out, (".json",))
-    shapes = [shape(text) for text in arguments.input] if arguments.input else None
+    shapes = [shape(text) for text in arguments.input or ()]
     options = dict(option(text) for text in arguments.option)
 
     from .bench.latency import Request, known_by, latency, measured
     from .terminal.lines import latency_lines
 
     request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
-    network, example, ignore = known_by(
-        arguments.subject, shapes or [shape(usual_input(arguments.subject))], options
-    )
+    usual = shape(usual_input(arguments.subject))
+    network, example, ignore = known_by(arguments.subject, shapes, options, usual)
     said = _said if not arguments.quiet else lambda line: None
     model = measured(network, example, ignore, request, said)
     result = latency(arguments.subject, model)
