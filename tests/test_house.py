@@ -14,7 +14,7 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency", "scoring"),
-    *("slicing", "surgery", "trial", "pruner", "timing", "measuring", "environment", "methods", "models"),
+    *("slicing", "surgery", "trial", "pruner", "timing", "measuring", "environment", "models"),
     *(
         "manifest",
         "program",
@@ -27,7 +27,7 @@ ROOMS = [
         "training",
         "frontier",
     ),
-    *("bundle", "bench", "integrations", "terminal", "arguments", "words", "cli"),
+    *("bundle", "bench", "terminal", "arguments", "words", "cli"),
 ]
 
 

@@ -106,7 +106,6 @@ def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: i
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
     """Of a profile, pass by pass: the time of the layer in the middle, with what lays its input out for it."""
     found: list[float] = []
-    since, layers = 0.0, 0
     ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     passes = [e["ts"] for e in events if e.get("name") == "model_run"]
     for begin, end in zip(passes, [*passes[1:], float("inf")], strict=True):
