@@ -45,6 +45,25 @@ def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
     return pytree.tree_map_only(Tensor, fn, inputs)
 
 
+def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
+    """Inputs like the ones given, with so many samples: normal numbers, and zeros where there are whole ones.
+
+    >>> [tuple(t.shape) for t in made_up_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
+    [(5, 3, 8), (5,)]
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # one number for all samples
+            return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        shape = (batch, *tensor.shape[1:])
+        if not tensor.is_floating_point():  # an index, say: only zero is sure to be allowed
+            return torch.zeros(shape, dtype=tensor.dtype)
+        return torch.randn(shape, generator=generator).to(tensor.dtype)
+
+    return map_tensors(like, filled)
+
+
 def meta_copy(model: Model) -> Model:
     """A deep copy whose tensors have shapes and types but no storage: running it computes sizes alone.
 
