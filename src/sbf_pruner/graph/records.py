@@ -84,3 +84,9 @@ class Trace:
     training: tuple[str, ...] = ()  # the modules that ran in training mode
     on_meta: bool = True  # it ran without numbers
     otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone
+
+    @property
+    def samples(self) -> int:
+        """How many samples it saw: a batch comes first, as everywhere."""
+        first = self.inputs[0].shape if self.inputs else ()
+        return first[0] if first else 1

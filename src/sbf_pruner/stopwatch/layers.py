@@ -55,8 +55,8 @@ def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> 
         calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
         # On a GPU many calls are launched before the clock is read: inside a network no layer is waited for.
-        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)  # type: ignore[arg-type]
-    return {pair: min(seconds) for pair, seconds in taken.items()}  # type: ignore[misc]
+        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)
+    return {pair: min(seconds) for pair, seconds in taken.items()}
 
 
 def _call(site: Site, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
