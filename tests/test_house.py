@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_a_room_imports_only_from_rooms_above_it(path):
     assert mine in ROOMS, f"{mine} has no place in the house yet"
     above = ROOMS[: ROOMS.index(mine)]
     assert sorted(imported_rooms(path) - {*above, "__version__"}) == []
+
+
+def test_whoever_comes_in_is_shown_every_room_in_that_order():
+    """`recipes` holds no code, so nothing is imported from it."""
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text("utf-8")
+    named = [room for row in re.findall(r"^\| (`.*?) \|", page, re.M) for room in re.findall(r"`([a-z]+)/?`", row)]
+    assert [room for room in named if room != "recipes"] == ROOMS
 
 
 def test_the_public_names():
