@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import PruningError
-from .lines import percent
+from .tables import percent
 
 Record = dict[str, Any]
 
