@@ -136,12 +136,14 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, 
         raise RunError(f"{path} does not exist; {remedy}") from None
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
-    if "sbf" not in metadata:
-        raise RunError(f"{path} was not written by sbf-pruner; {remedy}")
-    entry = json.loads(metadata["sbf"])
-    if _digest(tensors, entry["header"]) != entry["sha256"]:
+    try:
+        entry = json.loads(metadata["sbf"])
+        text, expected = str(entry["header"]), entry["sha256"]
+    except (ValueError, LookupError, TypeError):
+        raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
+    if _digest(tensors, text) != expected:
         raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
-    return tensors, json.loads(entry["header"])
+    return tensors, json.loads(text)
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
