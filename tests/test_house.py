@@ -90,4 +90,4 @@ def test_files_are_short_and_open_with_what_they_do(path):
     text = path.read_text(encoding="utf-8")
     if text.strip():
         assert ast.get_docstring(ast.parse(text)), "a file opens with what enters, what leaves, what holds"
-    assert len(text.splitlines()) <= 700
+    assert len(text.splitlines()) <= 350

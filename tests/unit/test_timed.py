@@ -178,8 +178,7 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
     timed.keep_in(path)
 
     def again():
-        given = pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Guards(), IMAGE
-        return Timed.of(*given)
+        return Timed.of(pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Guards())
 
     assert (again().chosen, again().rounds) == (timed.chosen, timed.rounds)
     written = json.loads(path.read_text())

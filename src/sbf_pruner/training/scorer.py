@@ -45,7 +45,7 @@ def attach(
     together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
     timed = None
     if budget.latency != 1:
-        timed = Timed.of(dense, images, graph, recipe, measured, limits, kept, example)
+        timed = Timed.of(dense, images, graph, recipe, measured, limits, kept)
         together |= coupling(timed.chosen.way)
     pruner = Pruner(
         dense,

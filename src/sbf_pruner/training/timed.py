@@ -65,7 +65,6 @@ class Timed:
         kept: Path | None,
         budget: Budget,
         guards: Guards,
-        example: Tensor,
     ) -> Timed:
         """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
         config = recipe.latency
@@ -82,7 +81,7 @@ class Timed:
             return cls(clock, Chosen(OWN, {}))
         if config.way != "auto":
             return cls(clock, Chosen(config.way, {}))
-        stored = Stored(network, example, graph) if budget.size != 1 else None
+        stored = Stored(network, images[:2], graph) if budget.size != 1 else None
         chosen = choose_way(graph, clock, budget, guards, stored)
         _log.info("%s", chosen.told())
         return cls(clock, chosen)
