@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .words import json_file, known_recipe, option, shape, target_file, usual_input
+
+if TYPE_CHECKING:
+    from .training.recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,17 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    from .training.recipe import load_recipe
-
-    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
-        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
-    if arguments.recipe is None and arguments.resume and arguments.run:
-        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
-        if not os.path.isfile(arguments.recipe):
-            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
-    overrides = [*_aimed(arguments.target), *arguments.set]
-    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    recipe = load_recipe(known_recipe(arguments.recipe), overrides)
+    recipe = _recipe(arguments)  # before anything is imported that takes its time
 
     from .terminal.lines import summary_lines
     from .terminal.progress import progress, told, watched
@@ -105,6 +99,21 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
     return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe that a run is asked for, with all that was said beside it."""
+    from .training.recipe import load_recipe
+
+    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+    if arguments.recipe is None and arguments.resume and arguments.run:
+        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
+        if not os.path.isfile(arguments.recipe):
+            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
+    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
+    return load_recipe(known_recipe(arguments.recipe), overrides)
 
 
 def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:

@@ -15,6 +15,8 @@ import torch
 from ..environment import environment, load, version_of
 from .runtimes import RUNTIMES
 
+_PASSES = 3  # in which page faults are counted
+
 
 def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
     """What belongs beside every figure."""
@@ -28,13 +30,13 @@ def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def faults(run: Callable[[], Any], passes: int = 3) -> float | None:
+def faults(run: Callable[[], Any]) -> float | None:
     """Pages that the system had to hand over in one pass; each takes a time that no network is to blame for."""
     try:
         import resource
     except ImportError:  # only Unix counts them
         return None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(passes):
+    for _ in range(_PASSES):
         run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / passes
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / _PASSES
