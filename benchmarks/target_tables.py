@@ -65,11 +65,12 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
             for share, group in sorted(groups.items(), reverse=True):
                 left = _ends([100 - run["left"][f"{key}_removed"] for run in group])
                 lines.append(f"| {title} | {100 * share:g} % of the {said} | {left} | {accuracy_of(group)} |")
-    for name in ("fixed-lambda", "fixed-lambda-fast"):
+    for name in ("fixed-lambda", "resnet56-fixed-lambda", "fixed-lambda-fast"):
         fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
             macs = [100 - run["left"]["macs_removed"] for run in fixed]
-            opening = f"ResNet-20 beside a fixed lambda (scores' rate {_rate(fixed):g})"
+            network = NETWORKS[fixed[0]["recipe"]["model"]["name"]]
+            opening = f"{network} beside a fixed lambda (scores' rate {_rate(fixed):g})"
             lines += ["", _paired(opening, macs, accuracy_of(fixed), accuracy_of(beside))]
     if same := _named(result, "same-rate"):
         lines[-1] += f" With its rate of the scores, {_rate(same):g}, too: {accuracy_of(same)}."

@@ -45,6 +45,7 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
         optimizer, average = make_optimizer(model, config), Average(model, config.ema)
         for epoch in (first, first + 1):
             rates = [0.05, 0.04, 0.03]
+            teacher.alpha.fill_(0.7 / (1 + epoch))  # it fades
             tallies.append(engine.train_epoch(blends, epoch, optimizer, rates, 0.1, teacher, average))
             with average.applied():
                 tallies.append(engine.evaluate(data))

@@ -320,6 +320,7 @@ EVERYTHING: dict[str, Any] = {
     "finetune__recalibrate": 2,
     "finetune__decay_all": False,
     "distill__alpha": 0.7,
+    "distill__fade": True,
     "distill__during": "cycles",
 }
 

@@ -142,6 +142,24 @@ def test_a_layer_of_zeros_stays_where_it_is():
     assert (logits[1][:16] != 0).all()
 
 
+@pytest.mark.parametrize("left", [1e-9, 0.0])
+def test_with_one_speed_a_layer_that_decayed_to_nothing_moves_as_fast_as_any_other(left):
+    weights = make_weights(zeros=False)
+    weights[2] *= left
+    projection = FactoredProjection(weights, FILTERS, even=True)
+    for phase in (1, 2, 3):
+        projection.begin_phase(weights)
+        optimiser = torch.optim.Adam(projection.groups(1e-2), eps=1e-8)
+        for _ in range(50):
+            optimiser.zero_grad()
+            (1e-3 * leaky_exponential(projection.logits()).sum()).backward()  # a penalty, and no loss against it
+            optimiser.step()
+        projection.end_phase()
+        logits = projection.logits().detach()
+        torch.testing.assert_close(logits, logits[:1].expand(TOTAL), rtol=1e-4, atol=0)
+        assert logits[0] < -0.4 * phase
+
+
 @pytest.mark.parametrize("form", PROJECTIONS)
 @pytest.mark.parametrize("cut", [20, 25, 40])
 def test_a_load_in_the_middle_of_a_phase_goes_on_exactly(form, cut):

@@ -31,7 +31,8 @@ class FactoredProjection:
     Hence `parameters` are meant for Adam, or another optimiser that is blind to the gradient's scale.
 
     With `even`, `t` is counted in logits: every layer moves as fast as any other, as if each had a learning
-    rate of its own, divided by its `|F|_1`.
+    rate of its own, divided by its `|F|_1`.  It is shown the logit's own gradient then.  Weight decay can bring a
+    whole layer down to 1e-8, where eps would hold its scores at 1 and keep for good what does nothing.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
@@ -54,6 +55,7 @@ class FactoredProjection:
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
         check_phase(self, weights, self._sizes)
         vectors = [w.flatten().to(self._t.dtype) for w in weights]
+        before = self._base + self._t
         norms = torch.stack([v.abs().sum() for v in vectors])
         nonzero = torch.stack([v.count_nonzero() for v in vectors])
         self._l1.copy_(norms[self._layer])
@@ -63,6 +65,8 @@ class FactoredProjection:
         for signs, t in zip(self._past_signs, self._past_t, strict=True):
             products = [inner(s, v) for s, v in zip(signs.split(self._bytes), vectors, strict=True)]
             self._base += t * torch.stack(products)[self._layer]
+        if self._even:  # weights of zero alone say nothing; what was known of them still holds
+            self._base.copy_(self._base.where(self._l1 > 0, before))
         self._t.zero_()
         self.in_phase = True
 
@@ -70,10 +74,11 @@ class FactoredProjection:
         return [{"params": self.parameters, "lr": lr}]
 
     def logits(self) -> Tensor:
+        if self._even:
+            return self._base + self._t
         held = self._t.detach()
-        moved = held if self._even else self._l1 * held
         # The last term is exactly 0; it is there for its gradient, `typical`.
-        return self._base + moved + self._typical * (self._t - held)
+        return self._base + self._l1 * held + self._typical * (self._t - held)
 
     @torch.no_grad()
     def end_phase(self) -> None:

@@ -19,7 +19,7 @@ from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
-from .schedule import Phase, is_taught, learning_rate, optimizer_config, total_epochs
+from .schedule import Phase, is_taught, learning_rate, optimizer_config, taught_part, total_epochs
 from .teacher import Teacher
 
 
@@ -69,12 +69,15 @@ class Epochs:
     ) -> tuple[Tally, float]:
         """What the steps of an epoch came to, and the learning rate of the first."""
         batches = self._feed.of(phase)
+        epoch = number - phase.first_epoch
         teacher = teacher if is_taught(self._recipe, phase) else None
+        if teacher is not None:
+            teacher.alpha.fill_(taught_part(self._recipe, phase, epoch))
         if descent is None:
             assert engine.pruner is not None
             return engine.score_epoch(batches, number, teacher), engine.pruner.lr
         config, each = optimizer_config(self._recipe, phase), len(batches)
-        first = (number - phase.first_epoch) * each
+        first = epoch * each
         rates = [learning_rate(config, step, each * phase.epochs, each) for step in range(first, first + each)]
         optimizer, average = descent.optimizer, descent.average
         tally = engine.train_epoch(batches, number, optimizer, rates, config.label_smoothing, teacher, average)

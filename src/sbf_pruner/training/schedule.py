@@ -134,6 +134,18 @@ def is_taught(recipe: Recipe, phase: Phase) -> bool:
     return recipe.distill.alpha > 0 and phase.kind in kinds[during]
 
 
+def taught_part(recipe: Recipe, phase: Phase, epoch: int) -> float:
+    """The teacher's part of the loss in an epoch, counted from 0, of a phase that is taught.
+
+    >>> from .recipe import load_recipe
+    >>> fading = load_recipe("digits", ["distill.alpha=0.8", "distill.fade=true"])
+    >>> [round(taught_part(fading, Phase("finetune", 0, 4, 10), epoch), 2) for epoch in range(4)]
+    [0.8, 0.68, 0.4, 0.12]
+    """
+    fading = recipe.distill.fade and phase.kind == "finetune"
+    return recipe.distill.alpha * (_cosine(epoch / phase.epochs) if fading else 1.0)
+
+
 def learning_rate(config: OptimizerConfig, step: int, steps: int, each: int = 1) -> float:
     """The learning rate at a step of a phase that has `steps` of them, `each` of them an epoch.
 
@@ -145,8 +157,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, each: int = 1)
     passed = step / steps
     rate = config.lr
     if config.schedule == "cosine":
-        rate *= (1 + math.cos(math.pi * passed)) / 2
+        rate *= _cosine(passed)
     elif config.schedule == "step":
         rate *= config.gamma ** sum(passed >= milestone for milestone in config.milestones)
     rising = config.ramp * each
     return rate * (step + 1) / rising if step < rising else rate
+
+
+def _cosine(passed: float) -> float:
+    """From 1 to 0 along half a wave."""
+    return (1 + math.cos(math.pi * passed)) / 2

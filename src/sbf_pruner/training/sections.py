@@ -289,6 +289,10 @@ class DistillConfig(Section):
         ),
     )
     temperature: float = field(default=4.0, metadata=about("divides both networks' logits", above=0))
+    fade: bool = field(
+        default=False,
+        metadata=about("let alpha fall to 0 over fine-tuning, along a cosine: the last word have the labels"),
+    )
     during: str = field(
         default="finetune",
         metadata=about(

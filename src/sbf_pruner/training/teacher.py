@@ -6,20 +6,19 @@ with the divergence from the teacher's soft answers.  The teacher sees the very 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, eq=False)
 class Teacher:
     """A network that is only listened to: in evaluation mode, without gradients."""
 
-    network: nn.Module
-    alpha: float
-    temperature: float
+    def __init__(self, network: nn.Module, alpha: float, temperature: float) -> None:
+        self.network, self.temperature = network, temperature
+        device = next((parameter.device for parameter in network.parameters()), None)
+        # Filled in place as it fades: a captured step sees that.
+        self.alpha = torch.tensor(alpha, device=device)
 
     def answers(self, images: Tensor) -> Tensor:
         """The teacher's logits."""
