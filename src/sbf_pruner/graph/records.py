@@ -1,4 +1,8 @@
-"""What a recording consists of: tensors, calls of modules, operators, and all of them together."""
+"""What a recording consists of: tensors, calls of modules, operators, and all of them together.
+
+Plain data, made by `recorder` and read by every other file here.  What holds: two values are equal only if they are
+the same tensor at the same moment, so each of these may be the key of a table.
+"""
 
 from __future__ import annotations
 

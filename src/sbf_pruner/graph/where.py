@@ -1,4 +1,8 @@
-"""Where in the user's code something happened: the innermost frame that is neither torch's nor ours."""
+"""Where in the user's code something happened: the innermost frame that is neither torch's nor ours.
+
+The stack of the caller, or an exception, enters; a file with its line leaves, or the sentence about it that a user
+reads.
+"""
 
 from __future__ import annotations
 

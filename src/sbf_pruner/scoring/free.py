@@ -1,4 +1,8 @@
-"""A pruner layer without weights: what is lost if a score does not follow from its filter (an ablation)."""
+"""A pruner layer without weights, to compare with: what is lost if a score does not follow from its filter?
+
+The layers' weights enter, of which only the numbers of filters count; one logit per filter leaves, as in
+`projection`.
+"""
 
 from __future__ import annotations
 

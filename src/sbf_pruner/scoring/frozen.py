@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..attached import Attached
+from ..inputs import memory_format
 
 
 def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
@@ -84,14 +85,8 @@ class FrozenNorm(Attached):
 
 def _serves(x: Tensor) -> bool:
     """Whether our gradient is wanted, and better than PyTorch's."""
-    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled() and _channels_last(x)
-
-
-def _channels_last(x: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() not in formats or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=formats[x.dim()])
+    wanted = x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
+    return wanted and memory_format(x) != torch.contiguous_format
 
 
 class _Frozen(torch.autograd.Function):

@@ -1,4 +1,7 @@
-"""Results as text, a function for each command: plain dictionaries enter, lines leave."""
+"""Results as text, a function for each command.
+
+The plain dictionaries that `--json` prints enter; lines leave, the table first and what to make of it below.
+"""
 
 from __future__ import annotations
 
