@@ -17,7 +17,7 @@ from jobs import Run
 from torch import Tensor, nn
 
 from sbf_pruner.files import write_text
-from sbf_pruner.models import resolve
+from sbf_pruner.training.finished import build_dense
 from sbf_pruner.training.recipe import Recipe, load_recipe
 
 
@@ -82,8 +82,7 @@ def sequential_count(recipe: Recipe, kept: Mapping[str, int], size: int = 32) ->
     That is how a chain is counted; in a residual network a layer really reads whatever its stream carries,
     and more is left.  Stated beside the real count because papers often count so.
     """
-    config = recipe.model
-    model = resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
+    config, model = recipe.model, build_dense(recipe)
     counts = {"params": 0, "macs": 0}
     width = config.in_channels
     names = {module: name for name, module in model.named_modules()}

@@ -13,11 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from saving import save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.models import resolve
+from sbf_pruner.training.finished import build_dense
 
 SEEDS = (0, 1, 2)
 FEWER_MACS = 45.0  # percent, of every seed
@@ -28,11 +27,9 @@ def main() -> int:
     runs, environment, recipe = [], {}, sbf.Recipe.load("digits")
     for seed in SEEDS:
         recipe = sbf.Recipe.load("digits", [f"seed={seed}"])
-        torch.manual_seed(seed)
-        model = resolve(recipe.model.name, in_channels=recipe.model.in_channels)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            summary = sbf.fit(model, recipe, run=f"{folder}/run").summary
+            summary = sbf.fit(build_dense(recipe), recipe, run=f"{folder}/run").summary
         environment = summary["environment"]
         runs.append({**_figures(summary), "seconds": round(time.perf_counter() - began, 1)})
         print(f"seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in runs[-1].items()), flush=True)

@@ -22,7 +22,7 @@ from saving import save_result
 from speed import PLAN, resnet50, resnet56
 
 from sbf_pruner.bench.subject import Subject
-from sbf_pruner.deploy.choose import FORMS, batch_of, fastest, ready, written
+from sbf_pruner.deploy.choose import FORMS, fastest, ready, written
 from sbf_pruner.deploy.forms import Deployable
 from sbf_pruner.measuring import measure
 from sbf_pruner.timing import compared, take_turns, using_threads
@@ -34,7 +34,7 @@ TRIAL = 5.0  # seconds in which the dense network's form is chosen
 
 def forms_of(subject: Subject, target: str, batch: int, threads: int, rounds: int) -> dict[str, Any]:
     """One runtime and batch: milliseconds of all, and how much faster than dense each form of the compact is."""
-    inputs = batch_of(subject.example, batch)
+    inputs = subject.inputs(batch)
     named = {str(form): form for form in FORMS[target]}
     with tempfile.TemporaryDirectory() as folder:
         calls: dict[str, dict[str, Any]] = {}

@@ -122,9 +122,7 @@ def main() -> int:
     for runtime in args.runtimes.split(","):
         conditions = here(runtime, 64, args.threads)
         began = wait(args.patience)
-        model = get_model(
-            network, example, conditions, fresh=args.again, report=lambda line: print(line, flush=True)
-        )
+        model = get_model(network, example, conditions, fresh=args.again, report=said)
         held = model.calibration
         pairs = Pairs(network, example, conditions)
         found[runtime] = {

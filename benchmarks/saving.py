@@ -1,4 +1,8 @@
-"""Where benchmarks put their figures: dated JSON under results/, with the machine and the versions."""
+"""Where benchmarks put their figures: dated JSON under results/, with the machine and the versions.
+
+A benchmark may save again and again as its figures come: a file is replaced in one step, so one that is killed
+leaves what it had.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ from typing import Any
 import torch
 
 from sbf_pruner.environment import environment
+from sbf_pruner.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def save_result(name: str, figures: dict[str, Any], device: str = "cpu") -> Path:
     """Write one benchmark's figures; the environment is added unless they bring their own."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     head = {"benchmark": name, "date": date.today().isoformat()}
     held = {**head, **figures, "environment": figures.get("environment") or environment(torch.device(device))}
-    path.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(held, indent=2) + "\n")
     return path
 
 

@@ -13,11 +13,10 @@ import sys
 import tempfile
 from typing import Any
 
-import torch
 from saving import RESULTS, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.models import resolve
+from sbf_pruner.training.finished import build_dense
 
 SEEDS = (0, 1, 2)
 SHARES = (0.7, 0.5, 0.3, 0.15)
@@ -52,10 +51,8 @@ def _make(runs: list[dict[str, Any]], what: dict[str, Any], sets: list[str]) -> 
         if all(run.get(key) == value for key, value in what.items()):
             return run
     recipe = sbf.Recipe.load("digits", ["dense_control=false", f"seed={what['seed']}", *sets])
-    torch.manual_seed(recipe.seed)
-    model = resolve(recipe.model.name, in_channels=recipe.model.in_channels)
     with tempfile.TemporaryDirectory() as folder:
-        summary = sbf.fit(model, recipe, run=f"{folder}/run").summary
+        summary = sbf.fit(build_dense(recipe), recipe, run=f"{folder}/run").summary
     dense, pruned = summary["dense"], summary["pruned"]
     left = {key: pruned[key] / dense[key] for key in ("macs", "params")}
     run = {**what, **left, "accuracy": pruned["accuracy"], "cut_error": summary["cut_error"]}

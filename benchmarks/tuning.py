@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from saving import RESULTS, save_result
 from targets import AIMED
 
 import sbf_pruner as sbf
-from sbf_pruner.models import resolve
+from sbf_pruner.training.finished import build_dense
 
 SEEDS = range(5)
 SHARES = (0.3, 0.15)
@@ -47,11 +46,9 @@ def measured(what: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], di
     """One run: its figures, its recipe, and where it was made."""
     changes = [f"seed={what['seed']}", f"budget.macs={what['share']}", f"scores.recalibrate={what['batches']}"]
     recipe = sbf.Recipe.load("digits", [*RECIPE, *AIMED, *changes])
-    torch.manual_seed(recipe.seed)
-    model = resolve(recipe.model.name, in_channels=recipe.model.in_channels)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        summary = sbf.fit(model, recipe, run=run).summary
+        summary = sbf.fit(build_dense(recipe), recipe, run=run).summary
         epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     last = {epoch["phase"]: epoch["loss"] for epoch in epochs}  # the last epoch of a phase stays
     figures = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from sbf_pruner.budget.aim import Aim
 from sbf_pruner.graph.channels import ChannelGraph
 from sbf_pruner.graph.costs import lay_out
@@ -33,7 +31,6 @@ def work(site: Site, inputs: int, filters: int, block: int) -> float:
 def clock_of(graph: ChannelGraph, block: int = 1, **named: Any) -> LatencyModel:
     """A clock for a network, on no machine there is."""
     place = Conditions("onnxruntime" if block > 1 else "torch", 1, 1, {"cpu": "an abacus"})
-    least = Aim(graph).least({name: np.zeros(layer.filters) for name, layer in graph.layers.items()})
-    wanted = Predictor(graph, Table(), place.batch).wanted(lay_out(graph, least))
+    wanted = Predictor(graph, Table(), place.batch).wanted(lay_out(graph, Aim(graph).least()))
     points = {site: {pair: work(site, *pair, block) for pair in pairs} for site, pairs in wanted.items()}
     return LatencyModel(graph, Table(points, block > 1), place, **named)

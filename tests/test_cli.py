@@ -558,6 +558,10 @@ BAD_LATENCY = {
     "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),
     "file": (["resnet20", "--out", "x.txt"], "--out 'x.txt': give a file that ends in .json"),
     "model": (["resnet21"], "resnet21"),
+    "input of a recipe": (
+        ["digits", "--input", "1,8,8"],
+        "--input and --option belong to a model; a recipe knows its own",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 import sbf_pruner
+from sbf_pruner.arguments import make_parser
+from sbf_pruner.training.recipe import settings
+from sbf_pruner.words import known_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,6 +53,21 @@ def test_links_between_pages_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_settings_on_a_page_are_those_there_are(page: Path) -> None:
+    text, known = page.read_text("utf-8"), settings()
+    named = re.findall(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`", text)
+    for line in re.findall(r"^\$ sbf (.*)$", text, re.MULTILINE):
+        said = make_parser().parse_args(shlex.split(line, comments=True))  # which exits where it does not fit
+        named += [change.partition("=")[0] for change in getattr(said, "set", ())]
+        if said.command == "run" and said.recipe is not None:
+            assert known_recipe(said.recipe) == said.recipe
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    files = (".json", ".jsonl", ".safetensors", ".toml")
+    asked = {key for key in named if key.partition(".")[0] in sections and not key.endswith(files)}
+    assert sorted(asked - set(known)) == []
 
 
 MODULES = [m.name for m in pkgutil.walk_packages(sbf_pruner.__path__, "sbf_pruner.") if m.name not in LAZY]

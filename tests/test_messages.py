@@ -282,6 +282,8 @@ def test_negative_index():
 def test_not_numbers():
     with says(PlanError, "the plan's entry for conv is not a list of filter numbers"):
         Plan({"conv": None})
+    with says(PlanError, "the plan's entry for conv is not a list of filter numbers"):
+        Plan({"conv": [float("inf")]})
     with says(PlanError, "the plan's entry for conv holds something that is not a filter number"):
         Plan({"conv": [0.5]})
 
@@ -316,6 +318,13 @@ def test_cut_although_no_layer_is_empty():
 def test_not_json():
     with says(PlanError, "the plan is not JSON (line 1: Expecting value); write it anew"):
         Plan.from_json("no plan")
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with says(PlanError, f"{path} is no plan: it is not even text; name a JSON file of one"):
+        Plan.load(path)
 
 
 def test_another_file():

@@ -70,19 +70,8 @@ def _add_inspect(commands: _Commands) -> None:
         "others, and those left alone with the reason."
     )
     inspect.add_argument("model", nargs="?", metavar="MODEL", help=_NETWORKS)
-    inspect.add_argument(
-        "--input",
-        action="append",
-        metavar="C,H,W",
-        help=f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})",
-    )
-    inspect.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an argument of the model's builder",
-    )
+    sizes = f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})"
+    _add_network(inspect, sizes, "an argument of the model's builder")
     inspect.add_argument("--graph", metavar="FILE", help="draw the channel graph: a file ending in .svg or .html")
     _add_json(inspect)
 
@@ -97,12 +86,7 @@ def _add_bench(commands: _Commands) -> None:
     )
     bench.add_argument("subject", metavar="RUN", help=f"the folder of a finished run; with --plan: {_NETWORKS}")
     bench.add_argument("--plan", metavar="FILE", help="a plan for the network that is named instead of a run")
-    bench.add_argument(
-        "--input", action="append", metavar="C,H,W", help="with --plan: size of one input, as in inspect"
-    )
-    bench.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="with --plan: as in inspect"
-    )
+    _add_network(bench, "with --plan: size of one input, as in inspect", "with --plan: as in inspect")
     bench.add_argument("--batch", default="1,64", metavar="N,N", help="samples at once (1,64)")
     bench.add_argument("--runtimes", metavar="NAME,NAME", help="of eager, compile, onnxruntime, openvino (all)")
     bench.add_argument(
@@ -122,8 +106,7 @@ def _add_latency(commands: _Commands) -> None:
         "foretold, and what a target for the latency would leave. What was measured is kept and used again."
     )
     latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
-    latency.add_argument("--input", action="append", metavar="C,H,W", help="size of one input, as in inspect")
-    latency.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="as in inspect")
+    _add_network(latency, "size of one input, as in inspect", "as in inspect")
     latency.add_argument(
         "--runtime",
         default="onnxruntime",
@@ -207,6 +190,11 @@ def _add_data(commands: _Commands) -> None:
         help="the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)",
     )
     data.add_argument("--quiet", action="store_true", help="print the file's path only")
+
+
+def _add_network(parser: argparse.ArgumentParser, input_help: str, option_help: str) -> None:
+    parser.add_argument("--input", action="append", default=[], metavar="C,H,W", help=input_help)
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option_help)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .words import json_file, known_recipe, option, shape, target_file, usual_input
+
+if TYPE_CHECKING:
+    from .training.recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,17 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    from .training.recipe import load_recipe
-
-    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
-        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
-    if arguments.recipe is None and arguments.resume and arguments.run:
-        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
-        if not os.path.isfile(arguments.recipe):
-            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
-    overrides = [*_aimed(arguments.target), *arguments.set]
-    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    recipe = load_recipe(known_recipe(arguments.recipe), overrides)
+    recipe = _recipe(arguments)  # before anything is imported that takes its time
 
     from .terminal.lines import summary_lines
     from .terminal.progress import progress, told, watched
@@ -105,6 +99,21 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
     return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe that a run is asked for, with all that was said beside it."""
+    from .training.recipe import load_recipe
+
+    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+    if arguments.recipe is None and arguments.resume and arguments.run:
+        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
+        if not os.path.isfile(arguments.recipe):
+            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
+    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
+    return load_recipe(known_recipe(arguments.recipe), overrides)
 
 
 def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -164,16 +173,13 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
     seen = inspect(model, tuple(torch.zeros(1, *shape) for shape in shapes))
     text = json.dumps(seen.facts, indent=2)
-    written = {}
+    drawn = ""
     if graph is not None:
         from .drawing import draw
 
-        written[graph] = draw(seen, graph.suffix)
-    if facts is not None:
-        written[facts] = f"{text}\n"
-    _write(written)
-    print(text if arguments.json == STDOUT else "\n".join(overview_lines(seen.facts)))
-    return 0
+        drawn = draw(seen, graph.suffix)
+    _write({graph: drawn, facts: text})
+    return _show(arguments, text, overview_lines(seen.facts))
 
 
 def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -182,7 +188,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise PruningError(
             "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
         )
-    shapes = [shape(text) for text in arguments.input] if arguments.input else None
+    shapes = [shape(text) for text in arguments.input]
     options = dict(option(text) for text in arguments.option)
     if not arguments.plan and (shapes or options):
         raise PruningError("--input and --option belong to a model with --plan; a run knows its own")
@@ -201,37 +207,30 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         )
     else:
         subject = Subject.of_run(arguments.subject)
-    result = bench(subject, settings, _said if not arguments.quiet else lambda line: None)
+    result = bench(subject, settings, _teller(arguments))
     text = json.dumps(result, indent=2)
-    places = (facts, Path(arguments.subject) / "bench.json" if arguments.save else None)
-    _write({path: f"{text}\n" for path in places if path is not None})
-    pretty = sys.stdout.isatty()
-    print(text if arguments.json == STDOUT else "\n".join(bench_lines(result, pretty=pretty)))
-    return 0
+    kept = Path(arguments.subject) / "bench.json" if arguments.save else None
+    _write({facts: text, kept: text})
+    return _show(arguments, text, bench_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
     out = target_file("--out", arguments.out, (".json",))
-    shapes = [shape(text) for text in arguments.input] if arguments.input else None
+    shapes = [shape(text) for text in arguments.input]
     options = dict(option(text) for text in arguments.option)
 
     from .bench.latency import Request, known_by, latency, measured
     from .terminal.lines import latency_lines
 
     request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
-    network, example, ignore = known_by(
-        arguments.subject, shapes or [shape(usual_input(arguments.subject))], options
-    )
-    said = _said if not arguments.quiet else lambda line: None
-    model = measured(network, example, ignore, request, said)
+    usual = shape(usual_input(arguments.subject))
+    network, example, ignore = known_by(arguments.subject, shapes, options, usual)
+    model = measured(network, example, ignore, request, _teller(arguments))
     result = latency(arguments.subject, model)
     text = json.dumps(result, indent=2)
-    table = json.dumps(model.to_dict(), indent=1)
-    _write({path: f"{content}\n" for path, content in ((out, table), (facts, text)) if path is not None})
-    pretty = sys.stdout.isatty()
-    print(text if arguments.json == STDOUT else "\n".join(latency_lines(result, pretty=pretty)))
-    return 0
+    _write({out: json.dumps(model.to_dict(), indent=1), facts: text})
+    return _show(arguments, text, latency_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -245,21 +244,10 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
     clock = {"runtime": arguments.runtime, "batch": arguments.batch}
     request = Request(arguments.of, at, arguments.batches, arguments.device, **clock)
-    result = frontier(arguments.run, request, _said if not arguments.quiet else lambda line: None)
+    result = frontier(arguments.run, request, _teller(arguments))
     text = json.dumps(result, indent=2)
-    drawn = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
-    _write({**drawn, **({facts: f"{text}\n"} if facts is not None else {})})
-    pretty = sys.stdout.isatty()
-    print(text if arguments.json == STDOUT else "\n".join(frontier_lines(result, pretty=pretty)))
-    return 0
-
-
-def _write(written: Mapping[Path, str]) -> None:
-    from .files import write_text
-
-    for path, content in written.items():
-        write_text(path, content)
-        _said(f"wrote {path}")
+    _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
+    return _show(arguments, text, frontier_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -276,10 +264,30 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         threads=arguments.threads,
         force=arguments.force,
     )
-    said = (lambda line: None) if arguments.quiet else _said
-    manifest = export_run(arguments.run, arguments.to, request, said)
+    manifest = export_run(arguments.run, arguments.to, request, _teller(arguments))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
     return 0
+
+
+def _write(files: Mapping[Path | None, str]) -> None:
+    """Write the files that were asked for, those with a name, each with a line's end at its own."""
+    from .files import write_text
+
+    for path, text in files.items():
+        if path is not None:
+            write_text(path, text if text.endswith("\n") else f"{text}\n")
+            _said(f"wrote {path}")
+
+
+def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:
+    """The result on stdout: as JSON where that was asked for and no file named, else as a table."""
+    print(text if arguments.json == STDOUT else "\n".join(lines))
+    return 0
+
+
+def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """What tells how the work goes on: nothing if asked to be quiet."""
+    return (lambda line: None) if arguments.quiet else _said
 
 
 def _said(line: str) -> None:

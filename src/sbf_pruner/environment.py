@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package that need not be there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu() -> str:

@@ -52,12 +52,19 @@ def locked(folder: Path, otherwise: str) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # of this call alone: what the block itself raises is not ours
+            raise RunError(otherwise) from None
         yield
-    except BlockingIOError:
-        raise RunError(otherwise) from None
     finally:
         os.close(descriptor)
+
+
+def user_cache() -> Path:
+    """The folder of this package in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return Path(os.path.expanduser(cache)) / "sbf-pruner"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -101,6 +108,24 @@ def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one in each line; none where there is no file.
+
+    A last line that has no end is being written, or was when its writer was killed, and does not count.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            held = json.loads(line)
+        except ValueError:  # no JSON, or no text at all
+            held = None
+        if not isinstance(held, dict):
+            raise RunError(f"{path}, line {number} is damaged; put the file back, or run again")
+        found.append(held)
+    return found
+
+
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write_tensors` wrote; a RunError if it is not whole."""
     try:
@@ -111,12 +136,14 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, 
         raise RunError(f"{path} does not exist; {remedy}") from None
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
-    if "sbf" not in metadata:
-        raise RunError(f"{path} was not written by sbf-pruner; {remedy}")
-    entry = json.loads(metadata["sbf"])
-    if _digest(tensors, entry["header"]) != entry["sha256"]:
+    try:
+        entry = json.loads(metadata["sbf"])
+        text, expected = str(entry["header"]), entry["sha256"]
+    except (ValueError, LookupError, TypeError):
+        raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
+    if _digest(tensors, text) != expected:
         raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
-    return tensors, json.loads(entry["header"])
+    return tensors, json.loads(text)
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:

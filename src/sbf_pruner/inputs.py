@@ -1,4 +1,4 @@
-"""Example inputs, and networks without weights: what tracing and measuring share.
+"""Example inputs, made-up ones, and networks without weights: what tracing, cutting and measuring share.
 
 A model and its example inputs enter; a call, moved inputs, or a copy on the meta device leave.  What holds:
 a tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and anything else
@@ -43,6 +43,37 @@ def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
     {'x': [tensor([1., 1.])], 'n': 3}
     """
     return pytree.tree_map_only(Tensor, fn, inputs)
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: with its channels last, if it does and that is not the plain order as well.
+
+    >>> memory_format(torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+    torch.channels_last
+    """
+    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
+            return held
+    return torch.contiguous_format
+
+
+def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
+    """Inputs like the ones given, with so many samples: normal numbers, and zeros where there are whole ones.
+
+    >>> [tuple(t.shape) for t in made_up_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
+    [(5, 3, 8), (5,)]
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # one number for all samples
+            return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        shape = (batch, *tensor.shape[1:])
+        if not tensor.is_floating_point():  # an index, say: only zero is sure to be allowed
+            return torch.zeros(shape, dtype=tensor.dtype)
+        return torch.randn(shape, generator=generator).to(tensor.dtype)
+
+    return map_tensors(like, filled)
 
 
 def meta_copy(model: Model) -> Model:

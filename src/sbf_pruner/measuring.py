@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from sbf_pruner.errors import DataError, PruningError
-from sbf_pruner.inputs import call, map_tensors, meta_copy, real_copy
-from sbf_pruner.timing import take_turns, using_threads
+from .errors import DataError, PruningError
+from .inputs import call, map_tensors, meta_copy, real_copy
+from .timing import take_turns, using_threads
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ It names only layers that lose filters or could; a layer it does not name keeps 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import PlanError, nearest
+from .files import write_text
 from .graph.channels import ChannelGraph
 
 _FORMAT = "sbf-pruner plan 1"
@@ -111,26 +113,30 @@ class Plan:
         return cls(held["keep"])
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON, in one step."""
+        write_text(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a plan from a JSON file; raises PlanError if it holds none."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is no plan: it is not even text; name a JSON file of one") from None
+        return cls.from_json(text)
 
 
 def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
     try:
         given = list(kept)
         numbers = [int(i) for i in given if not isinstance(i, bool) and int(i) == i]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # of which the last is an infinite one
         raise PlanError(f"the plan's entry for {name} is not a list of filter numbers") from None
     if len(numbers) != len(given):
         raise PlanError(f"the plan's entry for {name} holds something that is not a filter number")
-    twice = sorted(i for i in set(numbers) if numbers.count(i) > 1)
-    if twice:
-        raise PlanError(f"the plan lists filter {twice[0]} of {name} twice; list each kept filter once")
+    if len(set(numbers)) != len(numbers):
+        twice = min(number for number, times in Counter(numbers).items() if times > 1)
+        raise PlanError(f"the plan lists filter {twice} of {name} twice; list each kept filter once")
     if any(i < 0 for i in numbers):
         raise PlanError(f"the plan keeps filter {min(numbers)} of {name}; filters are counted from 0")
     return tuple(sorted(numbers))

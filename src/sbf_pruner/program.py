@@ -14,6 +14,7 @@ import json
 import re
 import warnings
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
             if sum(member.file_size for member in members) > _LIMIT:
                 raise refuse("it is too large when unpacked")
             found = [(_inner(member.filename), archive.read(member)) for member in members]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); export the run again") from error
     records = {name: held for name, held in found if not _BOOKKEEPING.fullmatch(name)}
     strange = [name for name, _ in found if not (_RECORD.fullmatch(name) or _BOOKKEEPING.fullmatch(name))]

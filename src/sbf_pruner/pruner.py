@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import attached_hooks, without_attached
 from .budget.aim import Aim, Clock
@@ -35,7 +34,7 @@ from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
 from .scoring.forms import PROJECTIONS
-from .scoring.frozen import freeze
+from .scoring.frozen import freeze_model
 from .scoring.gates import Gates
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
@@ -146,7 +145,7 @@ class Pruner:
             if tune is not None:
                 with fresh_statistics(self.model) as untune:
                     tune()
-            thaw = thaw if joint else self._freeze()
+            thaw = thaw if joint else freeze_model(self.model, norms=self.freeze_norms)
             self.gates.soft.requires_grad_()
             yield self
             self.projection.end_phase()
@@ -218,7 +217,7 @@ class Pruner:
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""
         self._check_attached()
-        self._hold(self.aim.choose(self._score_values(), self.threshold, self.progress).masks)
+        self._hold(self._chosen().masks)
 
     def extract(self) -> nn.Module:
         """A new, smaller module that computes what the gated model computes."""
@@ -281,29 +280,13 @@ class Pruner:
         with torch.no_grad():
             self.gates.soft.copy_(self._soft_scores())
 
-    def _freeze(self) -> Any:
-        """Freeze weights and running statistics; returns what undoes it."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and self.freeze_norms]
-        followed = {m: m.training == self.model.training for m in norms}
-        modes = {m: m.training for m in norms}
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        undo = [freeze(norm) for norm in norms]
-
-        def thaw() -> None:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            for thaw_norm in undo:
-                thaw_norm()
-            for norm in norms:  # the mode of the model may have been changed meanwhile
-                norm.training = self.model.training if followed[norm] else modes[norm]
-
-        return thaw
+    def _chosen(self) -> Landing:
+        """What the scores make of the gates now."""
+        return self.aim.choose(self._score_values(), self.threshold, self.progress)
 
     def _land(self) -> Landing:
-        """What the scores make of the gates now; the penalty follows."""
-        landing = self.aim.choose(self._score_values(), self.threshold, self.progress)
+        """The same as a score phase ends, where the penalty follows."""
+        landing = self._chosen()
         if self.progress < 1:
             self.steer()
         else:  # then this landing is the one that steering would reckon once more

@@ -14,6 +14,7 @@ from .graph.channels import ChannelGraph
 from .graph.masks import Layout, some
 from .graph.records import Value
 from .graph.weighted import Contract
+from .inputs import memory_format
 
 
 def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
@@ -53,16 +54,8 @@ def _grouped(tensor: Tensor, node: Contract, layout: Layout) -> Tensor:
     return _like(tensor, tensor.detach()[places[0], places[1]])
 
 
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    # Slicing gives plain layouts whatever the tensor had.
-    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
-            return held
-    return torch.contiguous_format
-
-
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.contiguous(memory_format=_memory_format(old))
+    new = new.contiguous(memory_format=memory_format(old))  # slicing gives plain layouts whatever the tensor had
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new

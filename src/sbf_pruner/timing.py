@@ -12,16 +12,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .inputs import uncollected
 
-Calls = Mapping[str, Callable[[], Any]]
+Name = TypeVar("Name", bound=Hashable)
 SAMPLE = 0.01  # seconds that one sample takes at least: a clock and a scheduler are coarse
 
 
@@ -37,8 +37,13 @@ class Interval:
 
 
 def take_turns(
-    calls: Calls, rounds: int, *, sample: float = SAMPLE, device: torch.device | str = "cpu", seed: int = 0
-) -> dict[str, list[float]]:
+    calls: Mapping[Name, Callable[[], Any]],
+    rounds: int,
+    *,
+    sample: float = SAMPLE,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[Name, list[float]]:
     """Seconds of one pass of each call, `rounds` times, in turns.
 
     A sample is the mean of as many passes as fill `sample` seconds; 0 means one pass.  On a GPU the clock is
@@ -51,7 +56,7 @@ def take_turns(
     if rounds < 1:
         raise ValueError(f"{rounds} rounds take no time; ask for at least 1")
     wait = waiting(device)
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[Name, list[float]] = {name: [] for name in calls}
     with uncollected():
         passes = {name: _passes(run, sample, wait) for name, run in calls.items()}
         for order in _orders(list(calls), rounds, seed):
@@ -103,9 +108,9 @@ def using_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _orders(names: list[str], rounds: int, seed: int) -> list[list[str]]:
+def _orders(names: list[Name], rounds: int, seed: int) -> list[list[Name]]:
     chosen = random.Random(seed)
-    orders: list[list[str]] = []
+    orders: list[list[Name]] = []
     for number in range(rounds):
         orders.append(orders[-1][::-1] if number % 2 else chosen.sample(names, len(names)))
     return orders

@@ -16,6 +16,7 @@ from sbf_pruner import environment
 from sbf_pruner.bench import comparison, runtimes
 from sbf_pruner.bench.anatomy import LAYERS, REST, dissect
 from sbf_pruner.bench.comparison import bench
+from sbf_pruner.bench.latency import known_by
 from sbf_pruner.bench.machine import faults
 from sbf_pruner.bench.runtimes import RUNTIMES, Place, Unavailable, outputs
 from sbf_pruner.bench.settings import Settings, read_settings
@@ -294,3 +295,13 @@ def test_a_network_by_name_with_a_plan(tmp_path: Path) -> None:
     assert not subject.dense.training and not subject.compact.training
     assert runtimes.RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
     assert resolve("resnet20").training
+
+
+def test_a_network_of_several_inputs_is_given_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["from torch import nn", "class Sum(nn.Bilinear):", "    def __init__(self):"]
+    (tmp_path / "of_two.py").write_text("\n".join([*lines, "        super().__init__(4, 6, 2)"]))
+    monkeypatch.chdir(tmp_path)
+    network, example, ignore = known_by("of_two:Sum", [(4,), (6,)], {}, (3, 32, 32))
+    assert call(network, example).shape == (1, 2) and ignore == ()
+    _, (image,), _ = known_by("resnet20", [], {}, (3, 32, 32))
+    assert image.shape == (1, 3, 32, 32)

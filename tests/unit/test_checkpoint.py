@@ -153,6 +153,10 @@ def test_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / NAME)
     with pytest.raises(RunError, match="was not written by sbf-pruner"):
         load_checkpoint(tmp_path)
+    for entry in ("no JSON", "[]", '{"header": "{}"}'):
+        save_file({"x": torch.ones(2)}, tmp_path / NAME, metadata={"sbf": entry})
+        with pytest.raises(RunError, match="was not written by sbf-pruner"):
+            load_checkpoint(tmp_path)
     files.write_tensors(tmp_path / NAME, {}, {"format": "something else"})
     with pytest.raises(RunError, match="is no checkpoint of this version"):
         load_checkpoint(tmp_path)

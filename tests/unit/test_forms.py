@@ -124,6 +124,11 @@ def test_additions_at_their_places_and_gathers_are_what_they_say():
     assert operators(deployable().form(Form("convolution")))["aten.conv2d.default"] >= 19 + 7
 
 
+def test_a_way_that_is_not_known_is_refused():
+    with pytest.raises(PruningError, match=r"branches: no way is called 'zero'; did you mean 'zeros'\?"):
+        Form("zero")
+
+
 @pytest.mark.parametrize(("unit", "small_widths"), [(4, 0), (8, 0), (16, 9)])
 def test_widths_become_multiples(unit, small_widths):
     form = deployable().form(Form("zeros", unit, small_widths, shortcuts=True))

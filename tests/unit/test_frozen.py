@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sbf_pruner import Pruner
 from sbf_pruner.attached import attached_hooks, without_attached
+from sbf_pruner.inputs import memory_format
 from sbf_pruner.scoring import frozen
 from sbf_pruner.scoring.folded import Folded
 
@@ -136,9 +137,9 @@ def test_norms_with_a_way_of_their_own_keep_it(ours: str) -> None:
 def test_only_maps_with_their_channels_last_want_it() -> None:
     cpu, last = torch.zeros(2, 5, 4, 4), torch.zeros(2, 5, 4, 4).to(memory_format=torch.channels_last)
     deep = torch.zeros(2, 5, 3, 4, 4).to(memory_format=torch.channels_last_3d)
-    assert frozen._channels_last(last) and frozen._channels_last(deep)
+    assert (memory_format(last), memory_format(deep)) == (torch.channels_last, torch.channels_last_3d)
     for other in (cpu, cpu[0, 0], cpu[:, :, ::2], torch.zeros(6, 5), torch.zeros(2, 5, 7)):
-        assert not frozen._channels_last(other)
+        assert memory_format(other) == torch.contiguous_format
     assert not frozen._serves(last)  # a CPU has no kernels that are better
 
 

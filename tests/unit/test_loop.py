@@ -630,6 +630,16 @@ def test_nobody_else_may_write_into_a_run_that_goes_on(tmp_path: Path) -> None:
     fit(model(), recipe(phases__cycles=0), run=tmp_path / "run", force=True)  # the lock went with its owner
 
 
+def test_a_caller_that_would_block_is_not_taken_for_another_process(tmp_path: Path) -> None:
+    """Printing to a pipe that is full, say, raises what a lock that is taken raises."""
+
+    def full(record: dict[str, Any]) -> None:
+        raise BlockingIOError("the pipe is full")
+
+    with pytest.raises(BlockingIOError, match="the pipe is full"):
+        fit(model(), recipe(), run=tmp_path / "run", report=full)
+
+
 def test_a_recipe_may_be_named(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(recipe(phases__cycles=0, dense_control=False).to_toml())
     assert fit(model(), tmp_path / "own.toml", run=tmp_path / "run").summary["epochs"] == 4
@@ -697,6 +707,19 @@ def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> 
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="has 0 records but the checkpoint is of epoch 4"):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("line", [b"{nonsense}", b"[1]", b"\xff"])
+def test_damaged_scores_are_one_sentence_and_change_nothing(line: bytes, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
+    (tmp_path / "run/scores.jsonl").write_bytes(line + b"\n")
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write("a record too many\n")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match=r"scores.jsonl, line 1 is damaged; put the file back, or run again"):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,13 @@ def test_damaged_archives_are_named(archive, tmp_path):
     refused(path, "is damaged or cut short")
     path.write_bytes(b"nothing of the kind")
     refused(path, "is damaged or cut short")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("network/models/model.json", b"a" * 1000)
+    content = bytearray(path.read_bytes())
+    start = content.index(b"model.json") + len("model.json")
+    content[start] = 0xFF  # no stream of deflated bytes begins so
+    path.write_bytes(content)
+    refused(path, "is damaged or cut short")
     refused(tmp_path / "none.pt2", "cannot be read")
     refused(
         changed(archive, tmp_path, lambda m, root: m.pop(f"{root}/models/model.json")), "has no readable models"

@@ -25,7 +25,7 @@ from sbf_pruner.report.headline import headline, sentence
 from sbf_pruner.report.kept import kept
 from sbf_pruner.report.network import marked, network
 from sbf_pruner.report.numbers import DASH, MINUS
-from sbf_pruner.report.page import SECTIONS, run_page, run_parts
+from sbf_pruner.report.page import FIGURES, SECTIONS, WIDE, run_page, run_parts
 from sbf_pruner.report.refinement import refinement
 from sbf_pruner.report.scores import scores
 from sbf_pruner.report.settings import recipe, skipped
@@ -467,6 +467,11 @@ def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: P
 
 
 # -- the page ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_room_for_the_figures_that_are_wide(run: Run) -> None:
+    drawn = {key: draw(run) for key, draw in FIGURES.items()}
+    assert {key for key, figure in drawn.items() if figure is not None and figure.wide} == set(WIDE)
 
 
 def test_the_page_stands_alone_and_is_small(run: Run, folder: Path) -> None:

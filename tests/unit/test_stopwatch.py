@@ -10,11 +10,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from clocks import work
-from sbf_pruner.deploy.choose import FORMS, batch_of, ready
+from sbf_pruner.deploy.choose import FORMS, ready
 from sbf_pruner.deploy.forms import Deployable
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import lay_out
+from sbf_pruner.inputs import made_up_inputs
 from sbf_pruner.latency.model import Conditions
 from sbf_pruner.latency.predictor import Predictor
 from sbf_pruner.latency.shapes import Site
@@ -268,7 +269,7 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
     (run,) = passes(net, IMAGE, {"zeros": form}, "compile", 2, 1).values()
     before = counters["frames"]["total"]
     with torch.no_grad():
-        torch.testing.assert_close(run(), net(batch_of(IMAGE, 2)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run(), net(made_up_inputs(IMAGE, 2)), rtol=1e-4, atol=1e-5)
     assert before and counters["frames"]["total"] == before
 
     def broken(*given, **named):

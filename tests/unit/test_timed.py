@@ -12,8 +12,9 @@ import torch
 from clocks import clock_of
 from runs import Small, small_recipe
 from sbf_pruner.budget.aim import Aim
+from sbf_pruner.budget.guards import Guards
 from sbf_pruner.budget.targets import Budget
-from sbf_pruner.errors import PruningError
+from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.latency.ways import Chosen, made_up
 from sbf_pruner.models.resnet import resnet20
@@ -168,6 +169,24 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
     Timed(third, Chosen("filters", {})).come_in_time(whole, slower(third))
     assert again.plan() == whole.plan()
     assert not set(map(str, truth.asked)) & set(map(str, later.asked))
+
+
+def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_path):
+    pruner, clock = scored(Budget(latency=0.5))
+    path, recipe = tmp_path / "latency.json", load_recipe("digits", ["budget.latency=0.5"])
+    timed = Timed(clock, Chosen("blocks", {"blocks": 0.5}), [{"plan": "a", "foretold": 0.5, "measured": 0.6}])
+    timed.keep_in(path)
+
+    def again():
+        return Timed.of(pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Guards())
+
+    assert (again().chosen, again().rounds) == (timed.chosen, timed.rounds)
+    written = json.loads(path.read_text())
+    for damaged in ("{", "[]", "\xff", {**written, "rounds": [1]}, {**written, "chosen": {"way": "blocks"}}):
+        text = damaged if isinstance(damaged, str) else json.dumps(damaged)
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(RunError, match=r"latency.json is damaged; put it back, or start over with --force"):
+            again()
 
 
 def test_on_another_machine_nothing_is_timed():

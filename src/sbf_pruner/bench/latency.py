@@ -49,20 +49,26 @@ class Request:
 
 
 def known_by(
-    subject: str, shapes: Sequence[Sequence[int]] | None, options: Mapping[str, Any]
-) -> tuple[nn.Module, Tensor, tuple[str, ...]]:
-    """The network that a model's or a recipe's name stands for, an image for it, and the layers to leave alone."""
+    subject: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], usual: Sequence[int]
+) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
+    """The network that a model's or a recipe's name stands for, inputs for it, and the layers to leave alone.
+
+    `shapes` are the sizes of its inputs that were given, `usual` is that of the only one where none was.
+    """
     if Path(subject).suffix == ".toml" or subject in bundled_recipes():
+        if shapes or options:
+            raise PruningError("--input and --option belong to a model; a recipe knows its own")
         recipe = load_recipe(subject)
         data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        return build_dense(recipe).eval(), torch.zeros(1, *data.test.images.shape[1:]), recipe.guards.ignore
+        return build_dense(recipe).eval(), (torch.zeros(1, *data.test.images.shape[1:]),), recipe.guards.ignore
     torch.manual_seed(0)
-    shape = (shapes or [(3, 32, 32)])[0]
-    return resolve(subject, **{"in_channels": shape[0], **options}).eval(), torch.zeros(1, *shape), ()
+    given = shapes or [usual]
+    network = resolve(subject, **{"in_channels": given[0][0], **options}).eval()
+    return network, tuple(torch.zeros(1, *shape) for shape in given), ()
 
 
 def measured(
-    network: nn.Module, example: Tensor, ignore: tuple[str, ...], request: Request, report: Report
+    network: nn.Module, example: Any, ignore: tuple[str, ...], request: Request, report: Report
 ) -> LatencyModel:
     """What there is to know of a network's time on this machine."""
     conditions = here(request.runtime, request.batch, request.threads or torch.get_num_threads())

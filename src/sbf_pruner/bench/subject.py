@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import PruningError
-from ..inputs import map_tensors
+from ..inputs import made_up_inputs, map_tensors
 from ..models import resolve
 from ..plan import Plan
 from ..surgery import extract
@@ -35,7 +35,7 @@ class Subject:
     @classmethod
     def of(cls, name: str, dense: nn.Module, compact: nn.Module) -> Subject:
         """A network and what `extract` made of it."""
-        return cls(name, dense.eval(), compact.eval(), _filled(compact.sbf_inputs, 1))
+        return cls(name, dense.eval(), compact.eval(), made_up_inputs(compact.sbf_inputs, 1))
 
     @classmethod
     def of_run(cls, path: str | Path) -> Subject:
@@ -58,23 +58,10 @@ class Subject:
 
     def inputs(self, batch: int) -> Any:
         """Made-up inputs, so many samples at once."""
-        return _filled(self.example, batch)
+        return made_up_inputs(self.example, batch)
 
     def shapes(self) -> list[list[int]]:
         """The sizes of one sample of every input."""
         found: list[list[int]] = []
         map_tensors(self.example, lambda t: found.append(list(t.shape[1:])))
         return found
-
-
-def _filled(inputs: Any, batch: int) -> Any:
-    """Numbers in the shape of the inputs; the first dimension of each is the batch."""
-    drawn = torch.Generator().manual_seed(0)
-
-    def fill(like: Tensor) -> Tensor:
-        shape = (batch, *like.shape[1:])
-        if not like.is_floating_point():  # an index, say: only zero is sure to be allowed
-            return torch.zeros(shape, dtype=like.dtype)
-        return torch.randn(shape, generator=drawn).to(like.dtype)
-
-    return map_tensors(inputs, fill)

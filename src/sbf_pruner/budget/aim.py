@@ -64,8 +64,6 @@ class Aim:
                 "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` "
                 "and give the file (clock=, or latency.table in a recipe)"
             )
-        shapes = [value.shape for value in graph.trace.inputs]
-        self.samples = shapes[0][0] if shapes and shapes[0] else 1  # a batch comes first, as everywhere
         self.guards = guards or Guards()
         self._widths = Widths(graph)
         self.limits: Limits | None = None
@@ -91,9 +89,10 @@ class Aim:
         assert self.limits is not None
         return land(self._field(self.guards.leveled(scores)), self.limits, settled=False).level
 
-    def least(self, scores: Mapping[str, Values]) -> Masks:
-        """The smallest network that may be left, the filters that cannot go chosen by their scores."""
-        return self._finished(_nothing(self.graph), self.guards.leveled(scores), self.guards)
+    def least(self) -> Masks:
+        """A network as small as may be left, whatever the scores: the first filters are those that cannot go."""
+        alike = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
+        return self._finished(_nothing(self.graph), alike, self.guards)
 
     def scarce(self) -> dict[str, float]:
         """How much of each resource has to go; of MACs, where nothing is asked for."""
@@ -109,7 +108,7 @@ class Aim:
         if self.stored is not None:
             found["size"] = self.stored.bytes(laid, found["size"])
         timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
-        return {**found, "macs": found["macs"] / self.samples, **timed}
+        return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """What a filter of each layer costs of every resource, among the filters that are there."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..graph.channels import ChannelGraph
-from ..graph.masks import Mask, shrink
+from ..graph.masks import Mask, along, shrink
 from ..graph.nodes import Elementwise
 from ..graph.records import Value
 
@@ -45,7 +45,7 @@ def links(graph: ChannelGraph, groups: Groups) -> tuple[Link, ...]:
 
 
 def _by_channel(alive: Mask) -> Mask:
-    return shrink(alive, tuple(n if dim == 1 else 1 for dim, n in enumerate(alive.shape))).reshape(-1)
+    return shrink(alive, along(1, alive.shape)).reshape(-1)
 
 
 def _sum(graph: ChannelGraph, group: Sequence[str]) -> Value | None:

@@ -23,11 +23,11 @@ from ..deploy.captured import exported
 from ..deploy.choose import SECONDS, SMALLEST, TARGETS, choose
 from ..deploy.int8 import accuracy, quantise
 from ..deploy.onnx import require, run, session, to_onnx
-from ..environment import environment
+from ..environment import environment, version_of
 from ..errors import DataError, PruningError, RunError, nearest
 from ..export import PROGRAM, save
 from ..files import write_text
-from ..inputs import call
+from ..inputs import call, made_up_inputs
 from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
 from ..training.data import Batches, Data, Split, load_data
@@ -135,7 +135,10 @@ class _Export:
                 if "int8" in request.formats:
                     raise
                 report(f"without the data, the card cannot say how images are scaled ({error})")
-        self.inputs = _tried(finished.small.sbf_inputs)
+
+    def inputs(self, batch: int) -> Any:
+        """Made-up inputs, so many samples at once."""
+        return made_up_inputs(self.run.small.sbf_inputs, batch, seed=batch)
 
     def write(self) -> dict[str, Any]:
         request, facts = self.request, self._facts()
@@ -225,29 +228,11 @@ class _Export:
         return {"images": images, "accuracy": both[0], "float_accuracy": both[1]}
 
 
-def _tried(described: Any) -> Callable[[int], Any]:
-    """Made-up inputs of so many samples, like the ones described."""
-
-    def made(batch: int) -> Any:
-        generator = torch.Generator().manual_seed(batch)
-        return pytree.tree_map_only(
-            Tensor, lambda t: torch.randn(batch, *t.shape[1:], generator=generator).to(t.dtype), described
-        )
-
-    return made
-
-
 def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def _versions() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = environment(torch.device("cpu"))
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    exporters = {name: version_of(name) for name in ("onnx", "onnxscript", "onnxruntime")}
+    there = {name: found for name, found in exporters.items() if found is not None}
+    return {**environment(torch.device("cpu")), **there}

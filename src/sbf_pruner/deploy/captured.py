@@ -56,8 +56,7 @@ class _Marked(nn.Module):
 
 def capture(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
     """The network's operators in evaluation mode, with a batch of any size."""
-    with quietly():
-        network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
+    network = evaluated_copy(model)
     network = _Marked(network) if isinstance(network, Remap) else network
     for module in list(network.modules()):
         for name, child in module._modules.items():
@@ -74,6 +73,12 @@ def capture(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
             ) from error
     assert isinstance(graph, fx.GraphModule)
     return graph
+
+
+def evaluated_copy(model: nn.Module) -> nn.Module:
+    """A copy of a network, also of one that was compiled, in evaluation mode and without gradients."""
+    with quietly():
+        return real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
 
 
 def exported(network: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
@@ -187,12 +192,22 @@ def tidy(graph: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Exporters print their progress and warn of their own internals; neither is for the user."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    with (
+        without_warnings(logging.ERROR, "torch.onnx", "onnxscript", "onnx_ir", "torch.export"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_warnings(least: int, *names: str) -> Iterator[None]:
+    """While entered, nothing warns, and the loggers named say what is of this level at least."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            logger.setLevel(least)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..errors import PruningError, nearest
-from ..inputs import call, map_tensors, real_copy
+from ..inputs import call, made_up_inputs, map_tensors, real_copy
 from ..timing import using_threads, waiting
 from .compiled import compiled, first_pass
 from .forms import Deployable, Form
@@ -101,7 +101,7 @@ def choose(
     if len(networks) == 1:
         ((name, only),) = networks.items()
         return Chosen(only, candidates[name], "the only form it has")
-    inputs = batch_of(example_inputs, batch)
+    inputs = made_up_inputs(example_inputs, batch)
     threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, using_threads(threads):
         passes = {
@@ -169,21 +169,6 @@ def ready(
     if target == "compile":
         first_pass(run)
     return run
-
-
-def batch_of(example_inputs: Any, batch: int) -> Any:
-    """Inputs like the example with so many samples, of real numbers: zeros may be quicker."""
-    generator = torch.Generator().manual_seed(0)
-
-    def filled(tensor: Tensor) -> Tensor:
-        if not tensor.dim():
-            return tensor
-        sizes = (batch, *tensor.shape[1:])
-        if tensor.is_floating_point():
-            return torch.rand(sizes, dtype=tensor.dtype, generator=generator)
-        return torch.zeros(sizes, dtype=tensor.dtype)
-
-    return map_tensors(example_inputs, filled)
 
 
 def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:

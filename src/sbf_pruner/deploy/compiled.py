@@ -6,17 +6,15 @@ not shown, and where it fails one line says so.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import PruningError
-from .captured import first_line
+from .captured import first_line, without_warnings
 
 
 def compiled(network: nn.Module, device: torch.device | str = "cpu") -> Any:
@@ -29,23 +27,8 @@ def compiled(network: nn.Module, device: torch.device | str = "cpu") -> Any:
 def first_pass(run: Callable[[], Any]) -> None:
     """Have it compiled."""
     try:
-        with _silently():
+        # The compiler warns of its own internals and logs a page when it fails; the sentence we raise is enough.
+        with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
             run()
     except Exception as error:
         raise PruningError(f"torch.compile failed here ({first_line(error)})") from error
-
-
-@contextlib.contextmanager
-def _silently() -> Iterator[None]:
-    """The compiler warns of its own internals and logs a page when it fails; the sentence we raise is enough."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

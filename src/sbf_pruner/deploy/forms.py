@@ -7,18 +7,18 @@ What holds: the canonical network, the one that is saved, is not changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import PruningError, nearest
 from .captured import Node, capture, quietly, shape, tidy
 from .inplace import write_in_place
 from .remaps import merge_remaps, never
 from .simplify import simplify
-from .widths import Group, widen
+from .widths import widen
 from .written import shortcuts_as_convolutions, write_remaps
 
 aten = torch.ops.aten
@@ -43,25 +43,24 @@ class Form:
     """are maps kept with their channels last?"""
     in_place: bool = False
     """may an operator write over its input, where nobody reads that again?"""
-    widths: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """units of single groups of channels, by the name of their first node, before `unit`"""
+
+    def __post_init__(self) -> None:
+        if self.branches not in BRANCHES:
+            raise PruningError(f"branches: no way is called {self.branches!r}; {nearest(self.branches, BRANCHES)}")
 
     def __str__(self) -> str:
         words = [self.branches, f"unit {self.unit}" + (f" above {self.small}" if self.small else "")]
         flags = {"shortcuts": self.shortcuts, "channels last": self.channels_last, "in place": self.in_place}
-        words += [word for word, there in flags.items() if there]
-        return ", ".join(words + (["units by layer"] if self.widths else []))
+        return ", ".join(words + [word for word, there in flags.items() if there])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
 
-    def rounded(self, group: Group) -> int:
-        """The width of a group of channels in this form."""
-        unit = self.widths.get(group.name)
-        if unit is None:
-            unit = 1 if group.width <= self.small else self.unit
-        return -(-group.width // unit) * unit
+    def rounded(self, width: int) -> int:
+        """What a width becomes in this form."""
+        unit = 1 if width <= self.small else self.unit
+        return -(-width // unit) * unit
 
     def saves_nothing(self, node: Node) -> bool:
         """Has the layer before a remap as many whole units of filters as with zeros added?"""
@@ -87,8 +86,7 @@ class Deployable:
         rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, never)
         merge_remaps(graph, rows, _always, sink=True)
         widen(graph, form.rounded)
-        way = "convolution" if form.branches == "mixed" else form.branches
-        write_remaps(graph, lambda node: way)
+        write_remaps(graph, "convolution" if form.branches == "mixed" else form.branches)
         if form.channels_last:
             _keep_channels_last(graph)
         tidy(graph)

@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..files import replacing
-from ..inputs import real_copy
-from .captured import arguments, batch_of_two, dynamic_batch, first_line, quietly
+from .captured import arguments, batch_of_two, dynamic_batch, evaluated_copy, first_line, quietly
 
 EXTRA = 'pip install "sbf-pruner[export]"'
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -34,8 +33,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     """
     require()
     path = Path(path)
-    with quietly():
-        network = real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
+    network = evaluated_copy(model)
     args, kwargs = arguments(batch_of_two(example_inputs))
     shapes = dynamic_batch(kwargs or args)
     try:

@@ -103,24 +103,35 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
         inner, first, _ = parts(x)
         node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
         return True
-    if len(source) >= width or columns(node):
-        readers = [layer(graph, user) for user in node.users]
-        merged = [held for held in readers if held is not None and _reads(held, node, dim)]
-        for held in merged:
-            weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(width, 1)
-            kept = [i for i, j in enumerate(source) if j >= 0]
-            places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
-            replace(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
-            held.node.args = (x, *held.node.args[1:])
-        if merged:
-            return True
+    if (len(source) >= width or columns(node)) and _into_columns(graph, node):
+        return True
+    return _into_rows(graph, node, rows)
+
+
+def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
+    """Merge a remap with the columns of the layers that read it; were there any?"""
+    x, source, dim = parts(node)
+    readers = [layer(graph, user) for user in node.users]
+    merged = [held for held in readers if held is not None and _reads(held, node, dim)]
+    for held in merged:
+        weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(shape(x)[dim], 1)
+        kept = [i for i, j in enumerate(source) if j >= 0]
+        places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
+        replace(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
+        held.node.args = (x, *held.node.args[1:])
+    return bool(merged)
+
+
+def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
+    """Merge a remap with the rows of the layer that feeds it, if that gets no larger or where it is asked for."""
+    x, source, dim = parts(node)
     between, first = [], x
     while _keeps_zero(first) and len(first.users) == 1:
         between.append(first)
         first = first.args[0]
     feeding = layer(graph, first)
     if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
-        selects = min(source) >= 0 and len(source) <= width
+        selects = min(source) >= 0 and len(source) <= shape(x)[dim]
         if selects or rows(node):
             bias = None if feeding.bias is None else taken_rows(feeding.bias, source)
             replace(graph, feeding, taken_rows(feeding.weight, source), bias)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .captured import REMAP, Node, argument, insert, is_tensor, same_shape, shape, store, stored, tidy
-from .remaps import POINTWISE, find_remaps, merge_remaps
+from .remaps import POINTWISE, find_remaps, merge_remaps, taken_rows
 from .weighted import NORM, fold_norms, layer, scale_and_shift
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> T
         result: Tensor = node.target(known[x], *node.args[1:], **node.kwargs)
         return result
     if node.target is REMAP and node.args[2] == 1:
-        return torch.cat([known[x], known[x].new_zeros(1)])[node.args[1]]
+        return taken_rows(known[x], node.args[1])
     held = layer(graph, node)
     if held is not None and held.dim == 1 and not known[x].any():
         width = held.weight.shape[0]

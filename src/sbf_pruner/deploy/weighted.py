@@ -80,9 +80,8 @@ def replace(graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | N
     node.args, node.kwargs = tuple(arguments), kwargs
 
 
-def fold_norms(graph: fx.GraphModule) -> int:
-    """Fold every batch norm that alone reads a layer's output into that layer; how many there were."""
-    folded = 0
+def fold_norms(graph: fx.GraphModule) -> None:
+    """Fold every batch norm that alone reads a layer's output into that layer."""
     for node in list(graph.graph.nodes):
         if node.target is not NORM or any(user.args[1:] != (0,) for user in node.users):
             continue
@@ -99,9 +98,7 @@ def fold_norms(graph: fx.GraphModule) -> int:
         replace(graph, held, weight.to(held.weight.dtype), bias.to(held.weight.dtype))
         for user in list(node.users):
             user.replace_all_uses_with(held.node)
-        folded += 1
     graph.graph.eliminate_dead_code()
-    return folded
 
 
 def scale_and_shift(tensors: list[Tensor | None], eps: Any, width: int) -> tuple[Tensor, Tensor] | None:

@@ -26,15 +26,9 @@ _BY_CHANNEL = (
     | {
         getattr(aten, name).default
         for name in (
-            *(
-                "max_pool2d",
-                "avg_pool2d",
-                "adaptive_avg_pool2d",
-                "adaptive_max_pool2d",
-                "_adaptive_avg_pool2d",
-                "clone",
-            ),
-            *("max_pool1d", "adaptive_avg_pool1d", "upsample_nearest2d", "upsample_bilinear2d", "contiguous"),
+            *("max_pool1d", "max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "clone", "contiguous"),
+            *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d"),
+            *("upsample_nearest2d", "upsample_bilinear2d"),
         )
     }
     | {aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.flatten.using_ints}
@@ -52,11 +46,6 @@ class Group:
     readers: list[Layer] = field(default_factory=list)
     fixed: bool = False
     """Is there anything that must see exactly these channels?"""
-
-    @property
-    def name(self) -> str:
-        """The first node that has these channels."""
-        return self.nodes[0].name
 
 
 def groups(graph: fx.GraphModule) -> list[Group]:
@@ -172,15 +161,12 @@ def _one_number(graph: fx.GraphModule, node: Node) -> bool:
 # -- widening ------------------------------------------------------------------------------------------------
 
 
-def widen(graph: fx.GraphModule, rule: Callable[[Group], int]) -> dict[str, tuple[int, int]]:
-    """Give every group the width the rule asks for; the widths before and after, by group, where they differ."""
-    changed: dict[str, tuple[int, int]] = {}
+def widen(graph: fx.GraphModule, rule: Callable[[int], int]) -> None:
+    """Give every group the width that the rule makes of its own."""
     for group in groups(graph):
-        width = rule(group)
+        width = rule(group.width)
         if width > group.width:
-            changed[group.name] = group.width, width
             _widen(graph, group, width - group.width)
-    return changed
 
 
 def _widen(graph: fx.GraphModule, group: Group, more: int) -> None:

@@ -6,12 +6,10 @@ selection, a padding, an addition at some places, or a 1x1 convolution of zeros 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
-from .captured import REMAP, Node, argument, insert, is_tensor, shape, store, widened
+from .captured import REMAP, Node, argument, insert, is_tensor, same_shape, shape, store, widened
 from .remaps import parts, taken_rows
 
 aten = torch.ops.aten
@@ -64,16 +62,15 @@ def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: li
     return insert(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
 
 
-def write_remaps(graph: fx.GraphModule, way: Callable[[Node], str]) -> None:
+def write_remaps(graph: fx.GraphModule, way: str) -> None:
     """Write every remap that is left as ordinary operators: "gather", "add" (where it is added), "convolution"."""
     for node in [n for n in graph.graph.nodes if n.target is REMAP]:
-        chosen = way(node)
         x, source, dim = parts(node)
         maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
-        if chosen == "add" and all(_adds(user, node) for user in node.users):
+        if way == "add" and all(_adds(user, node) for user in node.users):
             _write_as_additions(graph, node)
             continue
-        if chosen == "convolution" and maps:
+        if way == "convolution" and maps:
             fresh = _constant_convolution(graph, node, x, source, [1, 1])
         else:
             fresh = _gathered(graph, node)
@@ -85,7 +82,7 @@ def _adds(user: Node, node: Node) -> bool:
     if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return False
     other = user.args[1] if user.args[0] is node else user.args[0]
-    return is_tensor(other) and other is not node and [*map(str, shape(other))] == [*map(str, shape(node))]
+    return is_tensor(other) and other is not node and same_shape(other, node)
 
 
 def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:

@@ -1,4 +1,8 @@
-"""The edges of modules, as nodes of the channel graph: where gates stand and remaps are put in."""
+"""The edges of modules, as nodes of the channel graph: where gates stand and remaps are put in.
+
+Masks of what is alive enter on one side and leave on the other, without what a gate holds back.  Where an edge is
+free, its two sides may be laid out differently, because surgery can put a remap between them.
+"""
 
 from __future__ import annotations
 

@@ -200,7 +200,10 @@ class _Finder:
                     continue  # a sum: the other side keeps the channel, ours adds nothing to it
                 else:
                     todo += node.outputs
-        # A channel that comes back as a constant does no harm where it is multiplied by one that is gone.
+        return self._reason_constants_stay(back, gone)
+
+    def _reason_constants_stay(self, back: list[tuple[Node, Value]], gone: set[Value]) -> str:
+        """A channel that comes back as a constant does no harm where it is multiplied by one that is gone."""
         seen: set[int] = set()
         while back:
             node, value = back.pop()

@@ -65,7 +65,7 @@ class Layout:
         result = np.ones(grid, bool)
         for dim, mask in enumerate(self.masks[value]):
             if mask is not None and grid[dim] > 1:
-                result &= mask.reshape([-1 if d == dim else 1 for d in range(len(grid))])
+                result &= mask.reshape(along(dim, grid))
         return result
 
     def grow(self, value: Value, present: Mask) -> None:

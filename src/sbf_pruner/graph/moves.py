@@ -24,7 +24,7 @@ _RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_al
 
 
 def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
-    count = int(np.prod(grid))
+    count = math.prod(grid)
     return torch.arange(start, start + count).reshape(grid).expand(value.shape)
 
 
@@ -58,7 +58,7 @@ def moved(op: Op, grids: Grids) -> Node:
         if value.kind == "constant" or value in op.args[2:]:  # an index table that is not stored
             return Opaque(op, grids)
         numbers[value] = _numbered(value, grids[value], start)
-        start += int(np.prod(grids[value]))
+        start += math.prod(grids[value])
     operands = [v for v in numbers if v.data is None or v.data.is_floating_point()]
     args, kwargs = pytree.tree_map_only(Value, numbers.__getitem__, (op.args, op.kwargs))
     if op.name in _RESHAPES:
@@ -82,7 +82,7 @@ def joined(op: Op, grids: Grids) -> Node:
     start, pieces, operands = 0, [], list(dict.fromkeys(values))
     numbered: dict[Value, Any] = {}
     for value in operands:
-        count = int(np.prod(grids[value]))
+        count = math.prod(grids[value])
         numbered[value] = np.arange(start, start + count).reshape(grids[value])
         start += count
     common = list(np.broadcast_shapes(*([n if d != dim else 1 for d, n in enumerate(grids[v])] for v in values)))
@@ -108,7 +108,7 @@ def padded(op: Op, grids: Grids) -> Node:
             widths[dim] = (pads[2 * i], pads[2 * i + 1])
     if any(w < 0 for pair in widths for w in pair):
         return Opaque(op, grids)
-    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    numbers = np.arange(math.prod(grid)).reshape(grid)
     return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
 
 
@@ -117,7 +117,7 @@ def _spatial(op: Op, grids: Grids, kept: int) -> Node:
     grid = grids[x]
     if any(n > 1 for n in grid[kept:]):
         return Opaque(op, grids)
-    numbers = np.arange(int(np.prod(grid))).reshape(grid)
+    numbers = np.arange(math.prod(grid)).reshape(grid)
     return _map(op, grids, [x], [numbers for v in op.outputs if v is not None])
 
 
@@ -147,5 +147,5 @@ def reduced(op: Op, grids: Grids) -> Node:
             return Sum(op, grids, tuple(sorted(over)))
         return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
     shape = [n for d, n in enumerate(grid) if keep or d not in over]
-    numbers = np.arange(int(np.prod(grid))).reshape(shape)
+    numbers = np.arange(math.prod(grid)).reshape(shape)
     return _map(op, grids, [x], [numbers for _ in outputs])

@@ -7,6 +7,7 @@ them free, because there a remap can be inserted.  Layouts only ever grow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -166,7 +167,7 @@ class Map(Node):
         found, at = [], 0
         for value in self.operands:
             grid = self.grids[value]
-            size = int(np.prod(grid))
+            size = math.prod(grid)
             found.append((value, flat[at : at + size].reshape(grid)))
             at += size
         return found

@@ -1,4 +1,8 @@
-"""What a recording consists of: tensors, calls of modules, operators, and all of them together."""
+"""What a recording consists of: tensors, calls of modules, operators, and all of them together.
+
+Plain data, made by `recorder` and read by every other file here.  What holds: two values are equal only if they are
+the same tensor at the same moment, so each of these may be the key of a table.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +88,9 @@ class Trace:
     training: tuple[str, ...] = ()  # the modules that ran in training mode
     on_meta: bool = True  # it ran without numbers
     otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone
+
+    @property
+    def samples(self) -> int:
+        """How many samples it saw: a batch comes first, as everywhere."""
+        first = self.inputs[0].shape if self.inputs else ()
+        return first[0] if first else 1

@@ -8,6 +8,7 @@ lose filters when others do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -187,11 +188,11 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
     if isinstance(node, Contract):
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Elementwise):
-        size = np.prod(graph.grids[node.outputs[0]])
-        return [v for v in (*node.outputs, *node.inputs) if size > 1 and np.prod(graph.grids[v]) == size]
+        size = math.prod(graph.grids[node.outputs[0]])
+        return [v for v in (*node.outputs, *node.inputs) if size > 1 and math.prod(graph.grids[v]) == size]
     if isinstance(node, Map) and len(node.operands) == len(node.outputs) == 1:
         labels = node.labels[0].reshape(-1)
-        size = np.prod(graph.grids[node.operands[0]])
+        size = math.prod(graph.grids[node.operands[0]])
         if labels.size == size and np.array_equal(labels, np.arange(size)):
             return [node.operands[0], node.outputs[0]]
     return []

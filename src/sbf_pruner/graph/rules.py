@@ -8,9 +8,8 @@ themselves stand in `pointwise`, `moves` and `layer_rules`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-
-import numpy as np
 
 from ..errors import PruningError, nearest
 from .layer_rules import (
@@ -68,7 +67,7 @@ def _first_grid(value: Value) -> Grid:
     # The channels of an input are the user's and never removed: no dimension of it varies.
     if value.kind != "state":
         return (1,) * len(value.shape)
-    if np.prod(value.shape) <= _LARGE_STATE:
+    if math.prod(value.shape) <= _LARGE_STATE:
         return value.shape
     return along(0, value.shape)
 

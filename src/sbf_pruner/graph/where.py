@@ -1,13 +1,15 @@
-"""Where in the user's code something happened: the innermost frame that is neither torch's nor ours."""
+"""Where in the user's code something happened: the innermost frame that is neither torch's nor ours.
+
+The stack of the caller, or an exception, enters; a file with its line leaves, or the sentence about it that a user
+reads.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -18,18 +20,13 @@ _QUIET = (
 )
 
 
-def _user_frames() -> Iterator[Any]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_QUIET):
-            yield frame
-        frame = frame.f_back
-
-
 def where() -> str:
     """File and line, or "" if no frame is the user's."""
-    for frame in _user_frames():
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_QUIET):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
     return ""
 
 

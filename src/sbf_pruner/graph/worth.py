@@ -184,9 +184,9 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
     # A weight that is computed, from what it is normalised over say, keeps all its inputs.
     inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
-    entries = filters * inputs * int(np.prod(first.weight.shape[2:]))
+    entries = filters * inputs * math.prod(first.weight.shape[2:])
     pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
-    moves = sum(int(np.prod(shape)) // shape[1] for shape in pixels)
+    moves = sum(math.prod(shape) // shape[1] for shape in pixels)
     own = entries if first.weight.trained else 0
     if not first.stored:  # what it is made of has one part per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters

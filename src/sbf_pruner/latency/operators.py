@@ -56,8 +56,7 @@ class Operators:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
-        shapes = [value.shape for value in graph.trace.inputs]
-        self.samples = shapes[0][0] if shapes and shapes[0] else 1
+        self.samples = graph.trace.samples
         self._readers: dict[Value, list[Node]] = defaultdict(list)
         self._maker: dict[Value, Node] = {}
         for node in graph.nodes:
@@ -81,14 +80,18 @@ class Operators:
         return needed is not None and bool((needed & laid.flow.alive[value]).any())
 
     def _layer(self, node: Contract) -> Layer:
-        before = node.x
-        while isinstance(edge := self._maker.get(before), Boundary):
-            before = edge.x
+        before = self._outside(node.x)
         behind, reader = node.out, self._only_reader(node.out)
         while isinstance(reader, Boundary | Norm) or (isinstance(reader, Elementwise) and not self._joins(reader)):
             behind = reader.outputs[0]
             reader = self._only_reader(behind)
         return Layer(node, Site.of(node, self.samples), before, behind)
+
+    def _outside(self, value: Value) -> Value:
+        """A tensor as it was before the edges of modules that it has passed."""
+        while isinstance(edge := self._maker.get(value), Boundary):
+            value = edge.x
+        return value
 
     def _only_reader(self, value: Value) -> Node | None:
         readers = self._readers[value]
@@ -106,8 +109,5 @@ class Operators:
         if isinstance(node, Map) and len(node.inputs) == 1 and node.op.name.endswith(("reshape", "flatten")):
             return False
         if isinstance(node, Norm):  # folded into the layer before it
-            before = node.x
-            while isinstance(edge := self._maker.get(before), Boundary):
-                before = edge.x
-            return not isinstance(edge, Contract)
+            return not isinstance(self._maker.get(self._outside(node.x)), Contract)
         return any(v.roots is None for v in node.inputs)

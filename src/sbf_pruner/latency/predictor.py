@@ -14,7 +14,7 @@ from itertools import product
 
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid, lay_out
-from .operators import Layer, Operators
+from .operators import Operators
 from .shapes import Site, widths_of
 from .table import Table, Widths
 
@@ -69,8 +69,8 @@ class Predictor:
                 continue
             running += 1
             inputs, filters, own = layer.widths(laid)
-            layers["zeros"][place] = self._seconds(layer, inputs, filters)
-            layers["moves"][place] = self._seconds(layer, inputs, own)
+            layers["zeros"][place] = self.table.seconds(layer.site, inputs, filters)
+            layers["moves"][place] = self.table.seconds(layer.site, inputs, own)
             if own < filters:
                 moved += filters * layer.pixels
         joins = [n for n in held.joins if sum(held.alive(v, laid) for v in n.inputs) > 1]
@@ -98,6 +98,3 @@ class Predictor:
         found = self.reckon(laid)
         form = min(found.terms, key=lambda name: self.total(found.terms[name]))
         return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
-
-    def _seconds(self, layer: Layer, inputs: int, filters: int) -> float:
-        return self.table.seconds(layer.site, inputs, filters)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..budget.aim import Aim
 from ..budget.guards import Couple, Guards, with_coupled
-from ..budget.landing import Masks, Values
+from ..budget.landing import Values
 from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
@@ -71,20 +71,9 @@ def choose_way(
     return Chosen(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
 
-def landed(graph: ChannelGraph, clock: LatencyModel, budget: Budget, way: str, seed: int = 0) -> Masks | None:
-    """The filters that made-up scores keep within a budget, in one of the ways; None where it cannot be met."""
-    held = guarded(graph, Guards(), way)
-    if held is None:
-        return None
-    try:
-        return Aim(graph, budget, held, clock).choose(made_up(graph, held, seed)).masks
-    except PruningError:
-        return None
-
-
-def made_up(graph: ChannelGraph, guards: Guards, seed: int = 0) -> dict[str, Values]:
+def made_up(graph: ChannelGraph, guards: Guards) -> dict[str, Values]:
     """Scores that take as large a part of every layer as of any other, and of branches every other first."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     scores: dict[str, Values] = {
         name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
     }

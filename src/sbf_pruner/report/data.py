@@ -15,6 +15,7 @@ from typing import Any
 
 from ..drawing.scene import Box, from_json
 from ..errors import RunError
+from ..files import read_lines
 from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
@@ -94,10 +95,10 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
     path = Path(folder)
     recipe = _recipe(path)
     run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, schedule(recipe))
-    records = _lines(path / "metrics.jsonl")
+    records = read_lines(path / "metrics.jsonl")
     run.records = [r for r in records if r["phase"] != "control"]
     run.control = [r for r in records if r["phase"] == "control"]
-    run.scores = _lines(path / "scores.jsonl")
+    run.scores = read_lines(path / "scores.jsonl")
     run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
     network = _object(path / "network.json", "environment") or (_without_network(path, recipe) if rebuild else {})
     run.environment = (run.summary or network).get("environment", {})
@@ -151,19 +152,6 @@ def _recipe(path: Path) -> Record:
     if not known:
         raise RunError(f"{path / 'recipe.toml'} is not the recipe of a run; put back the run's own")
     return recipe
-
-
-def _lines(path: Path) -> list[Record]:
-    lines = path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else []
-    found: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):  # it is being written, or the run was killed just then
-            break
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise RunError(f"{path}, line {number} is damaged; put the file back, or run again") from error
-    return found
 
 
 def _object(path: Path, *keys: str) -> Record | None:

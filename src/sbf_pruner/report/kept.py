@@ -32,8 +32,8 @@ def kept(run: Run) -> Figure:
     return Figure(key, title, said, bars(run.layers, title), numbers(run.layers), legend)
 
 
-def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT, start: int = 0) -> str:
-    """A bar per layer; `start` is the table's row of the first one."""
+def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> str:
+    """A bar per layer."""
     each = 100 / len(layers)
     scale = Scale(0, max(one.before for one in layers) * 1.06, height)
     parts = [grid(scale, 0, most=4)]
@@ -50,7 +50,7 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT, start
         else:
             parts.append(f'<text class=cross x="{left + width / 2:.3f}%" y="{height - 4:.1f}">\u00d7</text>')
     for place in range(len(layers)):
-        parts.append(column("", start + place, each * place, each, 0, height))
+        parts.append(column("", place, each * place, each, 0, height))
     parts.append(parts_of_the_network([one.name for one in layers], height))
     return picture("bars", height, "".join(parts), label)
 

@@ -24,7 +24,7 @@ from .settings import environment, recipe, skipped
 from .timed import timed
 
 HEADLINE = "headline"
-_FIGURES: dict[str, Callable[[Run], Figure | None]] = {
+FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "course": course,
     "time": timed,
     "kept": kept,
@@ -35,13 +35,13 @@ _FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "environment": environment,
     "recipe": recipe,
 }
-SECTIONS = tuple(_FIGURES)
-_WIDE = ("scores", "network", "recipe")
+SECTIONS = tuple(FIGURES)
+WIDE = ("scores", "network", "recipe")  # a live page must know before any of them is drawn
 
 
 def run_parts(run: Run) -> dict[str, str]:
     """The inside of every section of a run's page, in order."""
-    figures = {key: draw(run) for key, draw in _FIGURES.items()}
+    figures = {key: draw(run) for key, draw in FIGURES.items()}
     return {HEADLINE: headline(run)} | {key: "" if one is None else one.html() for key, one in figures.items()}
 
 
@@ -59,7 +59,7 @@ def page(
     title: str,
     description: str,
     parts: Mapping[str, str],
-    wide: Collection[str] = _WIDE,
+    wide: Collection[str] = WIDE,
     *,
     live: str = "",
     version: str = "",

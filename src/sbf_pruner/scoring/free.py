@@ -1,4 +1,8 @@
-"""A pruner layer without weights: what is lost if a score does not follow from its filter (an ablation)."""
+"""A pruner layer without weights, to compare with: what is lost if a score does not follow from its filter?
+
+The layers' weights enter, of which only the numbers of filters count; one logit per filter leaves, as in
+`projection`.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,13 @@ from .projection import check_phase, dtype_and_device, restore
 class FreeProjection:
     """The ablation: one free logit per filter, blind to the weights, so that a phase changes nothing.
 
-    `scale` is the speed of each layer: a logit moves by about `lr * scale` in one step of Adam, which without
-    one is `even` already.
+    A logit moves by about `lr` in one step of Adam, in every layer alike: it is `even` already.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        filters: Sequence[int],
-        *,
-        even: bool = False,
-        scale: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
         dtype, device = dtype_and_device(weights, filters)
         self.in_phase = False
-        speeds = torch.tensor([1.0] * len(filters) if scale is None else list(scale), dtype=dtype)
-        self._scale = speeds.repeat_interleave(torch.tensor(filters)).to(device)
-        self.parameters: list[Tensor] = [torch.zeros_like(self._scale, requires_grad=True)]
+        self.parameters: list[Tensor] = [torch.zeros(sum(filters), dtype=dtype, device=device, requires_grad=True)]
 
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
         check_phase(self, weights, [w.numel() for w in weights])
@@ -40,7 +34,7 @@ class FreeProjection:
         return [{"params": self.parameters, "lr": lr}]
 
     def logits(self) -> Tensor:
-        return self._scale * self.parameters[0]
+        return self.parameters[0]
 
     def end_phase(self) -> None:
         self.in_phase = False

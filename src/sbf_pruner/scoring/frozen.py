@@ -1,8 +1,8 @@
-"""Batch norms that stand on their running statistics while scores are trained.
+"""Models that stand still while scores are trained: their weights, and the running statistics of their norms.
 
-A norm enters; until it is thawed, no mode of the model makes it look at the batch, and on CUDA its gradient
-takes a way of our own: PyTorch's gradient of a norm in evaluation mode leaves a channels-last network with maps
-whose channels come first, and every convolution then turns them round again.  What holds: the forward is
+A model enters; until it is thawed, no weight of it wants a gradient and no mode makes its norms look at the batch.
+On CUDA the gradient of a norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last network
+with maps whose channels come first, and every convolution then turns them round again.  What holds: the forward is
 PyTorch's own, bit for bit; the gradients are the same sums; a norm with a forward of its own keeps it.
 """
 
@@ -17,6 +17,28 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..attached import Attached
+from ..inputs import memory_format
+
+
+def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
+    """Freeze the weights of a model, and with `norms` their running statistics; returns what undoes it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
+    modes = {norm: norm.training for norm in held}
+    followed = {norm: mode == model.training for norm, mode in modes.items()}
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    undo = [freeze(norm) for norm in held]
+
+    def thaw() -> None:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for thaw_norm in undo:
+            thaw_norm()
+        for norm, mode in modes.items():  # the mode of the model may have been changed meanwhile
+            norm.training = model.training if followed[norm] else mode
+
+    return thaw
 
 
 def freeze(norm: _NormBase) -> Callable[[], None]:
@@ -63,14 +85,8 @@ class FrozenNorm(Attached):
 
 def _serves(x: Tensor) -> bool:
     """Whether our gradient is wanted, and better than PyTorch's."""
-    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled() and _channels_last(x)
-
-
-def _channels_last(x: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() not in formats or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=formats[x.dim()])
+    wanted = x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
+    return wanted and memory_format(x) != torch.contiguous_format
 
 
 class _Frozen(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sbf_pruner.errors import PruningError, nearest
+from ..errors import PruningError, nearest
 
 Balance = Literal["area", "side", "none", "cost"]
 

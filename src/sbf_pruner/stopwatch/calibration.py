@@ -22,7 +22,7 @@ from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
 from ..graph.masks import Mask
 from ..latency.fitting import fit
-from ..latency.model import BLOCKWISE, Conditions, LatencyModel
+from ..latency.model import Conditions, LatencyModel
 from ..latency.predictor import TERMS, Predictor, Terms
 from ..latency.shapes import Site
 from ..latency.table import Table, Widths
@@ -100,11 +100,6 @@ def calibrate(
     networks = _foretold(timed)
     calibration = {"networks": networks, **_errors(networks)}
     return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
-
-
-def new_table(runtime: str) -> Table:
-    """A table without any layer."""
-    return Table(blocks=runtime in BLOCKWISE)
 
 
 class Timer:

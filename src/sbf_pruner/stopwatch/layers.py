@@ -55,8 +55,8 @@ def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> 
         calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
         # On a GPU many calls are launched before the clock is read: inside a network no layer is waited for.
-        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)  # type: ignore[arg-type]
-    return {pair: min(seconds) for pair, seconds in taken.items()}  # type: ignore[misc]
+        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)
+    return {pair: min(seconds) for pair, seconds in taken.items()}
 
 
 def _call(site: Site, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
@@ -106,7 +106,6 @@ def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: i
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
     """Of a profile, pass by pass: the time of the layer in the middle, with what lays its input out for it."""
     found: list[float] = []
-    since, layers = 0.0, 0
     ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     passes = [e["ts"] for e in events if e.get("name") == "model_run"]
     for begin, end in zip(passes, [*passes[1:], float("inf")], strict=True):

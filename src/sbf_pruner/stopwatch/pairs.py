@@ -37,7 +37,7 @@ class Pairs:
         with using_threads(self.conditions.threads):
             compact = self._compact(plan)
             for more in range(PATIENCE):
-                found = time_pairs(self._dense, compact, PAIRS * 2**more)[0]
+                found = time_pairs(self._dense, compact, PAIRS * 2**more)
                 if found.high - found.low <= SURE * found.median:
                     break
         return found.median
@@ -45,7 +45,7 @@ class Pairs:
     def interval(self, plan: Plan, pairs: int) -> Interval:
         """What is left of the dense network's time, and how sure that is."""
         with using_threads(self.conditions.threads):
-            return time_pairs(self._dense, self._compact(plan), pairs)[0]
+            return time_pairs(self._dense, self._compact(plan), pairs)
 
     def _compact(self, plan: Plan) -> Pass:
         return self._quickest(extract(self.network, self.example, plan))

@@ -7,7 +7,6 @@ so one more of them is one more row; another library also has its own way to tim
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ..deploy.forms import Form
-from ..environment import cpu
+from ..environment import cpu, version_of
 from ..errors import PruningError
 
 Joins = Mapping[str, tuple[Form, ...]]
@@ -42,12 +41,7 @@ class Runtime:
             found["gpu"] = torch.cuda.get_device_name() if there else None
             found["cuda"] = torch.version.cuda if there else None
             found["dtype"] = "float32, convolutions in tf32" if torch.backends.cudnn.allow_tf32 else "float32"
-        for package in self.packages:
-            try:
-                found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                found[package] = None
-        return found
+        return {**found, **{package: version_of(package) for package in self.packages}}
 
     def check_device(self) -> None:
         """Is there what it runs on?"""

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from ..budget.aim import Aim
 from ..environment import load
 from ..errors import PruningError
-from ..files import write_text
+from ..files import user_cache, write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
@@ -72,7 +71,7 @@ def get_model(
     if busy is not None and busy > BUSY:
         report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
     table = _layers(conditions, fresh)
-    wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, _least(graph)))
+    wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, Aim(graph).least()))
     if measure_layers(table, wanted, conditions, report):
         write_text(_layers_file(conditions), json.dumps(table.to_dict()) + "\n")
     found = calibrate(network, example, graph, table.of(wanted), conditions, report)
@@ -98,13 +97,8 @@ def clock_here(
 
 def cache_folder() -> Path:
     """Where measurements are kept: $SBF_CACHE, or the user's cache."""
-    if given := os.environ.get("SBF_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sbf-pruner"
-
-
-def _least(graph: ChannelGraph) -> dict[str, Any]:
-    return Aim(graph).least({name: np.zeros(layer.filters) for name, layer in graph.layers.items()})
+    given = os.environ.get("SBF_CACHE")
+    return Path(given).expanduser() if given else user_cache()
 
 
 def _layers(conditions: Conditions, fresh: bool) -> Table:

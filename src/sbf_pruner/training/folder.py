@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import locked, write_text
+from ..files import locked, read_lines, write_text
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
@@ -104,7 +104,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far."""
-        return _read_lines(self.metrics)
+        return read_lines(self.metrics)
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
@@ -113,7 +113,7 @@ class RunFolder:
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""
-        return _read_lines(self.scores)
+        return read_lines(self.scores)
 
     def rewind(self, records: int) -> None:
         """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
@@ -124,11 +124,11 @@ class RunFolder:
                 f"{self.metrics} has {len(lines)} records but the checkpoint is of epoch {records}; put the "
                 "file back, or start over with --force"
             )
+        scores = [line for line in self.read_scores() if line["done"] <= records]
         if len(lines) > records:
             write_text(self.metrics, "".join(lines[:records]))
         if self.scores.is_file():
-            kept = [line for line in self.read_scores() if line["done"] <= records]
-            write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+            write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in scores))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
@@ -156,12 +156,6 @@ class RunFolder:
                     f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
                     f"as it is (sbf run --run {self.path} --resume), or start over with --force"
                 )
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """What stands in a file line by line, but for a line that was being written when the run was killed."""
-    text = path.read_text("utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:

@@ -8,7 +8,6 @@ one must give the same outputs.  `state` holds all that training changed, and `r
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import without_attached
-from ..budget.guards import Guards
-from ..budget.targets import Budget
 from ..errors import PruningError, RunError
-from ..graph.build import trace
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
-from ..trial import try_cuts
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
-from .schedule import Phase, batch_size, closing_cycles, phases
+from .schedule import Phase, closing_cycles
+from .scorer import attach
 from .start import check_fit, load_weights
-from .timed import Timed, coupling, rehearse, timer_here
-
-_log = logging.getLogger(__name__)
+from .timed import rehearse, timer_here
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
-TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
-AT_LEAST = 2  # cycles that it takes for that: in one, scores would be past the threshold before it is seen
 STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, half a second for ResNet-56
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
@@ -60,40 +52,7 @@ class Networks:
         check_fit(self.dense, images[:2], data)
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
-        scores, guards, budget = recipe.scores, recipe.guards, recipe.budget
-        self.graph = trace(self.dense, images[:2], guards.ignore)
-        limits = Budget(params=budget.params, macs=budget.macs, size=budget.size, latency=budget.latency)
-        kept = self._guards()
-        words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
-        together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
-        self.timed: Timed | None = None
-        if budget.latency != 1:
-            self.timed = Timed.of(self.dense, images, self.graph, recipe, measured, limits, kept, images[:2])
-            together |= coupling(self.timed.chosen.way)
-        self.pruner = Pruner(
-            self.dense,
-            images[:2],
-            penalty=scores.penalty,
-            projection=scores.projection,  # type: ignore[arg-type]
-            activation=scores.activation,  # type: ignore[arg-type]
-            leak=scores.leak,
-            balance=scores.balance,  # type: ignore[arg-type]
-            lr=scores.lr,
-            speed=self._speed(len(data.train)),
-            eps=scores.eps,
-            threshold=scores.threshold,
-            freeze_norms=scores.freeze_norms,
-            guards=kept,
-            budget=limits,
-            steer=budget.steer,
-            clock=None if self.timed is None else self.timed.clock,
-            graph=self.graph,
-            **together,
-        )
-        reached = self.pruner.aim.limits
-        if reached is not None and reached.hold(reached.whole):
-            found = " and ".join(reached.told(name, reached.whole) for name in reached.most)
-            raise PruningError(f"there is nothing to prune for: the dense network has {found}; ask for less")
+        self.pruner, self.timed = attach(self.dense, images, recipe, len(data.train), measured)
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
@@ -108,24 +67,6 @@ class Networks:
         self.plan = self.pruner.plan()
         self.cut_error: float | None = None
         self._dense_cost = self._small_cost = measure(self.dense, images[:1])
-
-    def _guards(self) -> Guards:
-        """The guards of the recipe, and what the model's own code asks for."""
-        asked = self._recipe.guards
-        whole = try_cuts(self.dense, self.images[:2], self.graph)
-        if whole is not None and not asked.min_filters:
-            _log.warning("every layer keeps a filter: without some of them, %s", whole)
-        least = asked.min_filters if whole is None else max(asked.min_filters, 1)
-        return Guards(least, asked.max_removed, asked.round_to)
-
-    def _speed(self, images: int) -> float:
-        """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
-        scores, budget = self._recipe.scores, self._recipe.budget
-        if scores.speed or not budget.steer:
-            return scores.speed
-        moving = [phase for phase in phases(self._recipe) if phase.trains_scores][:1]
-        steps = sum(phase.epochs * max(images // batch_size(self._recipe, phase), 1) for phase in moving)
-        return TRAVEL / max(closing_cycles(self._recipe), AT_LEAST) / max(steps, 1)
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""

@@ -10,7 +10,6 @@ what was trained into the large network, where checkpoints and the final extract
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from ..inputs import map_tensors
 from ..plan import Plan
 from ..pruner import Pruner
 from ..surgery import extract
-
-Streams = Literal["whole", "opened"]
 
 _UNIT = 8  # filters: 16 bytes of a pixel in bfloat16, which is what tensor cores are fed with
 _WIDTHS = 4  # at most so many different widths for layers of one size: each is tuned anew when it is compiled
@@ -64,25 +61,18 @@ class Padded:
             start += tensor.numel()
 
 
-def rounded_up(
-    graph: ChannelGraph, plan: Plan, *, unit: int = _UNIT, widths: int = _WIDTHS, streams: Streams = "whole"
-) -> Plan:
+def rounded_up(graph: ChannelGraph, plan: Plan, *, unit: int = _UNIT, widths: int = _WIDTHS) -> Plan:
     """The plan with filters added to the layers that keep any, so that every width is a multiple of `unit`.
 
-    Layers whose outputs are added up are also given what the others have: all of them ("whole"), or only the
-    first ("opened"), after which every channel of the stream is alive and nothing that reads it is trimmed.
+    Layers whose outputs are added up are also given what the others have, so that streams are whole.
     """
     masks = {name: mask.copy() for name, mask in plan.masks(graph).items()}
     layout = solve(graph, graph.flow(masks))
-    opened = set()
     for name, mask in masks.items():
         edge = graph.layers[name].site.edges[0]
         there = layout.masks[edge.out][edge.dim]
         if mask.any() and there is not None and there.size == mask.size:
-            stream = edge.out.shape, there.tobytes()
-            if streams == "whole" or stream not in opened:
-                mask |= there
-            opened.add(stream)
+            mask |= there
     for mask in masks.values():
         # Lowest first: the layers of a stream that are equal so far stay equal.
         missing = -int(mask.sum()) % max(unit, mask.size // widths)

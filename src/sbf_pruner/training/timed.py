@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..budget.guards import Guards
 from ..budget.targets import MICROSECONDS, MISSED, Budget
-from ..errors import PruningError, RecipeError
+from ..errors import PruningError, RecipeError, RunError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
@@ -65,16 +65,13 @@ class Timed:
         kept: Path | None,
         budget: Budget,
         guards: Guards,
-        example: Tensor,
     ) -> Timed:
         """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
         config = recipe.latency
         if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
             raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
         if kept is not None and kept.is_file():
-            written = json.loads(kept.read_text("utf-8"))
-            chosen = Chosen(written["chosen"]["way"], written["chosen"]["macs_left"])
-            return cls(from_dict(written, graph, str(kept)), chosen, written["rounds"])
+            return cls._read(kept, graph)
         if config.table:
             clock = read_model(config.table, graph)
         else:
@@ -84,10 +81,20 @@ class Timed:
             return cls(clock, Chosen(OWN, {}))
         if config.way != "auto":
             return cls(clock, Chosen(config.way, {}))
-        stored = Stored(network, example, graph) if budget.size != 1 else None
+        stored = Stored(network, images[:2], graph) if budget.size != 1 else None
         chosen = choose_way(graph, clock, budget, guards, stored)
         _log.info("%s", chosen.told())
         return cls(clock, chosen)
+
+    @classmethod
+    def _read(cls, path: Path, graph: ChannelGraph) -> Timed:
+        try:
+            written = json.loads(path.read_text("utf-8"))
+            chosen = Chosen(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
+            rounds = [{key: one[key] for key in ("plan", "foretold", "measured")} for one in written["rounds"]]
+        except (ValueError, LookupError, TypeError):
+            raise RunError(f"{path} is damaged; put it back, or start over with --force") from None
+        return cls(from_dict(written, graph, str(path)), chosen, rounds)
 
     def keep_in(self, path: Path) -> None:
         """Write it down, now and whenever something is measured."""
