@@ -253,6 +253,21 @@ def test_a_budget_leaves_something(part):
         Budget(macs=part)
 
 
+@pytest.mark.parametrize("name", ["NonLocal", "Unused", "AuxiliaryHead", "Recurrent"])
+@pytest.mark.parametrize("of", ["macs", "params"])
+def test_what_no_filter_changes_counts_too(name, of):
+    """Products of activations, parameters nothing reads, heads of training alone, and sizes the code insists on."""
+    for share in (0.9, 0.8):
+        model, inputs = ZOO[name]()
+        pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
+        dense = getattr(measure(extract(model, inputs, Plan({})), inputs), of)
+        for seed in range(3):
+            landing = pruner.aim.choose(scores(pruner.graph, seed))
+            pruner.gate(Plan.from_masks(landing.masks))
+            left = getattr(measure(pruner.extract(), inputs), of)
+            assert left == landing.usage[of] * (pruner.aim.samples if of == "macs" else 1) <= share * dense
+
+
 # -- guards --------------------------------------------------------------------------------------------------
 
 
