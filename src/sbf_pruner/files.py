@@ -113,8 +113,12 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, 
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
     if "sbf" not in metadata:
         raise RunError(f"{path} was not written by sbf-pruner; {remedy}")
-    entry = json.loads(metadata["sbf"])
-    if _digest(tensors, entry["header"]) != entry["sha256"]:
+    try:
+        entry = json.loads(metadata["sbf"])
+        whole = _digest(tensors, entry["header"]) == entry["sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError):  # the change is in the entry itself
+        whole = False
+    if not whole:
         raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
     return tensors, json.loads(entry["header"])
 

@@ -149,6 +149,14 @@ def test_a_changed_skeleton_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("entry", ["no json", "[]", "{}", '{"sha256": "", "header": 1}'])
+def test_a_changed_entry_is_refused(tmp_path: Path, entry: str) -> None:
+    path = save_checkpoint(tmp_path, {"weights": torch.ones(2)})
+    save_file({"weights": torch.ones(2)}, path, metadata={"sbf": entry})
+    with pytest.raises(RunError, match="was changed after it was written"):
+        load_checkpoint(tmp_path)
+
+
 def test_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / NAME)
     with pytest.raises(RunError, match="was not written by sbf-pruner"):

@@ -89,9 +89,10 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
-        stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
-        stale += ["summary.json", "report.html", "bench.json", "latency.json"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED)]
+        # First what says that a run is finished, or can go on: killed here, a run has at worst to begin.
+        stale = ["summary.json", *(f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED))]
+        stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
+        stale += ["report.html", "bench.json", "latency.json"]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)
@@ -104,7 +105,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far."""
-        return _read_lines(self.metrics)
+        return [record for _, record in _read_lines(self.metrics)]
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
@@ -113,22 +114,20 @@ class RunFolder:
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""
-        return _read_lines(self.scores)
+        return [record for _, record in _read_lines(self.scores)]
 
     def rewind(self, records: int) -> None:
         """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
-        text = self.metrics.read_text("utf-8") if self.metrics.is_file() else ""
-        lines = text.splitlines(keepends=True)
-        if len(lines) < records:
+        written, scored = _read_lines(self.metrics), _read_lines(self.scores)
+        if len(written) < records:
             raise RunError(
-                f"{self.metrics} has {len(lines)} records but the checkpoint is of epoch {records}; put the "
+                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; put the "
                 "file back, or start over with --force"
             )
-        if len(lines) > records:
-            write_text(self.metrics, "".join(lines[:records]))
-        if self.scores.is_file():
-            kept = [line for line in self.read_scores() if line["done"] <= records]
-            write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+        kept = {self.metrics: written[:records], self.scores: [x for x in scored if x[1]["done"] <= records]}
+        for path, lines in kept.items():
+            if path.is_file():
+                write_text(path, "".join(line for line, _ in lines))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
@@ -158,10 +157,21 @@ class RunFolder:
                 )
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """What stands in a file line by line, but for a line that was being written when the run was killed."""
-    text = path.read_text("utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found = []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:  # no JSON, or no text
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("done"), int):
+            raise RunError(f"{path}, line {number} is damaged; put the file back, or start over with --force")
+        found.append((line.decode("utf-8"), record))
+    return found
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:

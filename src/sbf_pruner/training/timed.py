@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..budget.guards import Guards
 from ..budget.targets import MICROSECONDS, MISSED, Budget
-from ..errors import PruningError, RecipeError
+from ..errors import PruningError, RecipeError, RunError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
@@ -72,9 +72,12 @@ class Timed:
         if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
             raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
         if kept is not None and kept.is_file():
-            written = json.loads(kept.read_text("utf-8"))
-            chosen = Chosen(written["chosen"]["way"], written["chosen"]["macs_left"])
-            return cls(from_dict(written, graph, str(kept)), chosen, written["rounds"])
+            try:
+                written = json.loads(kept.read_text("utf-8"))
+                chosen, rounds = Chosen(written["chosen"]["way"], written["chosen"]["macs_left"]), written["rounds"]
+            except (ValueError, KeyError, TypeError):
+                raise RunError(f"{kept} is damaged; put the file back, or start over with --force") from None
+            return cls(from_dict(written, graph, str(kept)), chosen, rounds)
         if config.table:
             clock = read_model(config.table, graph)
         else:
