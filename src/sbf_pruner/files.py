@@ -39,6 +39,11 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path} cannot be written ({error})") from error
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk does not tell
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)

@@ -766,6 +766,22 @@ def test_a_run_that_another_process_made_meanwhile_is_left_alone(
     assert fit(model(), recipe(), run=tmp_path / "run", resume=True).was_finished
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "plan.json"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_what_a_finished_run_lost_can_be_written_anew(
+    tmp_path: Path, straight: Result, name: str, left: float
+) -> None:
+    shutil.copytree(straight.folder, tmp_path / "run")
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(left * len(whole))])
+    with pytest.raises(RunError, match=f"{name} .*; remove summary.json from the run's folder, and --resume"):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    (tmp_path / "run/summary.json").unlink()
+    fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert path.read_bytes() == whole
+
+
 def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
