@@ -271,6 +271,18 @@ def test_what_no_filter_changes_counts_too(name, of):
 # -- guards --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["HardcodedHalf", "Shuffle", "Split"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layer_that_reads_a_part_of_a_stream_keeps_its_least(name, seed):
+    """All filters that feed it may be gone: then one of those comes back too."""
+    graph = trace(*ZOO[name]())
+    aim = Aim(graph, Budget(macs=0.7), Guards(min_filters=1))
+    left = graph.settle(aim.choose(scores(graph, seed)).masks)
+    assert min(int(mask.sum()) for mask in left.values()) >= 1
+    left = graph.settle(aim.least(scores(graph, seed)))
+    assert min(int(mask.sum()) for mask in left.values()) >= 1
+
+
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_rounded_widths_are_multiples_or_all_there_is(graph, share):
     aim = Aim(graph, Budget(macs=share), Guards(round_to=8))

@@ -75,16 +75,16 @@ class RunFolder:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Keep every other process out, with a lock that goes with this process however it ends."""
-        new = not self.path.is_dir()
+        new = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, otherwise):
                 yield
         except BaseException:
-            if new:
-                with suppress(OSError):  # only if nothing came of the run
-                    self.path.rmdir()
+            with suppress(OSError):  # only if nothing came of the run
+                for path in new:
+                    path.rmdir()
             raise
 
     def begin(self, recipe: Recipe) -> None:
