@@ -268,6 +268,11 @@ def test_what_no_filter_changes_counts_too(name, of):
             assert left == landing.usage[of] * (pruner.aim.samples if of == "macs" else 1) <= share * dense
 
 
+def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
+    with pytest.raises(PruningError, match=r"100\.0%\); loosen the guards \(max_removed = 0\), which contradict it$"):
+        Aim(graph, Budget(macs=0.5), Guards(max_removed=0.0))
+
+
 # -- guards --------------------------------------------------------------------------------------------------
 
 

@@ -118,13 +118,13 @@ class RunFolder:
 
     def rewind(self, records: int) -> None:
         """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
-        written, scored = _read_lines(self.metrics), _read_lines(self.scores)
+        written, scored = _read_lines(self.metrics, records), _read_lines(self.scores)
         if len(written) < records:
             raise RunError(
                 f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; put the "
                 "file back, or start over with --force"
             )
-        kept = {self.metrics: written[:records], self.scores: [x for x in scored if x[1]["done"] <= records]}
+        kept = {self.metrics: written, self.scores: [x for x in scored if x[1]["done"] <= records]}
         for path, lines in kept.items():
             if path.is_file():
                 write_text(path, "".join(line for line, _ in lines))
@@ -157,11 +157,11 @@ class RunFolder:
                 )
 
 
-def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_lines(path: Path, most: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """What stands in a file line by line, but for a line that was being written when the run was killed."""
     found = []
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:most], 1):
         if not line.endswith(b"\n"):
             continue
         try:
