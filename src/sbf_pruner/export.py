@@ -27,6 +27,7 @@ from .surgery import extract
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
 _REMEDY = "write it again with sbf_pruner.save"
+_OF_A_RUN = "remove summary.json from the run's folder, and --resume to write it anew"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -69,11 +70,12 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn
         )
     if exported:
         check_files(path, [MODEL, PLAN])
-    tensors, written = read_tensors(path / MODEL, _REMEDY)
+    remedy = _OF_A_RUN if (path / "recipe.toml").is_file() else _REMEDY
+    tensors, written = read_tensors(path / MODEL, remedy)
     if written.get("format") != FORMAT:
-        raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {_REMEDY}")
+        raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
     plans = [Plan(keep) for keep in written["plans"]]
-    _check_plan(path / PLAN, _joined(plans))
+    _check_plan(path / PLAN, _joined(plans), remedy)
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
@@ -89,13 +91,13 @@ def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
     return reduce(Plan.then, plans, Plan({}))
 
 
-def _check_plan(path: Path, expected: Plan) -> None:
+def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
     try:
         found = Plan.load(path)
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror or error}); {_REMEDY}") from error
+        raise RunError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from error
     except PruningError as error:
-        raise RunError(f"{path} is damaged: {error}") from error
+        raise RunError(f"{path} is damaged ({str(error).partition('; ')[0]}); {remedy}") from error
     if found != expected:
         raise RunError(f"{path} and {MODEL} do not belong together; put back the file that was changed")
 

@@ -39,6 +39,11 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path} cannot be written ({error})") from error
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk does not tell
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)
@@ -108,20 +113,23 @@ def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one in each line; none where there is no file.
+def read_lines(
+    path: Path, remedy: str = "put the file back, or run again", most: int | None = None
+) -> list[dict[str, Any]]:
+    """The records of a file with one in each line, the first `most` of them; none where there is no file.
 
-    A last line that has no end is being written, or was when its writer was killed, and does not count.
+    Each says how many epochs were done.  A last line that has no end is being written, or was when its writer was
+    killed, and does not count.
     """
     content = path.read_bytes() if path.is_file() else b""
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(content.split(b"\n")[:-1][:most], start=1):
         try:
             held = json.loads(line)
         except ValueError:  # no JSON, or no text at all
             held = None
-        if not isinstance(held, dict):
-            raise RunError(f"{path}, line {number} is damaged; put the file back, or run again")
+        if not isinstance(held, dict) or not isinstance(held.get("done"), int):
+            raise RunError(f"{path}, line {number} is damaged; {remedy}")
         found.append(held)
     return found
 

@@ -9,7 +9,7 @@ exception leaves the model as usable as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from .scoring.projection import Projection
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .surgery import extract
+from .trial import note_insisted
 
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
@@ -103,6 +104,9 @@ class Pruner:
         self.projection: Projection = PROJECTIONS[projection](
             self._weights(), list(filters.values()), even=bool(speed)
         )
+        if graph is None and budget is not None and budget.asked:
+            with suppress(PruningError):  # which says no more than that nothing is known
+                note_insisted(model, example_inputs, self.graph)
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = self.graph.all_filters()
         clock = bound(clock, self.graph)

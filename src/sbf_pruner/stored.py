@@ -62,9 +62,8 @@ class Stored:
             for name, tensor in state.items()
             if name not in graph.trace.states
         }
-        everything = Plan.from_masks(graph.all_filters())
-        self.dense = stored_bytes(state, header((*self._before, everything), inputs))
-        """with all filters"""
+        self.dense = stored_bytes(state, header(self._before, getattr(model, "sbf_inputs", None)))
+        """with all filters: the network itself, whose file tells of no plan"""
 
     def bytes(self, laid: Laid, tensors: int) -> int:
         """At most how long the file is, if what can be pruned takes so many bytes."""

@@ -20,7 +20,7 @@ from .attached import without_attached
 from .errors import PruningError
 from .graph.boundary import Boundary
 from .graph.build import trace
-from .graph.channels import ChannelGraph
+from .graph.channels import ChannelGraph, Pinned
 from .graph.costs import groups_left
 from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink
@@ -36,7 +36,6 @@ from .slicing import sliced
 _log = logging.getLogger("sbf_pruner")
 
 
-@uncollected()
 def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
     """A new module without the filters the plan drops, that computes what the model with those gated off does.
 
@@ -48,6 +47,17 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     Conv2d(2, 4, kernel_size=(3, 3), stride=(1, 1))
     """
     graph = graph if graph is not None else trace(model, example_inputs)
+    return _cut(model, example_inputs, plan, graph)[0]
+
+
+def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> Pinned:
+    """Where the model's own code keeps more channels than the plan leaves: cut, and thrown away."""
+    pins = _cut(model, example_inputs, plan, graph)[1]
+    return Pinned(pins.positions, pins.whole)
+
+
+@uncollected()
+def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
     masks = plan.masks(graph)
     graph.check_connected(masks)
     keep, flow = graph.settled(masks)
@@ -67,7 +77,7 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
             if pins.lines:
                 _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
             small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
-            return _signed(small, model, example_inputs, Plan.from_masks(keep))
+            return _signed(small, model, example_inputs, Plan.from_masks(keep)), pins
         pins.add(odd)
 
 

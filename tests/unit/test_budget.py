@@ -253,7 +253,39 @@ def test_a_budget_leaves_something(part):
         Budget(macs=part)
 
 
+@pytest.mark.parametrize("name", ["NonLocal", "Unused", "AuxiliaryHead", "Recurrent"])
+@pytest.mark.parametrize("of", ["macs", "params"])
+def test_what_no_filter_changes_counts_too(name, of):
+    """Products of activations, parameters nothing reads, heads of training alone, and sizes the code insists on."""
+    for share in (0.9, 0.8):
+        model, inputs = ZOO[name]()
+        pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
+        dense = getattr(measure(extract(model, inputs, Plan({})), inputs), of)
+        for seed in range(3):
+            landing = pruner.aim.choose(scores(pruner.graph, seed))
+            pruner.gate(Plan.from_masks(landing.masks))
+            left = getattr(measure(pruner.extract(), inputs), of)
+            assert left == landing.usage[of] * (pruner.graph.trace.samples if of == "macs" else 1) <= share * dense
+
+
+def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
+    with pytest.raises(PruningError, match=r"100\.0%\); loosen the guards \(max_removed = 0\), which contradict"):
+        Aim(graph, Budget(macs=0.5), Guards(max_removed=0.0))
+
+
 # -- guards --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["HardcodedHalf", "Shuffle", "Split"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layer_that_reads_a_part_of_a_stream_keeps_its_least(name, seed):
+    """All filters that feed it may be gone: then one of those comes back too."""
+    graph = trace(*ZOO[name]())
+    aim = Aim(graph, Budget(macs=0.7), Guards(min_filters=1))
+    left = graph.settle(aim.choose(scores(graph, seed)).masks)
+    assert min(int(mask.sum()) for mask in left.values()) >= 1
+    left = graph.settle(aim.least())
+    assert min(int(mask.sum()) for mask in left.values()) >= 1
 
 
 @pytest.mark.parametrize("share", [0.7, 0.4])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -145,6 +145,31 @@ def test_a_changed_skeleton_is_refused(tmp_path: Path) -> None:
     entry["header"] = entry["header"].replace("5", "6")
     metadata["sbf"] = json.dumps(entry)
     save_file(tensors, path, metadata)
+    with pytest.raises(RunError, match="was changed after it was written"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, {"done": 1})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{NAME} cannot be written .*No space left"):
+        patch.setattr(files, "save_file", full)
+        save_checkpoint(tmp_path, {"done": 2})
+    with pytest.raises(OSError, match="File too large") as caught, files.replacing(tmp_path / "plan.json"):
+        raise OSError(27, "File too large")
+    assert caught.value.filename == str(tmp_path / "plan.json")
+    assert load_checkpoint(tmp_path) == {"done": 1}
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_changed_entry_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, {"weights": torch.ones(2)})
+    save_file({"weights": torch.ones(2)}, path, metadata={"sbf": '{"sha256": "", "header": 1}'})
     with pytest.raises(RunError, match="was changed after it was written"):
         load_checkpoint(tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.measuring import measure
 from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import networks, run, summary
+from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
@@ -701,25 +702,107 @@ def test_another_network_cannot_go_on_with_a_run(tmp_path: Path) -> None:
         fit(wider, recipe(), run=tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "scores.jsonl"])
+@pytest.mark.parametrize("damage", [b'{"done": 1,\n', b"\x80\xff\n", b"[1]\n", b'{"dome": 1}\n'])
+def test_a_damaged_line_is_said_to_be_before_anything_is_trained(tmp_path: Path, name: str, damage: bytes) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
+    lines = (tmp_path / "run" / name).read_bytes().splitlines(keepends=True)
+    (tmp_path / "run" / name).write_bytes(b"".join([damage, *lines[1:]]))
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write("a record too many\n")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")}
+    with pytest.raises(
+        RunError, match=rf"{name}, line 1 is damaged; put the file back, or start over with --force"
+    ):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")}
+
+
+def test_a_run_killed_in_its_first_epoch_begins_again_with_the_weights_it_had(
+    tmp_path: Path, straight: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("sbf_pruner.training.run.Epochs.run", killed)
+        fit(model(), recipe(), run=tmp_path / "run")
+    result = fit(model(seed=5), recipe(), run=tmp_path / "run", resume=True)
+    assert all(map(torch.equal, weights(result), weights(straight)))
+    assert metrics(result.folder) == metrics(straight.folder)
+
+
+def test_a_run_killed_as_it_starts_over_can_begin(
+    tmp_path: Path, straight: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is removed already, what is left is neither a finished run nor one that could go on."""
+    unlink = Path.unlink
+    for number in (0, 1, 2, 7):
+        shutil.copytree(straight.folder, tmp_path / str(number))
+        left = number
+
+        def killed(path: Path, missing_ok: bool = False) -> None:
+            nonlocal left
+            if not left:
+                raise Killed
+            left -= 1
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "unlink", killed)
+            fit(model(), recipe(), run=tmp_path / str(number), force=True)
+        result = fit(model(), recipe(), run=tmp_path / str(number), resume=True)
+        assert result.was_finished == (number == 0)
+        assert all(map(torch.equal, weights(result), weights(straight)))
+        assert metrics(result.folder) == metrics(straight.folder)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_that_another_process_made_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    made = loop.Run
+    if again:
+        with pytest.raises(Killed):
+            fit(model(), recipe(), run=tmp_path / "run", report=kill_after(3))
+
+    def slow(*given: Any) -> Any:
+        found = made(*given)
+        with monkeypatch.context() as patch:  # the other one, from beginning to end
+            patch.setattr(loop, "Run", made)
+            fit(model(), recipe(), run=tmp_path / "run", resume=again)
+        return found
+
+    monkeypatch.setattr(loop, "Run", slow)
+    said = "went on with the run in .* meanwhile; resume it again" if again else "holds a run already"
+    with pytest.raises(RunError, match=said):
+        fit(model(), recipe(), run=tmp_path / "run", resume=again)
+    assert fit(model(), recipe(), run=tmp_path / "run", resume=True).was_finished
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "plan.json"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_what_a_finished_run_lost_can_be_written_anew(
+    tmp_path: Path, straight: Result, name: str, left: float
+) -> None:
+    shutil.copytree(straight.folder, tmp_path / "run")
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(left * len(whole))])
+    with pytest.raises(RunError, match=f"{name} .*; remove summary.json from the run's folder, and --resume"):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    (tmp_path / "run/summary.json").unlink()
+    fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert path.read_bytes() == whole
+
+
 def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="has 0 records but the checkpoint is of epoch 4"):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
-
-
-@pytest.mark.parametrize("line", [b"{nonsense}", b"[1]", b"\xff"])
-def test_damaged_scores_are_one_sentence_and_change_nothing(line: bytes, tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(4))
-    (tmp_path / "run/scores.jsonl").write_bytes(line + b"\n")
-    with (tmp_path / "run/metrics.jsonl").open("a") as file:
-        file.write("a record too many\n")
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=r"scores.jsonl, line 1 is damaged; put the file back, or run again"):
-        fit(model(), recipe(), run=tmp_path / "run", resume=True)
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,9 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
     for damaged in ("{", "[]", "\xff", {**written, "rounds": [1]}, {**written, "chosen": {"way": "blocks"}}):
         text = damaged if isinstance(damaged, str) else json.dumps(damaged)
         path.write_bytes(text.encode("latin-1"))
-        with pytest.raises(RunError, match=r"latency.json is damaged; put it back, or start over with --force"):
+        with pytest.raises(
+            RunError, match=r"latency.json is damaged; put the file back, or start over with --force"
+        ):
             again()
 
 
@@ -331,6 +333,11 @@ def test_a_run_that_goes_on_asks_for_what_it_still_needs(measured_here, tmp_path
         with pytest.raises(PruningError, match="needs onnx"):
             fit(Small(), measured_here, run=run, resume=True)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for damage in ("{", "[]", "{}"):
+        (run / "latency.json").write_text(damage)
+        with pytest.raises(PruningError, match=r"latency\.json is damaged; put the file back, or start over with"):
+            fit(Small(), measured_here, run=run, resume=True)
+    (run / "latency.json").write_bytes(before[run / "latency.json"])
     stop_at(2, resume=True)  # the last scores have landed, and nothing is timed any more
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert fit(Small(), measured_here, run=run, resume=True).summary["latency"]["asked"] == 0.5

@@ -151,11 +151,13 @@ class Aim:
         remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
             "let more layers be pruned"
         )  # fmt: skip
+        # A file tells of its plan too, so that of a tiny network may grow; there is no more to ask for then.
+        more = "" if any(least[name] >= limits.whole[name] for name in broken) else "ask for more, or "
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least, up=True) for name in broken)
         return PruningError(
             f"the target of {asked} cannot be met: the smallest network that may be left "
-            f"{'takes' if broken == ['latency'] else 'has'} {found}; ask for more, or {remedy}"
+            f"{'takes' if broken == ['latency'] else 'has'} {found}; {more}{remedy}"
         )
 
 

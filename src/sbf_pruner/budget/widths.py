@@ -1,7 +1,7 @@
 """Guards that hold for the widths a network really gets, not only for the filters that were chosen.
 
 A choice of filters and guards enter; a choice leaves that has grown until every layer has a width it may have.  The
-two differ because groups and norms fill layers up, and because filters that lead nowhere go.
+two differ because groups and norms fill layers up, and because filters that lead nowhere, or are fed nothing, go.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Widths:
                     grown[name] = there | more
                     continue
                 grown[name] = self._whole[name]
-                for other, places in self._beside(name, left):
+                beside = list(self._beside(name, left)) or self._elsewhere(name, grown, scores)
+                for other, places in beside:
                     grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
             if all(np.array_equal(grown[name], masks[name]) for name in masks):
                 break
@@ -60,6 +61,20 @@ class Widths:
                     size, groups = len(left[feeder]), self._rows(reader)
                     known = size == self._graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
                     yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
+
+    def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> list[tuple[str, Mask]]:
+        """A filter of another layer, without which a layer has none to add: the part it reads is dead."""
+        alive = int(self._graph.settle(masks)[name].sum())
+
+        def lifts(other: str, mask: Mask) -> bool:
+            return int(self._graph.settle({**masks, other: mask})[name].sum()) > alive
+
+        for other in (n for n in masks if n != name and lifts(n, self._whole[n] | masks[n])):
+            for place in np.argsort(-scores[other], kind="stable"):
+                one = np.arange(len(scores[other])) == place
+                if not masks[other][place] and lifts(other, masks[other] | one):
+                    return [(other, one)]
+        return []
 
     def _rows(self, name: str) -> int:
         return self._graph.layers[name].groups

@@ -166,10 +166,11 @@ class _Sweep:
 
     def _figures(self, network: nn.Module, masks: Masks) -> Point:
         cost = measure(network, self.scored.networks.images[:1])
+        whole = all(mask.all() for mask in masks.values())
         return {
             "macs": cost.macs,
             "params": cost.params,
-            "size": saved_bytes(network, self.inputs, Plan.from_masks(masks)),
+            "size": self.stored.dense if whole else saved_bytes(network, self.inputs, Plan.from_masks(masks)),
             "filters": sum(int(mask.sum()) for mask in masks.values()),
             **({} if self.clock is None else {"latency_ms": 1e3 * self.clock.seconds(lay_out(self.graph, masks))}),
         }

@@ -59,6 +59,14 @@ class Layer:
 
 
 @dataclass
+class Pinned:
+    """Where the model's own code insists on sizes: operators, and calls of modules, that get all their channels."""
+
+    positions: set[int] = field(default_factory=set)
+    whole: set[Call] = field(default_factory=set)
+
+
+@dataclass
 class ChannelGraph:
     """What is connected to what; see `trace`."""
 
@@ -70,6 +78,7 @@ class ChannelGraph:
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # what goes into every call of a module
+    pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # as far as cuts have shown it
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Liveness and need of every channel when each layer has only the given filters."""

@@ -1,8 +1,9 @@
 """What a network would cost if it kept the given filters, without extracting it.
 
 A channel graph and masks enter; parameters, multiply-accumulates and stored bytes leave, counted on the layout
-that surgery would cut, so that they are those of the extracted network.  (Where the model's own code insists on
-sizes, surgery keeps more than the layout says, and only extracting tells.)
+that surgery would cut, so that they are those of the extracted network: with products of activations, whose sizes
+no filter changes, and with parameters that nothing reads.  Where the model's own code insists on sizes, surgery
+keeps more than that: how much, is known from the cuts that were made in this graph before.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from .channels import ChannelGraph
 from .layout import solve, vanished
 from .masks import Flow, Layout, Mask
 from .owners import owner
-from .records import Value
+from .records import Op, Trace, Value
 from .weighted import Contract
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters that are used, multiply-accumulates of one pass on the example inputs, and the bytes of the
-    parameters and buffers that are used."""
+    """Parameters, multiply-accumulates of one pass on the example inputs in evaluation mode, and the bytes of
+    the parameters and buffers that are used."""
 
     params: int
     macs: int
@@ -53,31 +59,59 @@ class Laid:
 
 
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
-    """Lay a network out as surgery would cut it."""
+    """Lay a network out as surgery would cut it, or larger: what a cut insisted on before counts for all."""
     left, flow = graph.settled(keep)
-    return Laid(left, flow, solve(graph, flow), vanished(graph, flow))
+    layout = solve(graph, flow, graph.pinned.positions, graph.pinned.whole)
+    return Laid(left, flow, layout, vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
     """What a network that is laid out costs."""
     layout, gone = laid.layout, laid.gone
-    macs, grouped = 0, {}
+    macs, grouped = _fixed_macs(graph), {}
     for node in graph.nodes:
         if isinstance(node, Contract) and owner(node.op) not in gone:
             inputs, filters = layout.sizes(node.x)[1], layout.sizes(node.out)[1]
             per_group = inputs // groups_left(node, layout)
             pixels = (node.x if node.transposed else node.out).shape[2:]
             kernel = node.weight.shape[2:]
-            macs += node.out.shape[0] * per_group * filters * math.prod(kernel) * math.prod(pixels)
+            if node.op.position not in graph.trace.added:
+                macs += node.out.shape[0] * per_group * filters * math.prod(kernel) * math.prod(pixels)
             if node.groups > 1 and node.stored:
                 grouped[node.weight] = per_group * filters * math.prod(kernel)
-    params = size = 0
+    params, size = graph.trace.unused, 0
     for value in graph.trace.states.values():
         if value.name.rpartition(".")[0] not in gone:
             entries = grouped[value] if value in grouped else _size(value, layout)
             params += entries if value.trained else 0
             size += entries * (value.data.element_size() if value.data is not None else 0)
     return Cost(params, macs, size)
+
+
+# Of the operators that torch can count, those that are counted by their shapes alone.
+_PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
+_PRODUCTS |= {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn")}
+_FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
+
+
+def _fixed_macs(graph: ChannelGraph) -> int:
+    """Multiply-accumulates of what is no layer, such as attention: all channels that go in there stay."""
+    if graph.trace not in _FIXED:
+        counted = {node.op.position for node in graph.nodes if isinstance(node, Contract)} | graph.trace.added
+        _FIXED[graph.trace] = sum(_macs(op) for op in graph.trace.ops if op.position not in counted)
+    return _FIXED[graph.trace]
+
+
+def _macs(op: Op) -> int:
+    formula = flop_registry.get(getattr(op.overload, "overloadpacket", None))
+    if formula is None or op.name not in _PRODUCTS:
+        return 0
+
+    def shape(held: Any) -> Any:
+        return held.shape if isinstance(held, Value) else held
+
+    args, kwargs, outputs = pytree.tree_map(shape, (op.args, op.kwargs, op.outputs))
+    return int(formula(*args, **kwargs, out_val=outputs[0])) // 2
 
 
 def _size(value: Value, layout: Layout) -> int:

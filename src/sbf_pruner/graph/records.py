@@ -88,6 +88,8 @@ class Trace:
     training: tuple[str, ...] = ()  # the modules that ran in training mode
     on_meta: bool = True  # it ran without numbers
     otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone
+    unused: int = 0  # entries of the parameters that no operator read
+    added: frozenset[int] = frozenset()  # positions of the operators that run in training mode alone
 
     @property
     def samples(self) -> int:

@@ -44,7 +44,9 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
             again = record_in(model, example_inputs, holders)
         except TraceError:
             return found
-        if set(found.states) < set(again.states) and _continues(again.ops, found.ops):
+        more = _added(again.ops, found.ops)
+        if set(found.states) < set(again.states) and more is not None:
+            again.added = frozenset(op.position for op in more)
             return again
         found.otherwise = _feeding(again, found)
     return found
@@ -85,10 +87,17 @@ def _feeding(again: Trace, found: Trace) -> dict[str, str]:
     return feeding
 
 
-def _continues(longer: list[Op], shorter: list[Op]) -> bool:
-    """Is one recording the other with operators added?"""
-    rest = iter(longer)
-    return all(any((op.name, op.where) == (other.name, other.where) for other in rest) for op in shorter)
+def _added(longer: list[Op], shorter: list[Op]) -> list[Op] | None:
+    """What one recording has more than the other; None if it is not the other with operators added."""
+    rest, more = iter(longer), []
+    for op in shorter:
+        for other in rest:
+            if (op.name, op.where) == (other.name, other.where):
+                break
+            more.append(other)
+        else:
+            return None
+    return [*more, *rest]
 
 
 def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) -> Trace:
@@ -159,4 +168,6 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, 
     for position, op in enumerate(recorder.ops):
         op.position = position
     calls, states, literals = recorder.calls, recorder.states, recorder.literals
-    return Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training, on_meta)
+    found = Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training, on_meta)
+    found.unused = sum(tensor.numel() for name, tensor in model.named_parameters() if name not in states)
+    return found

@@ -22,6 +22,7 @@ from .recipe import Recipe, load_recipe
 INITIAL = "initial.safetensors"
 DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
 SCORED = "scored.safetensors"
+REMEDY = "put the file back, or start over with --force"
 
 
 class RunFolder:
@@ -75,23 +76,24 @@ class RunFolder:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Keep every other process out, with a lock that goes with this process however it ends."""
-        new = not self.path.is_dir()
+        new = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, otherwise):
                 yield
         except BaseException:
-            if new:
-                with suppress(OSError):  # only if nothing came of the run
-                    self.path.rmdir()
+            with suppress(OSError):  # only if nothing came of the run
+                for path in new:
+                    path.rmdir()
             raise
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
-        stale = ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
-        stale += ["summary.json", "report.html", "bench.json", "latency.json"]
-        stale += [f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED)]
+        # First what says that a run is finished, or can go on: killed here, a run has at worst to begin.
+        stale = ["summary.json", *(f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED))]
+        stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
+        stale += ["report.html", "bench.json", "latency.json"]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)
@@ -104,7 +106,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far."""
-        return read_lines(self.metrics)
+        return read_lines(self.metrics, REMEDY)
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
@@ -113,20 +115,19 @@ class RunFolder:
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""
-        return read_lines(self.scores)
+        return read_lines(self.scores, REMEDY)
 
     def rewind(self, records: int) -> None:
         """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
-        text = self.metrics.read_text("utf-8") if self.metrics.is_file() else ""
-        lines = text.splitlines(keepends=True)
-        if len(lines) < records:
+        written = read_lines(self.metrics, REMEDY, records)
+        if len(written) < records:
             raise RunError(
-                f"{self.metrics} has {len(lines)} records but the checkpoint is of epoch {records}; put the "
+                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; put the "
                 "file back, or start over with --force"
             )
         scores = [line for line in self.read_scores() if line["done"] <= records]
-        if len(lines) > records:
-            write_text(self.metrics, "".join(lines[:records]))
+        if self.metrics.is_file():
+            write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in written))
         if self.scores.is_file():
             write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in scores))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import RunError
 from ..export import load
 from ..plan import Plan
 from .checkpoint import NAME
@@ -80,9 +81,13 @@ def fit(
         data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
         ahead = Run(model, recipe, data, device, folder, report, goes_on)
         with folder.taken():
+            # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
+            folder.check(recipe, resume=resume, force=force)
+            if resume and (folder.finished or goes_on != (folder.checkpoints / NAME).is_file()):
+                raise RunError(f"another process went on with the run in {folder.path} meanwhile; resume it again")
             if goes_on:
                 ahead.restore()
             else:
-                ahead.begin(stage)
+                ahead.begin(stage, again=resume)
             small, summary = ahead.go()
         return Result(small, ahead.networks.plan, summary, folder.path)

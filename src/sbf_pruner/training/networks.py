@@ -158,11 +158,7 @@ class Networks:
 
     def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
         """Go back to a state, whatever weights the model came with this time."""
-        if _shapes(initial) != _shapes(self.initial):
-            raise RunError(
-                "the run was begun with another network; resume it with the same model, or start over with --force"
-            )
-        self.initial = initial
+        self.begin_with(initial)
         if state["small"] is None:
             self.dense.load_state_dict(state["dense"])
             self.pruner.load_state_dict(state["pruner"])
@@ -174,6 +170,15 @@ class Networks:
             self._controlled().load_state_dict(state["control"])
         self.cut_error = state["cut_error"]
         self.gates_changed()
+
+    def begin_with(self, initial: dict[str, Tensor]) -> None:
+        """Be the network that a run was begun with, whatever weights the model came with this time."""
+        if _shapes(initial) != _shapes(self.initial):
+            raise RunError(
+                "the run was begun with another network; resume it with the same model, or start over with --force"
+            )
+        self.initial = initial
+        self.dense.load_state_dict(initial)
 
     def take_over(self, weights: dict[str, Tensor]) -> None:
         """Begin with the weights of a dense stage that is over."""

@@ -72,8 +72,13 @@ class Run:
         self.started = self.saved = time.perf_counter()
         self.saving = 0.0  # seconds the last checkpoint took
 
-    def begin(self, stage: DenseStage | None = None) -> None:
-        """Write the first files: from here on there is a run to resume.  A dense stage given is behind it then."""
+    def begin(self, stage: DenseStage | None = None, again: bool = False) -> None:
+        """Write the first files: from here on there is a run to resume.  A dense stage given is behind it then.
+
+        A run that was killed before its first checkpoint begins `again`, with the weights it began with.
+        """
+        if again and (self.folder.checkpoints / INITIAL).is_file():
+            self.networks.begin_with(load_checkpoint(self.folder.checkpoints, INITIAL))
         if self.recipe.model.weights or not self.recipe.phases.warmup:
             engine = self._engine(self.networks.dense, self.networks.pruner)
             self.given_accuracy = judge(engine, self.feed)[0].accuracy

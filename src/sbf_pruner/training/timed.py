@@ -93,7 +93,7 @@ class Timed:
             chosen = Chosen(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
             rounds = [{key: one[key] for key in ("plan", "foretold", "measured")} for one in written["rounds"]]
         except (ValueError, LookupError, TypeError):
-            raise RunError(f"{path} is damaged; put it back, or start over with --force") from None
+            raise RunError(f"{path} is damaged; put the file back, or start over with --force") from None
         return cls(from_dict(written, graph, str(path)), chosen, rounds)
 
     def keep_in(self, path: Path) -> None:
