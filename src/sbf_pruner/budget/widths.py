@@ -31,7 +31,7 @@ class Widths:
             values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
             masks = guards.complete(masks, values)
             left = self._graph.settle(masks) if guards.of_widths else {}
-            grown = dict(masks)
+            grown, stuck = dict(masks), []
             for name, there in left.items():
                 lacking = guards.lacking(int(there.sum()), int(self._whole[name].sum()))
                 if not lacking:
@@ -42,11 +42,15 @@ class Widths:
                     grown[name] = there | more
                     continue
                 grown[name] = self._whole[name]
-                beside = list(self._beside(name, left)) or self._elsewhere(name, grown, scores)
-                for other, places in beside:
+                stuck.append(name)
+                for other, places in self._beside(name, left):
                     grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
             if all(np.array_equal(grown[name], masks[name]) for name in masks):
-                break
+                more_of = next(filter(None, (self._elsewhere(name, masks, scores) for name in stuck)), None)
+                if more_of is None:
+                    break
+                other, one = more_of
+                grown[other] = grown[other] | one
             masks = grown
         return masks
 
@@ -62,7 +66,7 @@ class Widths:
                     known = size == self._graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
                     yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
 
-    def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> list[tuple[str, Mask]]:
+    def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> tuple[str, Mask] | None:
         """A filter of another layer, without which a layer has none to add: the part it reads is dead."""
         alive = int(self._graph.settle(masks)[name].sum())
 
@@ -70,11 +74,17 @@ class Widths:
             return int(self._graph.settle({**masks, other: mask})[name].sum()) > alive
 
         for other in (n for n in masks if n != name and lifts(n, self._whole[n] | masks[n])):
-            for place in np.argsort(-scores[other], kind="stable"):
-                one = np.arange(len(scores[other])) == place
-                if not masks[other][place] and lifts(other, masks[other] | one):
-                    return [(other, one)]
-        return []
+            order = [place for place in np.argsort(-scores[other], kind="stable") if not masks[other][place]]
+            few, enough = 0, len(order)  # the best ones that do not help, and those that do
+            while enough - few > 1:
+                middle = (few + enough) // 2
+                if lifts(other, masks[other] | np.isin(np.arange(len(masks[other])), order[:middle])):
+                    enough = middle
+                else:
+                    few = middle
+            if enough:
+                return other, np.arange(len(masks[other])) == order[enough - 1]
+        return None
 
     def _rows(self, name: str) -> int:
         return self._graph.layers[name].groups
