@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,21 @@ class Field:
         self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
+
+    @cached_property
+    def whole(self) -> tuple[Masks, Usage]:
+        """All filters, and what they cost."""
+        return self.costed(np.ones(len(self.scores), bool))
+
+    @cached_property
+    def empty(self) -> tuple[Masks, Usage]:
+        """No filter but those that cannot go, and what they cost."""
+        return self.costed(np.zeros(len(self.scores), bool))
+
+    def costed(self, chosen: Mask) -> tuple[Masks, Usage]:
+        """A flat choice by layer, completed, and what it costs."""
+        masks = self.masks(chosen)
+        return masks, self.count(masks)
 
     def masks(self, chosen: Mask) -> Masks:
         """A flat choice by layer, completed."""
@@ -156,29 +172,22 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     order = np.argsort(-keys, kind="stable")
     given = np.zeros(len(order), bool)
 
-    def first(count: int) -> Masks:
-        chosen = given.copy()
-        chosen[order[:count]] = True
-        return field.masks(chosen)
-
     least, most = 0, len(order)
-    masks = first(most)
-    usage = field.count(masks)
+    masks, usage = field.whole
     if limits.hold(usage):
         return Landing(masks, usage, float(field.scores.min(initial=np.inf)))
-    masks = first(least)
-    usage = field.count(masks)
+    masks, usage = field.empty
     if not limits.hold(usage) and field.smallest is not None:
         # The best filters of layers that are added up lie apart, and the way with the best ones may be a wide one.
         given = field.flat(field.smallest)
-        masks = first(least)
-        usage = field.count(masks)
+        masks, usage = field.costed(given)
     if not limits.hold(usage):
         raise PruningError(f"no network keeps within {', '.join(limits.broken(usage))} as asked; ask for more")
     while most - least > 1:
         middle = (least + most) // 2
-        tried = first(middle)
-        found = field.count(tried)
+        chosen = given.copy()
+        chosen[order[:middle]] = True
+        tried, found = field.costed(chosen)
         if limits.hold(found):
             least, masks, usage = middle, tried, found
         else:
@@ -193,8 +202,7 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
         if chosen[filter_]:
             continue
         chosen[filter_] = True
-        more = field.masks(chosen)
-        found = field.count(more)
+        more, found = field.costed(chosen)
         if limits.hold(found):
             masks, usage = more, found
     return Landing(masks, usage, level)
