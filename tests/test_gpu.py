@@ -22,7 +22,13 @@ SHORT = ["phases.warmup=2", "phases.cycles=2", "phases.score=2", "phases.weights
 WAYS = {
     "budget": [],
     "joint": ["scores.joint=true"],
-    "taught": ["distill.alpha=0.5", "finetune.ema=0.9", "finetune.recalibrate=2", "finetune.mixup=1"],
+    "taught": [
+        "distill.alpha=0.5",
+        "finetune.ema=0.9",
+        "finetune.recalibrate=2",
+        "finetune.cutout=8",
+        "finetune.mixup=1",
+    ],
     "behind the addition": ["model.name=after_addition:resnet20"],
 }
 

@@ -21,17 +21,17 @@ from sbf_pruner.training.teacher import Teacher
 Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
 
 
-def batches(device: str = "cpu", *, training: bool = True, mixup: float = 0.0) -> Batches:
+def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixup: float = 0.0) -> Batches:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (96, 3, 16, 16), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (96,), generator=random))
-    augment = Augment(2, True, mixup) if training else None
+    augment = Augment(2, True, cutout, mixup) if training else None
     size, mean, std = 32 if training else 40, (0.5,) * 3, (0.25,) * 3
     return Batches(split, size, mean, std, device=device, augment=augment, seed=3, num_classes=10)
 
 
 def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
-    """A teacher, an average, norms without decay, statistics taken anew, blends; scores of blocks, steered."""
+    """A teacher, an average, norms without decay and with new statistics, holes, blends; scores of blocks, steered."""
     torch.manual_seed(1)
     teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
     torch.manual_seed(0)
@@ -39,7 +39,10 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
     images, asked = torch.zeros(1, 3, 16, 16, device=device), Budget(macs=0.6)
     pruner = Pruner(model, images, speed=0.2, penalty=1e-3, blocks=True, budget=asked, balance="cost")
     data, engine = batches(device), kind(model, device, pruner)
-    blends, config = batches(device, mixup=0.5), OptimizerConfig(lr=0.05, nesterov=True, decay_all=False, ema=0.9)
+    blends, config = (
+        batches(device, cutout=5, mixup=0.5),
+        OptimizerConfig(lr=0.05, nesterov=True, decay_all=False, ema=0.9),
+    )
     tallies = []
     for first in (0, 4):
         optimizer, average = make_optimizer(model, config), Average(model, config.ema)

@@ -354,15 +354,49 @@ def test_blends_are_of_two_images_of_a_batch_and_their_labels_say_in_which_parts
     assert torch.equal(again[0], next(blended.epoch(3))[0])
 
 
-def test_only_phases_that_ask_for_blends_get_them_and_norms_see_none() -> None:
-    recipe = load_recipe("digits", ["finetune.mixup=1", "finetune.batch_size=64", "scores.joint=false"])
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_a_square_is_blank_wherever_its_middle_may_be_and_the_rest_is_as_it_was(side: int) -> None:
+    split = Split(torch.full((600, 2, 6, 9), 200, dtype=torch.uint8), torch.arange(600))
+    made = batches(split, 50, Augment(cutout=side))
+    blank = torch.cat([(images == 0) for images, _ in made.epoch(2)])
+    assert torch.equal(blank[:, 0], blank[:, 1])  # all channels alike
+    first = side // 2
+    middles = torch.zeros(6, 9, dtype=torch.bool)
+    for hole in blank[:, 0]:
+        down, across = (hole.any(axis).nonzero().flatten() for axis in (1, 0))
+        assert hole.sum() == len(down) * len(across)  # a rectangle
+        spans = []
+        for found, size in ((down, 6), (across, 9)):
+            low, high = int(found.min()), int(found.max())
+            possible = [
+                at for at in range(size) if max(at - first, 0) == low and min(at - first + side, size) - 1 == high
+            ]
+            assert possible  # a square around some pixel, less what the border takes
+            spans.append(possible)
+        middles[spans[0][0] : spans[0][-1] + 1, spans[1][0] : spans[1][-1] + 1] = True
+    assert middles.all()
+    whole = torch.cat([images for images, _ in batches(split, 50, Augment()).epoch(2)])
+    cut = torch.cat([images for images, _ in made.epoch(2)])
+    assert torch.equal(cut, torch.where(blank, 0.0, whole))
+
+
+def test_a_hole_as_wide_as_the_image_is_refused() -> None:
+    recipe = load_recipe("digits", ["weights.cutout=8"])
+    with pytest.raises(DataError, match=r"^weights\.cutout: 8 leaves nothing of images 8 pixels wide; lower it$"):
+        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+
+
+def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images() -> None:
+    recipe = load_recipe("digits", ["finetune.mixup=1", "finetune.batch_size=64", "warmup.cutout=3"])
     feed = Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
     for phase in phases(recipe):
         labels = next(feed.of(phase).epoch(0))[1]
         assert labels.is_floating_point() == (phase.kind == "finetune")
-        images, labels = next(feed.unmixed(phase).epoch(0))
+        whole = torch.equal(next(feed.of(phase).epoch(0))[0], next(feed.whole(phase).epoch(0))[0])
+        assert whole == (phase.kind in ("score", "weights"))
+        images, labels = next(feed.whole(phase).epoch(0))
         assert not labels.is_floating_point() and len(images) == feed.of(phase).batch_size
-        assert feed.unmixed(phase).images.data_ptr() == feed.of(phase).images.data_ptr()
+        assert feed.whole(phase).images.data_ptr() == feed.of(phase).images.data_ptr()
 
 
 def test_pixels_are_normalised_per_channel() -> None:

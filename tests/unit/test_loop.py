@@ -302,6 +302,7 @@ EVERYTHING: dict[str, Any] = {
     "dense_control": False,
     "phases__cycles": 2,
     "phases__finetune": 4,
+    "warmup__cutout": 3,
     "warmup__ema": 0.8,
     "warmup__nesterov": True,
     "warmup__ramp": 1,

@@ -59,12 +59,14 @@ class Data:
 class Augment:
     """Training order: shuffled, cropped at random after `crop` pixels of zero padding, half mirrored.
 
-    With `mixup` an image is then blended with another of its batch, and their labels alike; what it keeps of itself
-    is drawn from Beta(mixup, mixup).
+    With `cutout` a square of so many pixels a side is then blanked, its middle anywhere in the image.  With `mixup`
+    an image is blended with another of its batch, and their labels alike; what it keeps of itself is drawn from
+    Beta(mixup, mixup).
     """
 
     crop: int = 0
     flip: bool = False
+    cutout: int = 0
     mixup: float = 0.0
 
 
@@ -137,39 +139,53 @@ class Batches:
                 chosen = slice(start, start + self.batch_size)
                 yield self._normalised(self.images[chosen]), self.labels[chosen]
             return
-        drawn = [choice.to(self.device) for choice in self.draw(index)]
+        drawn = {name: choice.to(self.device) for name, choice in self.draw(index).items()}
         for step in range(len(self)):
             part = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            yield self.take(*(choice[part] for choice in drawn))
+            yield self.take(**{name: choice[part] for name, choice in drawn.items()})
 
-    def draw(self, index: int) -> tuple[Tensor, ...]:
-        """All random choices of an epoch, one per image: order, offsets of the crop, and whether it is mirrored.
+    def draw(self, index: int) -> dict[str, Tensor]:
+        """All random choices of an epoch, one per image and argument of `take`.
 
-        Where images are blended, what each keeps of itself comes last.  They are drawn on the CPU, so that an
-        epoch is the same on every device.
+        They are drawn on the CPU, so that an epoch is the same on every device.
         """
         augment = self.augment or Augment()
         seeds = np.random.SeedSequence((self.seed, index))
         random = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
         count = len(self.labels)
-        order = torch.randperm(count, generator=random)
-        top, left = torch.randint(0, 2 * augment.crop + 1, (2, count), generator=random)
-        mirrored = torch.rand(count, generator=random) < (0.5 if augment.flip else 0.0)
-        if not augment.mixup:
-            return order, top, left, mirrored
-        own = np.random.default_rng(seeds).beta(augment.mixup, augment.mixup, count)
-        return order, top, left, mirrored, torch.from_numpy(own).float()
+        drawn = {"order": torch.randperm(count, generator=random)}
+        drawn["top"], drawn["left"] = torch.randint(0, 2 * augment.crop + 1, (2, count), generator=random)
+        drawn["mirrored"] = torch.rand(count, generator=random) < (0.5 if augment.flip else 0.0)
+        if augment.cutout:
+            drawn["middle"] = torch.rand(count, 2, generator=random)
+        if augment.mixup:
+            own = np.random.default_rng(seeds).beta(augment.mixup, augment.mixup, count)
+            drawn["own"] = torch.from_numpy(own).float()
+        return drawn
 
     def take(
-        self, order: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, own: Tensor | None = None
+        self,
+        order: Tensor,
+        top: Tensor,
+        left: Tensor,
+        mirrored: Tensor,
+        middle: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One batch from its part of what was drawn."""
+        """One batch from its part of what was drawn.
+
+        That is the order of the images, the offsets of their crops, whether each is mirrored, where the middle of
+        what is cut out of it lies (a part of its height and of its width), and what a blend keeps of it.
+        """
         images = self.images[order]
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
             columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
             images = _gathered(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
         images, labels = self._normalised(images), self.labels[order]
+        if middle is not None:
+            assert self.augment is not None
+            images = images * _outside(middle, self.augment.cutout, images.shape[-2:])
         if own is None:
             return images, labels
         # Their order is random already: the first goes with the last, the second with the last but one.
@@ -185,6 +201,17 @@ def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
     return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
+    """0 in a square around each middle, of which the border may cut off a part, and 1 elsewhere."""
+    inside = []
+    for part, size in zip(middle.unbind(1), shape, strict=True):
+        first = (part * size).long() - side // 2
+        away = torch.arange(size, device=middle.device) - first[:, None]
+        inside.append((away >= 0) & (away < side))
+    down, across = inside
+    return (~(down[:, None, :, None] & across[:, None, None, :])).float()
 
 
 def _blended(values: Tensor, own: Tensor) -> Tensor:

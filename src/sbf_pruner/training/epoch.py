@@ -84,7 +84,7 @@ class Epochs:
         if number + 1 == phase.end:
             descent.settle()
             if config.recalibrate:
-                engine.recalibrate(self._feed.unmixed(phase), number, config.recalibrate)
+                engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
 
     def _check_finite(self, phase: Phase, epoch: int, *tallies: Tally) -> None:

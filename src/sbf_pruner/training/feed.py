@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from ..errors import DataError
 from .data import Augment, Batches, Data, Split
 from .recipe import Recipe
-from .schedule import Phase, batch_size, mixup
+from .schedule import Phase, batch_size, optimizer_config
 
 EVALUATED_AT_ONCE = 256
 
@@ -22,8 +23,10 @@ class Feed:
 
     def __init__(self, recipe: Recipe, data: Data, device: torch.device) -> None:
         self._recipe, self._data, self._device = recipe, data, device
-        self._train = self._batches(data.train, Augment(recipe.data.crop, recipe.data.flip))
-        self._made = {(self._train.batch_size, 0.0): self._train}
+        self._check_holes()
+        self._plain = Augment(recipe.data.crop, recipe.data.flip)
+        self._train = self._batches(data.train, self._plain)
+        self._made = {(self._train.batch_size, self._plain): self._train}
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
@@ -31,18 +34,29 @@ class Feed:
 
     def of(self, phase: Phase) -> Batches:
         """The training images in the batches of a phase, as it trains on them."""
-        return self._training(batch_size(self._recipe, phase), mixup(self._recipe, phase))
+        augment = self._plain
+        if phase.trains_weights:  # scores are learned from whole images
+            config = optimizer_config(self._recipe, phase)
+            augment = replace(augment, cutout=config.cutout, mixup=config.mixup)
+        return self._training(phase, augment)
 
-    def unmixed(self, phase: Phase) -> Batches:
-        """The same without blends, for norms to take their statistics from."""
-        return self._training(batch_size(self._recipe, phase), 0.0)
+    def whole(self, phase: Phase) -> Batches:
+        """The same, but nothing cut out of the images and none blended, for norms to take their statistics from."""
+        return self._training(phase, self._plain)
 
-    def _training(self, size: int, blended: float) -> Batches:
-        if (size, blended) not in self._made:
-            assert self._train.augment is not None
+    def _check_holes(self) -> None:
+        side = min(self._data.train.images.shape[-2:])
+        for section in ("warmup", "weights", "finetune"):
+            hole = getattr(self._recipe, section).cutout
+            if hole >= side:
+                raise DataError(f"{section}.cutout: {hole} leaves nothing of images {side} pixels wide; lower it")
+
+    def _training(self, phase: Phase, augment: Augment) -> Batches:
+        size = batch_size(self._recipe, phase)
+        if (size, augment) not in self._made:
             there = Split(self._train.images, self._train.labels)
-            self._made[size, blended] = self._batches(there, replace(self._train.augment, mixup=blended), size)
-        return self._made[size, blended]
+            self._made[size, augment] = self._batches(there, augment, size)
+        return self._made[size, augment]
 
     def _batches(self, split: Split, augment: Augment | None = None, size: int = 0) -> Batches:
         size = size or self._recipe.data.batch_size

@@ -82,12 +82,12 @@ class Step:
         self.inside = inside or nullcontext()
         device, self.steps = batches.device, len(batches)
         self.take = torch.compile(batches.take) if device.type == "cuda" else batches.take
-        self.drawn = [self._rows(c).to(device) for c in batches.draw(0)]
+        self.drawn = {name: choice.to(device) for name, choice in self._draw(0).items()}
         self.rates = torch.zeros(self.steps, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.next: tuple[int, list[Tensor]] | None = None
+        self.next: tuple[int, dict[str, Tensor]] | None = None
         if device.type == "cuda":
             with self.inside:  # a replay reads the same tensors wherever the model looks by then
                 self.graph = capture(self._once, self.at.zero_)
@@ -99,8 +99,8 @@ class Step:
         The only waits for the device are for the three sums at its end, and whatever `after_step` asks of it.
         """
         drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
-        for held, choice in zip(self.drawn, drawn, strict=True):
-            held.copy_(choice, non_blocking=True)
+        for name, held in self.drawn.items():
+            held.copy_(drawn[name], non_blocking=True)
         if self.rate is not None:
             self.rates.copy_(torch.tensor(rates))
         self.at.zero_()
@@ -112,24 +112,26 @@ class Step:
                 if after_step is not None:
                     after_step(step, self.steps)
         self.next = index + 1, self._draw(index + 1)  # while the device is busy
-        loss, hits, penalty = (self.sums / self.drawn[0].numel()).tolist()
+        loss, hits, penalty = (self.sums / self.drawn["order"].numel()).tolist()
         return Tally(loss, 100 * hits, penalty)
 
     def _once(self) -> None:
         if self.rate is not None:
             self.rate.copy_(self.rates.index_select(0, self.at)[0])
-        images, labels = self.take(*(choice.index_select(0, self.at)[0] for choice in self.drawn))
+        images, labels = self.take(
+            **{name: choice.index_select(0, self.at)[0] for name, choice in self.drawn.items()}
+        )
         loss, outputs, penalty = self.work(images, labels)
         told = hits(outputs, labels).double()
         self.sums += torch.stack([loss.double() * len(labels), told, penalty.double() * len(labels)])
         self.at += 1
 
-    def _draw(self, index: int) -> list[Tensor]:
-        return [self._rows(choice) for choice in self.batches.draw(index)]
+    def _draw(self, index: int) -> dict[str, Tensor]:
+        return {name: self._rows(choice) for name, choice in self.batches.draw(index).items()}
 
     def _rows(self, choice: Tensor) -> Tensor:
         size = self.batches.batch_size if len(choice) >= self.batches.batch_size else len(choice)
-        return choice[: self.steps * size].view(self.steps, size)
+        return choice[: self.steps * size].unflatten(0, (self.steps, size))
 
 
 class Evaluation:

@@ -180,7 +180,7 @@ class Run:
         frozen = scores.freeze_norms and not phase.trains_weights
         if not frozen or not scores.recalibrate or pruner.aim.limits is None or pruner.gates.all_open:
             return pruner.scoring(joint=phase.trains_weights)
-        return pruner.scoring(tune=partial(engine.look, self.feed.unmixed(phase), self.done, scores.recalibrate))
+        return pruner.scoring(tune=partial(engine.look, self.feed.whole(phase), self.done, scores.recalibrate))
 
     def _check_timer(self, done: int = 0) -> None:
         """Scores that are still to come end in a landing that is timed: what that needs must be there now."""

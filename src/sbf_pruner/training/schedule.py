@@ -118,11 +118,6 @@ def batch_size(recipe: Recipe, phase: Phase) -> int:
     return section.batch_size or recipe.data.batch_size
 
 
-def mixup(recipe: Recipe, phase: Phase) -> float:
-    """How much a phase blends its images; scores are learned from images as they are."""
-    return optimizer_config(recipe, phase).mixup if phase.trains_weights else 0.0
-
-
 def is_taught(recipe: Recipe, phase: Phase) -> bool:
     """Does a phase learn from the dense network as well?"""
     during = recipe.distill.during

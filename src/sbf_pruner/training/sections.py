@@ -100,6 +100,10 @@ class OptimizerConfig(Section):
     label_smoothing: float = field(
         default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
     )
+    cutout: int = field(
+        default=0,
+        metadata=about("blank a square of so many pixels a side somewhere in each image; 0: none", least=0),
+    )
     mixup: float = field(
         default=0.0,
         metadata=about(
