@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,15 @@ import torch
 import sbf_pruner as sbf
 from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
+from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from collecting import collect, entry_of, sequential_count  # noqa: E402
 from driver import TRIES, Driver  # noqa: E402
-from jobs import Run, is_locked, read_runs, status_line, take_lock  # noqa: E402
+from jobs import Run, read_runs, status_line  # noqa: E402
+from locks import end_holders, holder, is_locked, take_lock  # noqa: E402
 from packing import pack, unpack  # noqa: E402
 
 RECIPE = """
@@ -95,11 +98,13 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     assert started.returncode == 0 and "driver: process" in started.stdout
     assert "works on" in command("start").stdout
     wait(lambda: (first.folder / "checkpoints/last.safetensors").is_file())
-    driver = json.loads((here / "runs/driver.json").read_text())["pid"]
+    driver = holder(here / "runs/driver.lock")
+    assert driver is not None and f"process {driver}" in started.stdout
     os.kill(driver, signal.SIGKILL)
     wait(lambda: not is_locked(here / "runs/driver.lock"))
     told = command("status").stdout.splitlines()
     assert told[0] == "driver: not running" and len(told) == 3
+    assert holder(here / "runs/driver.lock") is None
     assert told[1].split()[:2] == [first.name, "running"] or first.finished  # it goes on without its driver
     if not first.finished:
         os.kill(int(first.lock.read_text()), signal.SIGKILL)
@@ -154,6 +159,16 @@ def test_stop_ends_the_runs_and_start_would_go_on(here: Path) -> None:
     assert command("stop").returncode == 0
     assert not first.going_on and "driver: not running" in command("status").stdout
     assert command("stop").returncode == 0
+    # Its driver killed, a run goes on alone; stop ends that one too.
+    assert command("start", "--at-once", "1", "--no-mps").returncode == 0
+    wait(lambda: holder(first.lock) is not None)
+    driver = holder(here / "runs/driver.lock")
+    assert driver is not None
+    os.kill(driver, signal.SIGKILL)
+    wait(lambda: not is_locked(here / "runs/driver.lock"))
+    assert first.going_on
+    assert command("stop").returncode == 0
+    assert not first.going_on and not first.finished
 
 
 def test_a_run_that_cannot_succeed_is_given_up_and_the_next_one_starts(
@@ -172,7 +187,47 @@ def test_a_run_that_cannot_succeed_is_given_up_and_the_next_one_starts(
     assert failed == {"missing-seed0": 2, "crash-seed0": 7}
     assert [run.finished for run in runs] == [False, False, True]
     assert "missing.toml does not exist" in runs[0].log.read_text()
-    assert TRIES > 1
+    assert runs[1].log.read_text() == "" and TRIES > 1
+    said = command("status").stdout
+    assert "failed (2)" in said and "failed (7)" in said and "finished" in said
+
+
+def test_runs_that_wait_for_what_will_not_come_are_told_and_do_not_keep_the_driver(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "jobs.toml").write_text(
+        '[[job]]\nrecipe = "missing.toml"\n'
+        '[[job]]\nrecipe = "small.toml"\ndense_from = "missing"\n'
+        '[[job]]\nrecipe = "small.toml"\nname = "beside"\nbeside = "damaged"\n'
+    )
+    runs = runs_in(here / "runs")
+    (here / "runs/damaged-seed0").mkdir(parents=True)
+    (here / "runs/damaged-seed0/summary.json").write_text("{")
+    assert Driver(runs, here / "runs", 1, 0, mps=False).work() == 1
+    said = capsys.readouterr().out
+    assert "small-seed0 cannot start without missing-seed0" in said
+    assert "beside-seed0 cannot start: the run it stands beside is damaged (JSONDecodeError" in said
+    told = command("status").stdout.splitlines()
+    assert told[2].split(maxsplit=1)[1] == "waits for missing-seed0" and "failed (2)" in told[3]
+    assert not (here / "runs/small-seed0").exists()
+
+
+def test_a_damaged_run_is_given_up_and_does_not_stop_the_driver(here: Path) -> None:
+    damaged, whole = runs_in(here / "runs")
+    damaged.folder.mkdir(parents=True)
+    (damaged.folder / "recipe.toml").write_bytes(b"\0" * 8)
+    (damaged.folder / "metrics.jsonl").write_bytes(b'{"done": 1}\n7\n\xff\n')
+    assert damaged.records() == [{"done": 1}]
+    assert Driver([damaged, whole], here / "runs", 1, 0, mps=False).work() == 1
+    assert json.loads((here / "runs/driver.json").read_text())["failed"] == {damaged.name: 2}
+    assert whole.finished
+
+
+def test_none_at_once_is_refused(here: Path) -> None:
+    done = command("start", "--at-once", "0")
+    assert done.returncode == 2 and "--at-once: '0' is no whole number above 0" in done.stderr
+    assert not (here / "runs").exists()
+    assert command("status").returncode == 0 and not (here / "runs").exists()
 
 
 def test_jobs_that_make_no_sense(here: Path) -> None:
@@ -190,11 +245,11 @@ def test_a_run_beside_another_waits_for_it_and_asks_for_what_it_left(tmp_path: P
     jobs = tmp_path / "jobs.toml"
     jobs.write_text('[[job]]\nrecipe = "digits"\nname = "second"\nbeside = "first"\nseeds = [3]\n', "utf-8")
     (run,) = read_runs(jobs, tmp_path)
-    assert not run.ready
+    assert run.waits_for == ["first-seed3"]
     (tmp_path / "first-seed3").mkdir()
     told = json.dumps({"pruned": {"macs": 250}, "dense": {"macs": 1000}})
     (tmp_path / "first-seed3" / "summary.json").write_text(told, "utf-8")
-    assert run.ready
+    assert not run.waits_for
     assert run.words()[-2:] == ["--set", "budget.macs=0.250000"]
 
 
@@ -204,12 +259,22 @@ def test_a_run_waits_for_the_dense_stage_it_takes_over(tmp_path: Path) -> None:
     (run,) = read_runs(jobs, tmp_path)
     source = tmp_path / "first-seed0"
     (source / "checkpoints").mkdir(parents=True)
-    assert not run.ready
     (source / "checkpoints/dense.safetensors").touch()
-    assert run.ready and run.words()[-2:] == ["--dense-from", str(source)]
+    records = [{"done": done, "phase": "warmup", "epoch": done, "epochs": 2} for done in (1, 2)]
+    for count in (0, 1, 2):  # the weights are there a moment before the last record, which is needed too
+        lines = "".join(json.dumps(record) + "\n" for record in records[:count])
+        (source / "metrics.jsonl").write_text(lines)
+        assert run.waits_for == ([] if count == 2 else ["first-seed0"])
+    assert run.words()[-2:] == ["--dense-from", str(source)]
     # One that came here finished, without its dense stage, cannot give it: the run trains its own.
     (source / "checkpoints/dense.safetensors").rename(source / "summary.json")
-    assert run.ready and "--dense-from" not in run.words()
+    assert not run.waits_for and "--dense-from" not in run.words()
+    # A run that has taken it over needs it no more.
+    (source / "summary.json").unlink()
+    assert run.waits_for == ["first-seed0"]
+    (run.folder / "checkpoints").mkdir(parents=True)
+    (run.folder / "checkpoints/last.safetensors").touch()
+    assert not run.waits_for
 
 
 def test_a_lock_is_held_as_long_as_one_process_has_it(tmp_path: Path) -> None:
@@ -219,7 +284,53 @@ def test_a_lock_is_held_as_long_as_one_process_has_it(tmp_path: Path) -> None:
     os.close(lock)
     assert is_locked(tmp_path / "x")
     child.communicate(b"\n")
-    assert not is_locked(tmp_path / "x")
+    assert not is_locked(tmp_path / "x") and not is_locked(tmp_path / "never")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_only_who_holds_a_lock_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text(f"{os.getpid()}\n")  # of one that is gone, whose number is another's by now
+    assert holder(path) is None and end_holders([path], 1) == []
+    lock = take_lock(path)
+    assert lock is not None and path.read_text() == "" and holder(path) is None
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    assert end_holders([path], 0.3) == [path] and child.poll() is None  # it has not said who it is
+    os.write(lock, f"{child.pid}\n".encode())
+    os.close(lock)
+    assert holder(path) == child.pid
+    assert end_holders([path], 30) == [] and child.wait() == -signal.SIGTERM
+
+
+def test_somebody_who_asks_about_a_lock_does_not_keep_it_from_its_owner(tmp_path: Path) -> None:
+    asking = take_lock(tmp_path / "x")
+    assert asking is not None
+    threading.Timer(0.2, os.close, [asking]).start()
+    assert take_lock(tmp_path / "x") is None
+    assert take_lock(tmp_path / "x", patience=20.0) is not None
+
+
+def test_what_a_run_needs_is_carried_and_what_is_damaged_is_not(tmp_path: Path) -> None:
+    def run(root: str, group: str, done: int) -> Run:
+        made = Run(group, "", 0, (), tmp_path / root)
+        save_checkpoint(made.folder / "checkpoints", {"done": done})
+        (made.folder / "latency.json").write_text(f"clock of {done}")  # or another machine would take a new one
+        return made
+
+    whole, damaged = run("here", "whole", 5), run("here", "damaged", 5)
+    (damaged.folder / "checkpoints/last.safetensors").write_bytes(b"\x08" + bytes(20))
+    sizes = pack([whole, damaged], tmp_path / "runs.tar")
+    assert sizes[damaged.name] == 0 < sizes[whole.name]
+    there = run("there", "whole", 7)
+    assert unpack(tmp_path / "runs.tar", there.root) == {whole.name: "left alone: this one is as far"}
+    (there.folder / "checkpoints/last.safetensors").write_bytes(b"torn")
+    lock = take_lock(there.lock)
+    assert lock is not None
+    assert unpack(tmp_path / "runs.tar", there.root) == {whole.name: "left alone: it is going on here"}
+    os.close(lock)
+    assert unpack(tmp_path / "runs.tar", there.root) == {whole.name: "unpacked"}
+    assert (there.folder / "latency.json").read_text() == "clock of 5"
+    assert not there.going_on and load_checkpoint(there.folder / "checkpoints") == {"done": 5}
 
 
 def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
