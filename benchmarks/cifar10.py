@@ -3,7 +3,7 @@
 python benchmarks/cifar10.py start --at-once 4    starts the driver, which goes on alone; again after a kill
 python benchmarks/cifar10.py status               one line per run
 python benchmarks/cifar10.py pack runs.tar        what is needed to go on elsewhere; unpack brings it back
-python benchmarks/cifar10.py collect              finished runs into benchmarks/results/cifar10.json
+python benchmarks/cifar10.py collect              finished runs into benchmarks/results, by the name of the jobs
 python benchmarks/cifar10.py stop                 ends the driver and all runs; start goes on with them
 
 Only torch, NumPy and safetensors are needed, and this source tree.
@@ -56,7 +56,13 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.command == "collect":
         from collecting import collect
 
-        new = collect(runs, Path(arguments.results))
+        from sbf_pruner.errors import PruningError
+
+        try:
+            new = collect(runs, Path(arguments.results or HERE / "results" / f"{Path(arguments.jobs).stem}.json"))
+        except PruningError as error:
+            print(error)
+            return 2
         print(f"{sum(run.finished for run in runs)} runs finished, new: {', '.join(new) or 'none'}")
         return 0
     import packing
@@ -87,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("pack", "unpack"):
             command.add_argument("file", help="the tar file")
         if name == "collect":
-            command.add_argument("--results", default=str(HERE / "results" / "cifar10.json"))
+            command.add_argument("--results", help="the file to add to; without it, that of the jobs' name")
     return parser
 
 

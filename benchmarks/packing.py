@@ -81,9 +81,11 @@ def _bring(tar: tarfile.TarFile, name: str, epochs: int, root: Path) -> str:
             return "left alone: this one is as far"
         # What marks the run as there comes last, so that a half unpacked one is unpacked again.
         for file in reversed(FINISHED if epochs == ALL else UNFINISHED):
-            if f"{name}/{file}" in tar.getnames():
+            if (member := f"{name}/{file}") in tar.getnames():
+                changed = tar.getmember(member).mtime  # a run keeps the day it was made on
                 with replacing(run.folder / file) as partial:
-                    partial.write_bytes(_read(tar, f"{name}/{file}"))
+                    partial.write_bytes(_read(tar, member))
+                    os.utime(partial, (changed, changed))
         return "unpacked"
     finally:
         os.close(lock)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,13 +18,17 @@ import pytest
 import torch
 
 import sbf_pruner as sbf
+from sbf_pruner import Recipe
 from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
+from sbf_pruner.training.dense_stage import DECIDES
+from sbf_pruner.training.folder import flat
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import cifar10  # noqa: E402
 from collecting import collect, entry_of, sequential_count  # noqa: E402
 from driver import TRIES, Driver  # noqa: E402
 from jobs import Run, read_runs, status_line  # noqa: E402
@@ -39,7 +45,8 @@ in_channels = 1
 name = "synthetic"
 image_size = 8
 channels = 1
-samples = 256
+samples = 320
+validation = 0.2
 batch_size = 64
 [phases]
 warmup = 2
@@ -126,6 +133,8 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     before = first.log.read_bytes()
     assert Driver(runs, here / "runs", 2, 0, mps=False).work() == 0
     assert first.log.read_bytes() == before
+    long_ago = 1_000_000_000.0
+    os.utime(first.folder / "summary.json", (long_ago, long_ago))
     sizes = pack(runs, here / "done.tar")
     assert set(sizes) == {run.name for run in runs}
     assert set(unpack(here / "done.tar", here / "archive").values()) == {"unpacked"}
@@ -133,6 +142,7 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     assert [path.name for path in carried] == ["dense.safetensors", "scored.safetensors"]
     assert all(path.read_bytes() == (moved.folder / "checkpoints" / path.name).read_bytes() for path in carried)
     assert entry_of(runs_in(here / "archive")[0]) == entry_of(first)
+    assert entry_of(first)["date"].startswith("2001-09-0")  # the day of the run, not that of its unpacking
 
     results = here / "results/small.json"
     assert collect(runs[:1], results) == [first.name]
@@ -148,8 +158,14 @@ def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> No
     results.write_bytes(text)
     entry = json.loads(text)["runs"][0]
     assert entry["accuracy"] == first.records()[-1]["test_accuracy"]
+    assert entry["validation_accuracy"] == first.records()[-1]["validation_accuracy"] is not None
+    assert f"{entry['validation_accuracy']:.2f} % (validation)" in status_line(first)
     assert entry["left"]["params"] < entry["dense"]["params"] and entry["left"]["macs_removed"] > 0
     assert entry["recipe"]["distill"]["alpha"] == 0.5 and entry["seed"] == 0 and len(entry["layers"]) == 19
+    (second.folder / "summary.json").write_text("{")
+    refused = command("collect", "--results", str(results))
+    assert refused.returncode == 2 and results.read_bytes() == text
+    assert refused.stdout == f"{second.folder}/summary.json is damaged; remove it and --resume to write it anew\n"
 
 
 def test_stop_ends_the_runs_and_start_would_go_on(here: Path) -> None:
@@ -337,6 +353,36 @@ def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
     runs = read_runs(BENCHMARKS / "cifar10.toml", Path("runs"))
     assert {run.recipe for run in runs} == {n for n in sbf.training.recipe.bundled_recipes() if "cifar10" in n}
     assert all(sum(run.recipe == other.recipe for other in runs) == 3 for run in runs)
+
+
+@pytest.mark.parametrize("path", [*BENCHMARKS.glob("c*.toml"), BENCHMARKS / "ablations.toml"])
+def test_every_job_has_a_recipe_and_may_take_over_the_dense_stage_it_asks_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(BENCHMARKS.parent)
+    runs = {run.name: run for run in read_runs(path, Path("runs"))}
+    recipes = {name: flat(Recipe.load(run.recipe, run.overrides).to_dict()) for name, run in runs.items()}
+    for name, run in runs.items():
+        for other in filter(None, (run.dense_from, run.beside)):
+            assert f"{other}-seed{run.seed}" in runs
+        if run.dense_from:
+            theirs, ours = recipes[f"{run.dense_from}-seed{run.seed}"], recipes[name]
+            assert {key for key in ours if key.startswith(DECIDES) and ours[key] != theirs[key]} == set()
+
+
+def test_the_sweep_judges_by_images_held_out() -> None:
+    runs = read_runs(BENCHMARKS / "choices.toml", Path("runs"))
+    assert all(0 < Recipe.load(run.recipe, run.overrides).data.validation < 1 for run in runs)
+
+
+def test_commands_on_the_pages_are_those_of_the_driver() -> None:
+    for page in ("cifar10.md", "ablations.md"):
+        text = (BENCHMARKS.parent / "docs" / page).read_text("utf-8").replace("\\\n", " ")
+        lines = re.findall(r"^\$ python benchmarks/cifar10.py (.*)$", text, re.MULTILINE)
+        assert lines
+        for line in lines:
+            said = cifar10._parser().parse_args(shlex.split(line))
+            assert (BENCHMARKS.parent / said.jobs).is_file()
 
 
 def test_the_sequential_count_of_the_whole_network_is_the_whole_network() -> None:
