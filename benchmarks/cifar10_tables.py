@@ -47,9 +47,10 @@ def cifar10(result: dict[str, Any] | None) -> str:
     if not result or not result["runs"]:
         return NONE
     runs: list[Entry] = result["runs"]
+    epochs = " or ".join(str(count) for count in sorted({run["epochs"] for run in runs}))
     lines = [
-        "CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), 440 epochs each; removed are "
-        "parameters / MACs of the network that is really left, in percent of the dense one:",
+        f"CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), {epochs} epochs each; "
+        "removed are parameters / MACs of the network that is really left, in percent of the dense one:",
         "",
         "| | recipe | accuracy | removed | removed, counted sequentially |",
         "|---|---|---|---|---|",

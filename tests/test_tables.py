@@ -33,6 +33,7 @@ def entry(
         "name": f"{name}-seed{seed}",
         "date": "2000-01-01",
         "seed": seed,
+        "epochs": 7,
         "accuracy": accuracy,
         "validation_accuracy": validation,
         "left": shares,
@@ -67,6 +68,7 @@ RESULT = {
 
 def test_the_table_has_the_papers_figures_beside_ours() -> None:
     lines = cifar10(RESULT).splitlines()
+    assert "7 epochs each" in lines[0]
     assert lines[4:-2] == [
         "| ResNet-56, dense control | `cifar10-resnet56-dense` | 93.00 (1) | - | - |",
         "| ResNet-56, medium | the paper | 94.28 | | 52.3 / 49.3 |",
