@@ -143,11 +143,11 @@ def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
     }
 
 
-def accuracy_of(group: Sequence[Entry], key: str = "accuracy") -> str:
+def accuracy_of(group: Sequence[Entry], key: str = "accuracy", unit: str = "") -> str:
     """Mean and deviation over the seeds, and how many there are."""
     values = [run[key] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+    return f"{statistics.fmean(values):.2f}{spread}{unit} ({len(values)})"
 
 
 def removed_of(group: Sequence[Entry], part: str) -> str:

@@ -118,8 +118,14 @@ class Run:
 
 def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     """The runs of a file of jobs in its order; `only` keeps those whose name matches one of the patterns."""
+    try:
+        jobs = tomllib.loads(path.read_text("utf-8")).get("job")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: cannot be read ({error!r})") from None
+    if not jobs or not isinstance(jobs, list):
+        raise SystemExit(f"{path}: asks for nothing; each job is a table [[job]]")
     runs = []
-    for job in tomllib.loads(path.read_text("utf-8"))["job"]:
+    for job in jobs:
         unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside", "dense_from"}
         if unknown or "recipe" not in job:
             raise SystemExit(
@@ -135,7 +141,10 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: asks twice for {', '.join(sorted(twice))}")
-    return [run for run in runs if not only or any(fnmatch(run.name, pattern) for pattern in only)]
+    found = [run for run in runs if not only or any(fnmatch(run.name, pattern) for pattern in only)]
+    if runs and not found:
+        raise SystemExit(f"{path}: asks for no run called like {' or '.join(only)}")
+    return found
 
 
 def status_line(run: Run, failed: int | None = None) -> str:

@@ -251,10 +251,17 @@ def test_jobs_that_make_no_sense(here: Path) -> None:
         '[[job]]\nseed = [0]\nrecipe = "digits"': "may have name, seeds, set, beside and dense_from",
         '[[job]]\nrecipe = "digits"\nset = ["seed=1"]': "needs a name of its own",
         '[[job]]\nrecipe = "digits"\nseeds = [1, 1]': "asks twice for digits-seed1",
+        "[[job]": r"cannot be read \(TOMLDecodeError",
+        "[job]": r"asks for nothing; each job is a table \[\[job\]\]",
+        "": "asks for nothing",
     }.items():
         (here / "jobs.toml").write_text(text)
         with pytest.raises(SystemExit, match=message):
             runs_in(here / "runs")
+    with pytest.raises(SystemExit, match=r"nowhere.toml: cannot be read \(FileNotFoundError"):
+        read_runs(here / "nowhere.toml", here)
+    with pytest.raises(SystemExit, match=r"cifar10.toml: asks for no run called like best or \*-seed9"):
+        read_runs(BENCHMARKS / "cifar10.toml", here, ["best", "*-seed9"])
 
 
 def test_a_run_beside_another_waits_for_it_and_asks_for_what_it_left(tmp_path: Path) -> None:
