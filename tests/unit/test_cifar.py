@@ -20,6 +20,7 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -372,6 +373,10 @@ def test_a_damaged_prepared_file(tmp_path: Path) -> None:
     save_file({"train.images": np.zeros(3, np.uint8)}, path)
     with pytest.raises(DataError, match=remedy):
         load_cifar10(str(path))
+    for other in (torch.bfloat16, torch.float8_e4m3fn):  # weights of some network, which NumPy has no types for
+        safetensors.torch.save_file({"train.images": torch.zeros(3, dtype=other)}, path)
+        with pytest.raises(DataError, match=rf"damaged or incomplete \(.*\); {remedy}"):
+            load_cifar10(str(path))
     arrays = {f"{part}.images": np.zeros((3, 32, 32, 3), np.uint8) for part in SMALL}
     save_file(arrays | {f"{part}.labels": np.zeros(3, np.uint8) for part in SMALL}, path)
     with pytest.raises(DataError, match=f"train has not 20 images of 32x32x3; {remedy}"):

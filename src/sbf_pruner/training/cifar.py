@@ -156,7 +156,13 @@ def _read_prepared(path: Path) -> Raw:
         raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
-    except (OSError, SafetensorError, KeyError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last two: types of torch's
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():
         count = PARTS[part].count
