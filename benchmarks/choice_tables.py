@@ -53,12 +53,14 @@ def choices(result: dict[str, Any] | None, jobs: Path = JOBS) -> str:
 def _row(name: str, run: Run | None, group: Sequence[dict[str, Any]]) -> str:
     if any(entry["validation_accuracy"] is None for entry in group):
         raise SystemExit(f"the runs of {name} held no images out ({HELD_OUT} = 0); remove them from the results")
-    network = NETWORKS[group[0]["recipe"]["model"]["name"]]
+    model = group[0]["recipe"]["model"]["name"]
+    network = NETWORKS.get(model, model)
     if run is None:
         said, ratio = f"`{name}`, which is no longer asked for", network
     else:
         mark = "" if is_of(group[0], run.recipe, run.overrides) else EARLIER
-        said, ratio = told(run.overrides) + mark, f"{network}, {RATIOS[run.recipe.rpartition('-')[2]]}"
+        kind = run.recipe.rpartition("-")[2]
+        said, ratio = told(run.overrides) + mark, f"{network}, {RATIOS.get(kind, kind)}"
     return f"| {said} | {ratio} | {accuracy_of(group, 'validation_accuracy')} | {removed_of(group, 'left')} |"
 
 

@@ -53,7 +53,7 @@ class Driver:
                 time.sleep(POLL_SECONDS)
         finally:
             self._end_all()
-        if server:
+        if server and not self.stopped:
             _mps_quit(server)
         return 0 if all(run.finished for run in self.runs) else 1
 
