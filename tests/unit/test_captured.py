@@ -135,7 +135,7 @@ def test_a_whole_run_comes_to_the_same_bits_through_either_engine(
     parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phase = {key: value for part in parts for key, value in MADE_OF.get(part, {}).items()}
-    data = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 80, "batch_size": 16, "validation": 0.2}
+    data = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 80, "batch_size": 24, "validation": 0.2}
     changes = {
         "data": {**data, "crop": 1, "flip": True},
         "scores": {"joint": "joint" in parts, "speed": 0.3, "penalty": 0.02},
