@@ -434,7 +434,7 @@ def test_bad_data_is_one_sentence_and_2(
     assert said.out == ""
     assert said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err
     assert expected in said.err
-    assert not list(here.glob("target/*.safetensors"))
+    assert not (here / "target").exists()
 
 
 def test_a_transfer_is_told_in_tenths_or_as_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
