@@ -26,7 +26,7 @@ WAYS = {
         "distill.alpha=0.5",
         "finetune.ema=0.9",
         "finetune.recalibrate=2",
-        "finetune.cutout=8",
+        "finetune.cutout=3",
         "finetune.mixup=1",
     ],
     "behind the addition": ["model.name=after_addition:resnet20"],
