@@ -2,7 +2,7 @@
 
 Results of benchmarks/choices.toml enter, and that file; a block of Markdown leaves, with its heading, or nothing as
 long as there are no runs.  A row is made of all seeds of one job, told by what the job sets.  What holds: only
-validation accuracies are shown, and no run that is among the results is left out.
+validation accuracies are shown, and neither a run that is among the results nor a job of the file is left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from cifar10_tables import (
 )
 from jobs import Run, read_runs
 
+from sbf_pruner import Recipe
+
 JOBS = Path(__file__).with_name("choices.toml")
 HELD_OUT = "data.validation"
 PHASES = {"warmup": "the dense stage", "weights": "the cycles", "finetune": "fine-tuning"}
@@ -33,9 +35,13 @@ def choices(result: dict[str, Any] | None, jobs: Path = JOBS) -> str:
     """One row per job, in the order of the file; then those that have gone from it since."""
     if not result or not result["runs"]:
         return ""
-    asked: dict[str, Run | None] = {run.group: run for run in read_runs(jobs, Path())}
-    asked |= {name: None for run in result["runs"] if (name := run["recipe"]["name"]) not in asked}
-    rows = [_row(name, run, group) for name, run in asked.items() if (group := runs_of(result["runs"], name))]
+    jobs_by_name = {run.group: run for run in read_runs(jobs, Path())}
+    gone = [name for run in result["runs"] if (name := run["recipe"]["name"]) not in jobs_by_name]
+    rows = [_row(run, runs_of(result["runs"], name)) for name, run in jobs_by_name.items()]
+    rows += [
+        f"| `{name}`, which is no longer asked for | | {_figures(name, runs_of(result['runs'], name))} |"
+        for name in dict.fromkeys(gone)
+    ]
     shares = sorted({run["recipe"]["data"]["validation"] for run in result["runs"]})
     parts = " or ".join(f"{100 * share:g} %" for share in shares)
     lines = [
@@ -43,25 +49,25 @@ def choices(result: dict[str, Any] | None, jobs: Path = JOBS) -> str:
         f"Accuracy after the last epoch on {parts} of the training images, which were held out of training; mean ± "
         "deviation (number of seeds). Removed are parameters / MACs, in percent of the dense network.",
         "",
-        "| changed in the recipe | ratio | validation accuracy | removed |",
+        "| tried | ratio | validation accuracy | removed |",
         "|---|---|---|---|",
         *rows,
     ]
     return "\n".join([*lines, *earlier_note(rows), "", machines(result)])
 
 
-def _row(name: str, run: Run | None, group: Sequence[dict[str, Any]]) -> str:
+def _row(run: Run, group: Sequence[dict[str, Any]]) -> str:
+    recipe = Recipe.load(run.recipe, run.overrides)
+    kind = run.recipe.rpartition("-")[2]
+    ratio = f"{NETWORKS.get(recipe.model.name, recipe.model.name)}, {RATIOS.get(kind, kind)}"
+    mark = "" if not group or is_of(group[0], run.recipe, run.overrides) else EARLIER
+    return f"| {told(run.overrides)}{mark} | {ratio} | {_figures(run.group, group)} |"
+
+
+def _figures(name: str, group: Sequence[dict[str, Any]]) -> str:
     if any(entry["validation_accuracy"] is None for entry in group):
         raise SystemExit(f"the runs of {name} held no images out ({HELD_OUT} = 0); remove them from the results")
-    model = group[0]["recipe"]["model"]["name"]
-    network = NETWORKS.get(model, model)
-    if run is None:
-        said, ratio = f"`{name}`, which is no longer asked for", network
-    else:
-        mark = "" if is_of(group[0], run.recipe, run.overrides) else EARLIER
-        kind = run.recipe.rpartition("-")[2]
-        said, ratio = told(run.overrides) + mark, f"{network}, {RATIOS.get(kind, kind)}"
-    return f"| {said} | {ratio} | {accuracy_of(group, 'validation_accuracy')} | {removed_of(group, 'left')} |"
+    return f"{accuracy_of(group, 'validation_accuracy')} | {removed_of(group, 'left')}" if group else "not run |"
 
 
 def told(overrides: Sequence[str]) -> str:
@@ -83,7 +89,7 @@ def told(overrides: Sequence[str]) -> str:
         elif key != HELD_OUT:
             said[f"`{change}`"] = []
     words = [f"{what} in {' and '.join(where)}" if where else what for what, where in said.items()]
-    return ", ".join(words) or "nothing"
+    return ", ".join(words) or "the recipe as it is"
 
 
 def _amount(setting: str, value: str) -> str:

@@ -56,8 +56,9 @@ def cifar10(result: dict[str, Any] | None) -> str:
         "|---|---|---|---|---|",
     ]
     for network, title in NETWORKS.items():
-        if dense := runs_of(runs, f"cifar10-{network}-dense"):
-            lines.append(f"| {title}, dense control | `cifar10-{network}-dense` | {accuracy_of(dense)} | - | - |")
+        for name in (f"cifar10-{network}-dense", f"cifar10-{network}-best-dense"):
+            if dense := runs_of(runs, name):
+                lines.append(f"| {title}, dense control | `{name}` | {accuracy_of(dense)} | - | - |")
         for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
