@@ -47,33 +47,38 @@ def cifar10(result: dict[str, Any] | None) -> str:
     if not result or not result["runs"]:
         return NONE
     runs: list[Entry] = result["runs"]
+    epochs = " or ".join(str(count) for count in sorted({run["epochs"] for run in runs}))
     lines = [
-        "CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), 440 epochs each; removed are "
-        "parameters / MACs of the network that is really left, in percent of the dense one:",
+        f"CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), {epochs} epochs each; "
+        "removed are parameters / MACs of the network that is really left, in percent of the dense one:",
         "",
         "| | recipe | accuracy | removed | removed, counted sequentially |",
         "|---|---|---|---|---|",
     ]
     for network, title in NETWORKS.items():
         for name in (f"cifar10-{network}-dense", f"cifar10-{network}-best-dense"):
-            if dense := _of(runs, name):
+            if dense := runs_of(runs, name):
                 lines.append(f"| {title}, dense control | `{name}` | {accuracy_of(dense)} | - | - |")
         for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
                 name = f"cifar10-{network}-{kind}-{ratio}"
-                if found := _of(runs, name):
-                    counts = " | ".join(f"{removed_of(found, part)}" for part in ("left", "sequential"))
-                    mark = "" if _is_bundled(found[0]) else EARLIER
+                if found := runs_of(runs, name):
+                    counts = " | ".join(removed_of(found, part) for part in ("left", "sequential"))
+                    mark = "" if is_of(found[0], name) else EARLIER
                     rows.append(f"| {title}, {said} | `{name}`{mark} | {accuracy_of(found)} | {counts} |")
             if rows:
                 for beside in PUBLISHED[network, ratio]:
                     figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
                     lines.append(f"| {title}, {said} | {beside.whose} | {figures} |")
                 lines += rows
-    if any(EARLIER in line for line in lines):
-        lines += ["", f"{EARLIER.strip()} Run with the recipe as it was before its last change."]
-    return "\n".join([*lines, "", machines(result)])
+    return "\n".join([*lines, *earlier_note(lines), "", machines(result)])
+
+
+def earlier_note(rows: Iterable[str]) -> list[str]:
+    """What the mark means, below a table that has it."""
+    marked = any(EARLIER in row for row in rows)
+    return ["", f"{EARLIER.strip()} Run with the recipe as it was before its last change."] if marked else []
 
 
 def machines(result: dict[str, Any]) -> str:
@@ -109,7 +114,7 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
                     group
                 )
                 for ratio, said in RATIOS.items()
-                if (group := _of(runs, f"cifar10-{network}-{kind}-{ratio}"))
+                if (group := runs_of(runs, f"cifar10-{network}-{kind}-{ratio}"))
             }
             if panels:
                 heading = f"{title}, filters kept per layer, {kind} recipes"
@@ -117,7 +122,7 @@ def _drawn(result: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
+def runs_of(runs: Iterable[Entry], name: str) -> list[Entry]:
     """The runs of one recipe; a table must not mix two of the same name."""
     found = [run for run in runs if run["recipe"]["name"] == name]
     recipes = [Recipe.from_dict({**run["recipe"], "seed": 0}) for run in found]  # settings of later are at rest
@@ -126,9 +131,10 @@ def _of(runs: Iterable[Entry], name: str) -> list[Entry]:
     return found
 
 
-def _is_bundled(run: Entry) -> bool:
-    """Was it run with the recipe of its name as that is now?"""
-    return Recipe.from_dict({**run["recipe"], "seed": 0}) == Recipe.load(run["recipe"]["name"])
+def is_of(run: Entry, recipe: str, overrides: Sequence[str] = ()) -> bool:
+    """Was it run with a bundled recipe, and what a job sets in it, as that is now?"""
+    now = Recipe.load(recipe, [*overrides, f"name={run['recipe']['name']}"])
+    return Recipe.from_dict({**run["recipe"], "seed": 0}) == now
 
 
 def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
@@ -138,11 +144,11 @@ def _kept(group: Sequence[Entry]) -> dict[str, tuple[int, float]]:
     }
 
 
-def accuracy_of(group: Sequence[Entry]) -> str:
+def accuracy_of(group: Sequence[Entry], key: str = "accuracy", unit: str = "") -> str:
     """Mean and deviation over the seeds, and how many there are."""
-    values = [run["accuracy"] for run in group]
+    values = [run[key] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+    return f"{statistics.fmean(values):.2f}{spread}{unit} ({len(values)})"
 
 
 def removed_of(group: Sequence[Entry], part: str) -> str:

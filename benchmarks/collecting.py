@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sbf_pruner.files import write_text
 from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training.folder import RunFolder
 from sbf_pruner.training.recipe import Recipe, load_recipe
 
 
@@ -37,14 +38,14 @@ def collect(runs: Iterable[Run], path: Path) -> list[str]:
 
 def entry_of(run: Run) -> dict[str, Any]:
     """What a finished run came to."""
-    path = run.folder / "summary.json"
-    summary, recipe = json.loads(path.read_text("utf-8")), load_recipe(run.folder / "recipe.toml")
+    folder = RunFolder(run.folder)
+    summary, recipe = folder.read_summary(), load_recipe(folder.recipe)
     dense, pruned, layers = summary["dense"], summary["pruned"], summary["layers"]
     sequential = sequential_count(recipe, {name: layer["after"] for name, layer in layers.items()})
     whole = {"params": dense["params"], "macs": dense["macs"]}
     return {
         "name": run.name,
-        "date": date.fromtimestamp(path.stat().st_mtime).isoformat(),
+        "date": date.fromtimestamp(folder.summary.stat().st_mtime).isoformat(),
         "seed": summary["seed"],
         "epochs": summary["epochs"],
         "accuracy": pruned["accuracy"],

@@ -20,12 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jobs import Run, take_lock
+from jobs import Run
+from locks import end_holders, take_lock
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 WRONG_USAGE = 2  # exit code of a run that would fail again
 TRIES = 3  # of a run that fails without getting any further
 POLL_SECONDS = 1.0
+ENDING_SECONDS = 30.0
+TOLD = "driver.json"
 
 
 class Driver:
@@ -37,20 +40,20 @@ class Driver:
         self.tries: dict[str, tuple[int, int]] = {}  # how often, and how far it was then
         self.failed: dict[str, int] = {}
         self.started = -float("inf")
+        self.stopped = False
 
     def work(self) -> int:
         """Run everything; 0 if all of it is finished in the end, else 1."""
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, self._stop)
         server = _mps_server() if self.mps else {}
         environment = {**os.environ, **server, **_settings(self.root, self.at_once)}
         try:
             self._tell()
-            while self._advance(environment):
+            while not self.stopped and self._advance(environment):
                 time.sleep(POLL_SECONDS)
         finally:
             self._end_all()
-            self._tell(over=True)
-        if server:
+        if server and not self.stopped:
             _mps_quit(server)
         return 0 if all(run.finished for run in self.runs) else 1
 
@@ -66,25 +69,35 @@ class Driver:
             run for run in self.runs if run not in going and not run.finished and run.name not in self.failed
         ]
         waiting.sort(key=lambda run: not run.begun)  # what was cut off first
-        startable = [run for run in waiting if run.ready]
+        startable = [run for run in waiting if not run.waits_for]
         while startable and len(going) < self.at_once and time.monotonic() >= self.started + self.stagger:
             run = startable.pop(0)
             if self._start(run, environment):
                 self.started = time.monotonic()
                 self._say(f"{run.name} goes on" if run.begun else f"{run.name} starts")
             going.append(run)
-        return bool(going or waiting)
+        if not going and not startable:  # what the others wait for has failed, or nobody was asked to run it
+            for run in waiting:
+                self._say(f"{run.name} cannot start without {', '.join(run.waits_for)}")
+        return bool(going or startable)
 
     def _end_all(self) -> None:
         """End the runs: our own, and those an earlier driver left to us."""
-        for run in self.runs:
-            if run.name in self.children or run.going_on:
-                with suppress(ValueError, ProcessLookupError):  # it may end by itself just now
-                    os.kill(int(run.lock.read_text("utf-8")), signal.SIGTERM)
+        for child in self.children.values():
+            child.terminate()
         for child in self.children.values():
             child.wait()
+        end_holders((run.lock for run in self.runs), ENDING_SECONDS)
 
     def _start(self, run: Run, environment: dict[str, str]) -> bool:
+        """Start a run; where it is going on already, or cannot even be asked for, nothing is started."""
+        try:
+            words = run.words()
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            self._say(f"{run.name} cannot start: the run it stands beside is damaged ({error!r})")
+            self.failed[run.name] = WRONG_USAGE
+            self._tell()
+            return False
         lock = take_lock(run.lock)
         if lock is None:
             return False
@@ -92,7 +105,7 @@ class Driver:
         with run.log.open("ab") as log:
             # The child inherits the lock, and has it for as long as it lives, with or without us.
             child = subprocess.Popen(
-                [sys.executable, "-m", "sbf_pruner", *run.words()],
+                [sys.executable, "-m", "sbf_pruner", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -115,11 +128,15 @@ class Driver:
             self.failed[run.name] = code
         self._tell()
 
-    def _tell(self, over: bool = False) -> None:
-        from sbf_pruner.files import write_text  # torch comes with it, and whoever only asks need not wait for it
+    def _tell(self) -> None:
+        path = self.root / TOLD
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"at_once": self.at_once, "failed": self.failed}) + "\n", "utf-8")
+        partial.replace(path)
 
-        told = {"pid": None if over else os.getpid(), "at_once": self.at_once, "failed": self.failed}
-        write_text(self.root / "driver.json", json.dumps(told) + "\n")
+    def _stop(self, *_: object) -> None:
+        self.stopped = True  # seen between two steps: a run is either started, with its lock, or not
 
     def _say(self, text: str) -> None:
         print(time.strftime("%H:%M:%S"), text, flush=True)
@@ -127,12 +144,10 @@ class Driver:
 
 def read_told(root: Path) -> dict[str, Any]:
     """What the last driver said of itself."""
-    path = root / "driver.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {"pid": None, "at_once": 0, "failed": {}}
-
-
-def _stop(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+    told: dict[str, Any] = {"at_once": 0, "failed": {}}
+    with suppress(OSError, ValueError):
+        told |= json.loads((root / TOLD).read_text("utf-8"))
+    return told
 
 
 def _settings(root: Path, at_once: int) -> dict[str, str]:

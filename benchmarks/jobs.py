@@ -7,17 +7,19 @@ going on is told by a lock which its process holds for as long as it lives.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from locks import is_locked
+
 SUMMARY = "summary.json"
+LAST = "checkpoints/last.safetensors"
 DENSE = "checkpoints/dense.safetensors"  # other runs may begin from it
 
 
@@ -56,19 +58,31 @@ class Run:
         return (self.folder / SUMMARY).is_file()
 
     @property
-    def ready(self) -> bool:
-        """May it start?  Not before the run that it is to be compared with has ended, or trained what it needs."""
-        if self.beside and not (self._folder_of(self.beside) / SUMMARY).is_file():
-            return False
-        source = self._folder_of(self.dense_from)
-        return not self.dense_from or any((source / name).is_file() for name in (DENSE, SUMMARY))
+    def waits_for(self) -> list[str]:
+        """The runs it cannot start without: the one it is compared with, and the one whose dense stage it needs."""
+        waited = []
+        if self.beside and not self._beside(self.beside).finished:
+            waited.append(self._beside(self.beside).name)
+        taken_over = not self.dense_from or (self.folder / LAST).is_file()
+        if not taken_over and not self._beside(self.dense_from).gives_dense:
+            waited.append(self._beside(self.dense_from).name)
+        return list(dict.fromkeys(waited))
 
-    def _folder_of(self, group: str) -> Path:
-        return self.root / f"{group}-seed{self.seed}"
+    @property
+    def gives_dense(self) -> bool:
+        """Is its dense stage over?  The weights are written a moment before the last record of it."""
+        return self.finished or (
+            (self.folder / DENSE).is_file()
+            and any(record["phase"] != "warmup" or record["epoch"] == record["epochs"] for record in self.records())
+        )
+
+    def _beside(self, group: str) -> Run:
+        """The run of another job with the same seed."""
+        return Run(group, "", self.seed, (), self.root)
 
     @property
     def lock(self) -> Path:
-        """A file that the process which works on the run has locked, and that holds its number."""
+        """What the process that works on the run has locked."""
         return self.root / "locks" / self.name
 
     @property
@@ -80,46 +94,38 @@ class Run:
         """What follows `sbf` to start the run, or to go on with it."""
         changes = [f"name={self.group}", *self.overrides]
         if self.beside:
-            found = json.loads((self._folder_of(self.beside) / SUMMARY).read_text("utf-8"))
+            found = json.loads((self._beside(self.beside).folder / SUMMARY).read_text("utf-8"))
             changes.append(f"budget.macs={found['pruned']['macs'] / found['dense']['macs']:.6f}")
         options = [word for change in changes for word in ("--set", change)]
         words = ["run", self.recipe, "--seed", str(self.seed), "--run", str(self.folder), *options]
-        source = self._folder_of(self.dense_from)
+        source = self._beside(self.dense_from).folder
         if self.dense_from and (source / DENSE).is_file():  # else it came here without, and is trained again
             words += ["--dense-from", str(source)]
         return [*words, *(["--resume"] if self.begun else [])]
 
     def records(self) -> list[dict[str, Any]]:
-        """The metrics so far; a line that is still being written is left out."""
+        """The metrics so far, up to a line that is still being written, or is damaged: its run will say so."""
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def take_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock until every process that has it is gone; None if one has it already."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def is_locked(path: Path) -> bool:
-    """Does some process hold the lock?"""
-    descriptor = take_lock(path)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is None
+        found: list[dict[str, Any]] = []
+        with suppress(ValueError):
+            for line in (path.read_bytes() if path.is_file() else b"").split(b"\n")[:-1]:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    break
+                found.append(record)
+        return found
 
 
 def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     """The runs of a file of jobs in its order; `only` keeps those whose name matches one of the patterns."""
+    try:
+        jobs = tomllib.loads(path.read_text("utf-8")).get("job")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: cannot be read ({error!r})") from None
+    if not jobs or not isinstance(jobs, list):
+        raise SystemExit(f"{path}: asks for nothing; each job is a table [[job]]")
     runs = []
-    for job in tomllib.loads(path.read_text("utf-8"))["job"]:
+    for job in jobs:
         unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside", "dense_from"}
         if unknown or "recipe" not in job:
             raise SystemExit(
@@ -135,20 +141,30 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: asks twice for {', '.join(sorted(twice))}")
-    return [run for run in runs if not only or any(fnmatch(run.name, pattern) for pattern in only)]
+    found = [run for run in runs if not only or any(fnmatch(run.name, pattern) for pattern in only)]
+    if runs and not found:
+        raise SystemExit(f"{path}: asks for no run called like {' or '.join(only)}")
+    return found
 
 
 def status_line(run: Run, failed: int | None = None) -> str:
-    """One line: what the run is doing, how far it is, and its figures."""
+    """One line: what the run is doing, how far it is, and its figures.
+
+    The accuracy is that on images held out of training where there are any: what is chosen by them is not to be
+    chosen by the test images.
+    """
     records = run.records()
     state = "finished" if run.finished else "running" if run.going_on else "cut off" if run.begun else "waiting"
-    if failed is not None and state == "cut off":
+    if failed is not None and state in ("cut off", "waiting"):
         state = f"failed ({failed})"
+    elif state == "waiting" and run.waits_for:
+        state = f"waits for {', '.join(run.waits_for)}"
     if not records:
         return f"{run.name:<44} {state}"
     first, last = records[0], records[-1]
-    accuracies = [record["test_accuracy"] for record in records if record["test_accuracy"] is not None]
-    accuracy = f"{accuracies[-1]:.2f} %" if accuracies else "-"
+    judged = [record for record in records if record["test_accuracy"] is not None]
+    held_out, test = ((judged[-1][f"{by}_accuracy"] if judged else None) for by in ("validation", "test"))
+    accuracy = "-" if test is None else f"{test:.2f} %" if held_out is None else f"{held_out:.2f} % (validation)"
     removed = "/".join(f"{100 * (1 - last[key] / first[key]):.1f}" for key in ("params", "macs"))
     minutes = sum(record["seconds"] for record in records) / 60
     phase = f"{last['phase']} {last['cycle'] or ''}".strip()

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from jobs import DENSE, Run
+from jobs import DENSE, LAST, Run
+from locks import take_lock
 
 from sbf_pruner.files import from_plain, replacing
 
-LAST = "checkpoints/last.safetensors"
 SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (
     LAST,
@@ -28,10 +29,11 @@ UNFINISHED = (
     "metrics.jsonl",
     "scores.jsonl",
     "network.json",
+    "latency.json",
     "recipe.toml",
 )
 FINISHED = (
-    *("summary.json", "recipe.toml", "metrics.jsonl", "scores.jsonl", "network.json"),
+    *("summary.json", "recipe.toml", "metrics.jsonl", "scores.jsonl", "network.json", "latency.json"),
     *("plan.json", "model.safetensors", "report.html", DENSE, SCORED),
 )
 ALL = 1 << 30  # epochs: a finished run is further than any other
@@ -39,7 +41,7 @@ MANIFEST = "manifest.json"
 
 
 def pack(runs: Iterable[Run], path: Path) -> dict[str, int]:
-    """Write the runs that have anything to carry; returns each one's bytes."""
+    """Write the runs that have anything to carry; returns each one's bytes, 0 if its checkpoint is damaged."""
     sizes: dict[str, int] = {}
     manifest: dict[str, int] = {}
     with replacing(path) as partial, tarfile.open(partial, "w") as tar:
@@ -49,7 +51,11 @@ def pack(runs: Iterable[Run], path: Path) -> dict[str, int]:
                 continue
             found = {name: run.folder / name for name in names}
             held = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
-            manifest[run.name] = ALL if names is FINISHED else _epochs(held[LAST])
+            epochs = ALL if names is FINISHED else _epochs(held[LAST])
+            if epochs < 0:
+                sizes[run.name] = 0
+                continue
+            manifest[run.name] = epochs
             sizes[run.name] = sum(map(len, held.values()))
             for name, content in held.items():
                 _add(tar, f"{run.name}/{name}", content, (run.folder / name).stat().st_mtime)
@@ -59,25 +65,30 @@ def pack(runs: Iterable[Run], path: Path) -> dict[str, int]:
 
 def unpack(path: Path, root: Path) -> dict[str, str]:
     """Bring the runs of a packed file back below `root`; says of each what was done with it."""
-    said: dict[str, str] = {}
     with tarfile.open(path) as tar:
-        manifest = json.loads(_read(tar, MANIFEST))
-        members = {member.name: member for member in tar.getmembers() if member.isreg()}
-        for name, epochs in manifest.items():
-            run = Run(name.rpartition("-seed")[0], "", int(name.rpartition("-seed")[2]), (), root)
-            here = ALL if run.finished else _epochs_in(run.folder / LAST)
-            if run.going_on:
-                said[name] = "left alone: it is going on here"
-            elif here >= epochs:
-                said[name] = "left alone: this one is as far"
-            else:
-                # What marks the run as there comes last, so that a half unpacked one is unpacked again.
-                for file in reversed(FINISHED if epochs == ALL else UNFINISHED):
-                    if f"{name}/{file}" in members:
-                        with replacing(run.folder / file) as partial:
-                            partial.write_bytes(_read(tar, f"{name}/{file}"))
-                said[name] = "unpacked"
-    return said
+        return {name: _bring(tar, name, epochs, root) for name, epochs in json.loads(_read(tar, MANIFEST)).items()}
+
+
+def _bring(tar: tarfile.TarFile, name: str, epochs: int, root: Path) -> str:
+    """Bring one run back unless there is one here that is as far; says what was done."""
+    run = Run(name.rpartition("-seed")[0], "", int(name.rpartition("-seed")[2]), (), root)
+    lock = take_lock(run.lock)
+    if lock is None:
+        return "left alone: it is going on here"
+    try:
+        last = run.folder / LAST
+        if (ALL if run.finished else _epochs(last.read_bytes() if last.is_file() else b"")) >= epochs:
+            return "left alone: this one is as far"
+        # What marks the run as there comes last, so that a half unpacked one is unpacked again.
+        for file in reversed(FINISHED if epochs == ALL else UNFINISHED):
+            if (member := f"{name}/{file}") in tar.getnames():
+                changed = tar.getmember(member).mtime  # a run keeps the day it was made on
+                with replacing(run.folder / file) as partial:
+                    partial.write_bytes(_read(tar, member))
+                    os.utime(partial, (changed, changed))
+        return "unpacked"
+    finally:
+        os.close(lock)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes, changed: float) -> None:
@@ -92,14 +103,11 @@ def _read(tar: tarfile.TarFile, name: str) -> bytes:
     return file.read()
 
 
-def _epochs_in(path: Path) -> int:
-    return _epochs(path.read_bytes()) if path.is_file() else -1
-
-
 def _epochs(checkpoint: bytes) -> int:
-    """How many epochs a checkpoint has behind it, from its header alone."""
+    """How many epochs a checkpoint has behind it, from its header alone; -1 if it is none, or damaged."""
     length = int.from_bytes(checkpoint[:8], "little")
-    entry = json.loads(json.loads(checkpoint[8 : 8 + length])["__metadata__"]["sbf"])
-    done = from_plain(json.loads(entry["header"])["state"], lambda tensor: None)["done"]
-    assert isinstance(done, int)
-    return done
+    try:
+        entry = json.loads(json.loads(checkpoint[8 : 8 + length])["__metadata__"]["sbf"])
+        return int(from_plain(json.loads(entry["header"])["state"], lambda tensor: None)["done"])
+    except (ValueError, LookupError, TypeError):
+        return -1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation_tables import ablations, bottleneck
+from choice_tables import choices
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
@@ -108,6 +109,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
+    "choices": ("choices", choices),
     "targets": ("targets", targets),
     "cifar10_targets": ("cifar10_targets", cifar10_targets),
     "cifar10_latency": ("cifar10_times", cifar10_latency),

@@ -36,9 +36,7 @@ def targets(result: dict[str, Any] | None) -> str:
 
 
 def _mean(group: list[dict[str, Any]]) -> str:
-    values = [run["accuracy"] for run in group]
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} % ({len(values)})"
+    return accuracy_of(group, unit=" %")
 
 
 def _ends(values: list[float]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import shutil
 import sys
@@ -17,17 +19,23 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import tables  # noqa: E402
+from choice_tables import choices  # noqa: E402
 from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
+from jobs import read_runs  # noqa: E402
 
 
-def entry(name: str, seed: int, accuracy: float, removed: float, **recipe: Any) -> dict[str, Any]:
+def entry(
+    name: str, seed: int, accuracy: float, removed: float, validation: float | None = None, **recipe: Any
+) -> dict[str, Any]:
     """A made-up run; no such network was trained."""
     shares = {"params_removed": removed, "macs_removed": removed - 2}
     return {
         "name": f"{name}-seed{seed}",
         "date": "2000-01-01",
         "seed": seed,
+        "epochs": 7,
         "accuracy": accuracy,
+        "validation_accuracy": validation,
         "left": shares,
         "sequential": {key: value + 5 for key, value in shares.items()},
         "layers": {"conv1": [16, 16], "layer1.0.conv1": [16, 6 + seed], "layer2.0.conv1": [32, 0]},
@@ -60,6 +68,7 @@ RESULT = {
 
 def test_the_table_has_the_papers_figures_beside_ours() -> None:
     lines = cifar10(RESULT).splitlines()
+    assert "7 epochs each" in lines[0]
     assert lines[4:-2] == [
         "| ResNet-56, dense control | `cifar10-resnet56-dense` | 93.00 (1) | - | - |",
         "| ResNet-56, medium | the paper | 94.28 | | 52.3 / 49.3 |",
@@ -84,6 +93,75 @@ def test_two_recipes_of_one_name_are_not_mixed() -> None:
         cifar10({**RESULT, "runs": [*RESULT["runs"], other]})
 
 
+MEDIUM, HIGH = "cifar10-resnet56-best-medium", "cifar10-resnet56-best-high"
+HELD_OUT = "data.validation=0.2"
+JOBS = f"""
+[[job]]
+recipe = "{MEDIUM}"
+name = "base"
+set = ["{HELD_OUT}"]
+[[job]]
+recipe = "{MEDIUM}"
+name = "not-run"
+set = ["{HELD_OUT}", "warmup.ema=0.9"]
+[[job]]
+recipe = "{HIGH}"
+name = "holes"
+set = ["{HELD_OUT}", "warmup.cutout=8", "finetune.cutout=8", "distill.alpha=0"]
+seeds = [0, 1]
+"""
+
+
+def choice(name: str, seed: int, validation: float | None, recipe: str, *changes: str) -> dict[str, Any]:
+    """A made-up run of a sweep, far better on the test images, which do not count."""
+    held = Recipe.load(recipe, list(changes)).to_dict()
+    return entry(name, seed, 99.0, 60.0, validation, **{k: v for k, v in held.items() if k not in ("name", "seed")})
+
+
+def chosen(*runs: dict[str, Any]) -> dict[str, Any]:
+    return {"benchmark": "choices", "runs": list(runs)}
+
+
+def test_a_sweep_is_told_by_what_its_jobs_change_and_judged_on_validation_images(tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    holes = [HELD_OUT, "warmup.cutout=8", "finetune.cutout=8", "distill.alpha=0"]
+    runs = [
+        choice("gone", 0, 90.5, MEDIUM, HELD_OUT),
+        *(choice("holes", seed, 92.0 + seed, HIGH, *holes) for seed in (0, 1)),
+        choice("base", 0, 91.0, MEDIUM, HELD_OUT),
+    ]
+    lines = choices(chosen(*runs), tmp_path / "jobs.toml").splitlines()
+    assert lines[0] == "### What they were chosen by" and "on 20 % of the training images" in lines[1]
+    said = "cutout 8 in the dense stage and fine-tuning, no teacher"
+    assert lines[5:] == [
+        "| the recipe as it is | ResNet-56, medium | 91.00 (1) | 60.0 / 58.0 |",
+        "| ema 0.9 in the dense stage | ResNet-56, medium | not run | |",
+        f"| {said} | ResNet-56, high | 92.50 ± 0.71 (2) | 60.0 / 58.0 |",
+        "| `gone`, which is no longer asked for | | 90.50 (1) | 60.0 / 58.0 |",
+        "",
+        "`benchmarks/results/choices.json`: none, torch 0, 2000-01-01.",
+    ]
+    assert not any("99" in line for line in lines)
+    # The recipe, or what the job sets, may have changed since.
+    changed = choice("base", 0, 91.0, MEDIUM, HELD_OUT, "finetune.lr=0.2")
+    lines = choices(chosen(changed), tmp_path / "jobs.toml").splitlines()
+    assert lines[5].startswith("| the recipe as it is (*) |")
+    assert "(*) Run with the recipe as it was before its last change." in lines
+
+
+def test_a_sweep_that_held_nothing_out_or_was_not_run_shows_nothing(tmp_path: Path) -> None:
+    assert choices(None) == choices(chosen()) == ""
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    with pytest.raises(SystemExit, match=r"the runs of base held no images out \(data.validation = 0\)"):
+        choices(chosen(choice("base", 0, None, MEDIUM)), tmp_path / "jobs.toml")
+
+
+@pytest.mark.parametrize("name", ["choice_tables", "pictures"])
+def test_examples_in_the_benchmarks_hold(name: str) -> None:
+    tried = doctest.testmod(importlib.import_module(name))
+    assert tried.attempted and not tried.failed
+
+
 def test_the_picture_shows_every_layer() -> None:
     drawn = pictures(RESULT)
     assert sorted(drawn) == ["cifar10-resnet56-best.svg", "cifar10-resnet56-paper.svg"]
@@ -101,6 +179,7 @@ def test_pages_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pyte
     shutil.copy(ROOT / "README.md", tmp_path / "root")
     where = tmp_path / "results", tmp_path / "root"
     (tmp_path / "results/cifar10.json").write_text(json.dumps(RESULT))
+    (tmp_path / "results/choices.json").unlink(missing_ok=True)
     assert tables.main(True, *where) == 1
     assert "cifar10-resnet56-best.svg" in capsys.readouterr().out
     assert tables.main(False, *where) == 0
@@ -109,3 +188,9 @@ def test_pages_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pyte
     assert "94.10 ± 0.10 (3)" in page and "(cifar10-resnet56-best.svg)" in page
     assert (tmp_path / "root/docs/cifar10-resnet56-best.svg").is_file()
     assert "94.10 ± 0.10 (3)" in (tmp_path / "root/README.md").read_text()
+    assert "<!-- choices -->\n\n<!-- /choices -->" in page
+    first = read_runs(ROOT / "benchmarks/choices.toml", tmp_path)[0]
+    made = choice(first.group, 0, 91.25, first.recipe, *first.overrides)
+    (tmp_path / "results/choices.json").write_text(json.dumps(chosen(made)))
+    assert tables.main(False, *where) == 0
+    assert "| ResNet-56, medium | 91.25 (1) | 60.0 / 58.0 |" in (tmp_path / "root/docs/cifar10.md").read_text()

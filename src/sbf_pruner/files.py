@@ -22,7 +22,7 @@ from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import RunError
+from .errors import PruningError, RunError
 
 try:
     import fcntl
@@ -50,8 +50,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path, otherwise: str) -> Iterator[None]:
-    """Hold a folder until the block or the process ends; a RunError that says `otherwise` if another one does."""
+def locked(folder: Path, otherwise: PruningError) -> Iterator[None]:
+    """Hold a folder until the block or the process ends; `otherwise` is raised if another process does."""
     if fcntl is None:
         yield
         return
@@ -60,7 +60,7 @@ def locked(folder: Path, otherwise: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # of this call alone: what the block itself raises is not ours
-            raise RunError(otherwise) from None
+            raise otherwise from None
         yield
     finally:
         os.close(descriptor)

@@ -1,11 +1,15 @@
 """The fast engine takes the same way as the plain one, number for number."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from runs import small_run
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.budget.targets import Budget
 from sbf_pruner.models import resolve
@@ -111,6 +115,44 @@ def test_the_fast_engine_equals_the_plain_one(way: Way) -> None:
     assert plain[2] == fast[2]
     for a, b in zip(plain[1], fast[1], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+MADE_OF: dict[str, dict[str, Any]] = {
+    "cutout": {"cutout": 3},
+    "mixup": {"mixup": 0.5, "label_smoothing": 0.1},
+    "ema": {"ema": 0.9, "recalibrate": 1},
+}
+TOGETHER = [
+    ("cutout",),
+    ("mixup", "teacher", "fade"),
+    ("cutout", "ema", "teacher", "joint"),
+    ("cutout", "mixup", "ema", "teacher", "fade"),
+]
+
+
+@pytest.mark.parametrize("parts", TOGETHER, ids=" ".join)
+def test_a_whole_run_comes_to_the_same_bits_through_either_engine(
+    parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = {key: value for part in parts for key, value in MADE_OF.get(part, {}).items()}
+    data = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 80, "batch_size": 24, "validation": 0.2}
+    changes = {
+        "data": {**data, "crop": 1, "flip": True},
+        "scores": {"joint": "joint" in parts, "speed": 0.3, "penalty": 0.02},
+        "distill": {"alpha": 0.6 * ("teacher" in parts), "fade": "fade" in parts, "during": "cycles"},
+        **dict.fromkeys(("warmup", "finetune"), phase),
+        "weights": {"optimizer": "adam", "lr": 1e-3, **phase},
+    }
+    found = []
+    for kind in (Engine, CapturedEngine):
+        monkeypatch.setattr("sbf_pruner.training.run.make_engine", kind)
+        made = small_run(tmp_path / kind.__name__, **changes)
+        lines = (made.folder / "metrics.jsonl").read_text().splitlines()
+        records = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+        found.append(
+            (records, (made.folder / "model.safetensors").read_bytes(), made.summary["pruned"]["accuracy"])
+        )
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

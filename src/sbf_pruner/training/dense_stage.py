@@ -66,5 +66,5 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
             "it; wait for it, or leave out --dense-from"
         )
     total = total_epochs(recipe)
-    weights = load_checkpoint(source.checkpoints, DENSE)
+    weights = load_checkpoint(source.checkpoints, DENSE, "take over another run's, or leave out --dense-from")
     return DenseStage(str(path), weights, [{**record, "total": total} for record in records])

@@ -164,10 +164,10 @@ class _Sums:
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)
-        self.held[0] += count * loss.detach()
+        self.held[0] += count * loss.detach().double()  # in float32 a batch of 24 would be rounded
         self.held[1] += hits(outputs, labels)
         if penalty is not None:
-            self.held[2] += count * penalty.detach()
+            self.held[2] += count * penalty.detach().double()
         self.seen += count
 
     def tally(self) -> Tally:

@@ -42,7 +42,7 @@ class Epochs:
             average = None if descent is None else descent.average
             with nullcontext() if average is None else average.applied():
                 test, held_out = judge(engine, self._feed)
-        self._check_finite(phase, epoch, tally, *(t for t in (test,) if t is not None))
+        self._check_finite(phase, epoch, *([tally] if test is None else [tally, test]))
         return {
             "done": number + 1,
             "total": total_epochs(self._recipe),

@@ -45,11 +45,13 @@ class Feed:
         return self._training(phase, self._plain)
 
     def _check_holes(self) -> None:
-        side = min(self._data.train.images.shape[-2:])
+        height, width = self._data.train.images.shape[-2:]
         for section in ("warmup", "weights", "finetune"):
             hole = getattr(self._recipe, section).cutout
-            if hole >= side:
-                raise DataError(f"{section}.cutout: {hole} leaves nothing of images {side} pixels wide; lower it")
+            if hole >= max(height, width):
+                raise DataError(
+                    f"{section}.cutout: a hole of {hole} pixels may be all of an image ({height}x{width}); lower it"
+                )
 
     def _training(self, phase: Phase, augment: Augment) -> Batches:
         size = batch_size(self._recipe, phase)

