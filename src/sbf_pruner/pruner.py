@@ -8,7 +8,7 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any, Literal
@@ -217,6 +217,28 @@ class Pruner:
         masks = plan.masks(self.graph)
         self.graph.check_connected(masks)
         self._hold(masks)
+
+    def rank(self, scores: Mapping[str, Tensor | NDArray[np.floating]]) -> None:
+        """Take scores from elsewhere, one for each filter, the higher the better, and set the gates from them.
+
+        They say which filters go first; how many go is the budget's to say.
+        """
+        self._check_attached()
+        if self.aim.limits is None:
+            raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
+        values = {name: torch.as_tensor(given).detach().double().cpu() for name, given in scores.items()}
+        if wrong := sorted(values.keys() ^ self.gates.spans.keys()):
+            raise PruningError(f"scores are wanted for exactly the layers that can be pruned; look at {wrong[0]}")
+        for name, span in self.gates.spans.items():
+            if values[name].shape != (span.stop - span.start,) or not values[name].isfinite().all():
+                raise PruningError(
+                    f"{name}: {span.stop - span.start} finite scores are wanted, one for each filter"
+                )
+        flat = torch.cat([values[name] for name in self.gates.spans])
+        flat = flat - flat.min().clamp_max(0)  # where limits are weighed against each other, scores are divided
+        with torch.no_grad():
+            self.gates.soft.copy_(flat / flat.max().clamp_min(torch.finfo(flat.dtype).tiny))
+        self.land()
 
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""

@@ -25,8 +25,8 @@ class Feed:
         self._recipe, self._data, self._device = recipe, data, device
         self._check_holes()
         self._plain = Augment(recipe.data.crop, recipe.data.flip)
-        self._train = self._batches(data.train, self._plain)
-        self._made = {(self._train.batch_size, self._plain): self._train}
+        self.train = self._batches(data.train, self._plain)
+        self._made = {(self.train.batch_size, self._plain): self.train}
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         self.images = next(self.test.epoch(0))[0]
@@ -56,7 +56,7 @@ class Feed:
     def _training(self, phase: Phase, augment: Augment) -> Batches:
         size = batch_size(self._recipe, phase)
         if (size, augment) not in self._made:
-            there = Split(self._train.images, self._train.labels)
+            there = Split(self.train.images, self.train.labels)
             self._made[size, augment] = self._batches(there, augment, size)
         return self._made[size, augment]
 

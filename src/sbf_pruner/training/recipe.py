@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..budget.targets import Budget
 from ..errors import RecipeError, nearest
+from ..methods import METHODS, OWN
 from .sections import (
     BudgetConfig,
     DataConfig,
@@ -38,6 +40,14 @@ class Recipe(Section):
     name: str = field(metadata=about("what the run is called"))
     model: ModelConfig = field(metadata=about("the network"))
     data: DataConfig = field(metadata=about("the data"))
+    method: str = field(
+        default=OWN,
+        metadata=about(
+            "how filters are chosen: by scores that are learned, or in one go after the warm-up by another method; "
+            "the epochs of the cycles then belong to fine-tuning",
+            choices=(OWN, *METHODS),
+        ),
+    )
     seed: int = field(default=0, metadata=about("seed of weights, order and augmentation", least=0, most=2**32 - 1))
     device: str = field(
         default="auto",
@@ -84,6 +94,11 @@ class Recipe(Section):
         super().__post_init__()
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
             raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
+        if self.method != OWN and all(getattr(self.budget, limit.name) == 1 for limit in fields(Budget)):
+            raise RecipeError(
+                f"method: {self.method} tells which filters go first, not how many go; set a budget, such as "
+                "budget.macs=0.5"
+            )
         if self.scores.joint and self.scores.batch_size:
             raise RecipeError(
                 "scores.batch_size: with scores.joint a step is of weights too; set weights.batch_size"

@@ -18,6 +18,9 @@ from torch import nn
 
 from ..environment import environment
 from ..export import save
+from ..methods import METHODS
+from ..methods.ranking import ranked, shown
+from ..methods.subject import Subject
 from ..pruner import Pruner
 from ..report import leave_report
 from .captured import make_engine
@@ -32,7 +35,7 @@ from .networks import Networks
 from .optimizer import Descent
 from .recipe import Recipe
 from .recording import Recording
-from .schedule import Phase, cycles_end, optimizer_config, phases
+from .schedule import Phase, cycles_end, is_scored, optimizer_config, phases
 from .summary import summarise
 from .teacher import Teacher
 
@@ -94,6 +97,7 @@ class Run:
             self._come_from(stage)
         elif not self.recipe.phases.warmup:
             self._keep_dense()
+            self._choose()
 
     def _come_from(self, stage: DenseStage) -> None:
         """Write what the warm-up would have left."""
@@ -102,6 +106,7 @@ class Run:
         self.done, self.spent = len(stage.records), stage.seconds
         self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
         self._keep_dense()
+        self._choose()
         self._save(None, closed=True)
 
     def restore(self) -> None:
@@ -161,11 +166,14 @@ class Run:
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_dense()
-                    self._keep_scored()
+                    if phase.cycle:
+                        self._keep_scored()
                 record |= self.networks.cost(phase)
                 # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
                 self.recording.after_epoch(phase, self.done)
                 self.folder.append(record)
+                if self.done == phase.end and phase.kind == "warmup":
+                    self._choose()
                 self._save(descent, closed=self.done == phase.end)
                 self.report(record)
 
@@ -193,6 +201,18 @@ class Run:
         save_checkpoint(self.folder.checkpoints, weights, DENSE)
         if self.recipe.distill.alpha:
             self._set_teacher(weights)
+
+    def _choose(self) -> None:
+        """The dense stage is over: where filters are not to earn scores, choose them now, once and for all."""
+        if is_scored(self.recipe):
+            return
+        method = METHODS[self.recipe.method]
+        images = shown(self.feed.train.epoch(self.done), method.images)
+        pruner = self.networks.pruner
+        pruner.rank(ranked(method, Subject(self.networks.bare_copy(), pruner.graph, images, self.recipe.seed)))
+        self.networks.come_in_time()
+        self.networks.gates_changed()
+        self._keep_scored()
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.

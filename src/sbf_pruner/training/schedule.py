@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..methods import OWN
 from .recipe import Recipe
 from .sections import OptimizerConfig
 
@@ -49,7 +50,8 @@ class Phase:
 def phases(recipe: Recipe) -> list[Phase]:
     """The phases of a run in order; those without epochs are left out.
 
-    The control is trained for as many epochs as the pruned network in all its phases together.
+    The control is trained for as many epochs as the pruned network in all its phases together.  Where another
+    method chooses filters, it does so once, and the epochs of the cycles are added to fine-tuning.
 
     >>> from .recipe import load_recipe
     >>> short = load_recipe("digits", ["phases.cycles=1"])
@@ -58,12 +60,15 @@ def phases(recipe: Recipe) -> list[Phase]:
     """
     lengths = recipe.phases
     planned: list[tuple[Kind, int, int]] = [("warmup", 0, lengths.warmup)]
-    for cycle in range(1, lengths.cycles + 1):
+    cycles, tuned = lengths.cycles, lengths.finetune
+    if not is_scored(recipe):
+        cycles, tuned = 0, tuned + cycles * (lengths.score + lengths.weights)
+    for cycle in range(1, cycles + 1):
         if recipe.scores.joint:
             planned.append(("joint", cycle, lengths.score + lengths.weights))
         else:
             planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
-    planned.append(("finetune", 0, lengths.finetune))
+    planned.append(("finetune", 0, tuned))
     if recipe.dense_control:
         planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
     found: list[Phase] = []
@@ -75,13 +80,20 @@ def phases(recipe: Recipe) -> list[Phase]:
     return found
 
 
+def is_scored(recipe: Recipe) -> bool:
+    """Are scores learned?  Else another method chooses filters, when the warm-up is over."""
+    return recipe.method == OWN
+
+
 def cycles_end(recipe: Recipe) -> int | None:
-    """Number of the first epoch after the last cycle; None where nothing is scored.
+    """Number of the first epoch after filters are chosen for the last time; None where none are.
 
     >>> from .recipe import load_recipe
     >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
     (25, None)
     """
+    if not is_scored(recipe):
+        return recipe.phases.warmup
     return max((phase.end for phase in phases(recipe) if phase.cycle), default=None)
 
 

@@ -1,0 +1,41 @@
+"""Other ways to choose filters, behind one small protocol: those of the paper's table, and controls.
+
+A trained network and some images enter a method; a score for each filter leaves (`ranking`).  What is then done
+with the scores is the same for all: the same limits, guards, removal and fine-tuning.  This file is only the list
+of them, so that a command that names one need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OWN = "sbf"  # scores that are learned: what this package is about
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to judge filters."""
+
+    judge: str
+    """where in this room it is: file and function"""
+    said: str
+    """what a filter is judged by"""
+    across: bool = False
+    """Are filters compared across layers?  Else all layers lose the same part."""
+    images: int = 0
+    """how many it looks at"""
+
+
+METHODS = {
+    "l1": Method("weights.absolute", "the sum of its absolute weights"),
+    "l2": Method("weights.euclidean", "the l2 norm of its weights"),
+    "fpgm": Method("weights.distance", "its distances to the other filters of its layer"),
+    "slimming": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
+    "hrank": Method("maps.rank", "the rank of its maps", images=640),
+    "chip": Method("maps.independence", "what its maps add to those of its layer", images=640),
+    "nisp": Method("propagation.propagated", "its part in the last features", across=True, images=1024),
+    "pfp": Method("contribution.largest_part", "its part in what the next layers make", across=True, images=128),
+    "taylor": Method("loss.first_order", "the change of the loss, to the first order", across=True, images=2048),
+    "ccp": Method("loss.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
+    "random": Method("weights.chance", "chance"),
+}

@@ -1,0 +1,84 @@
+"""Methods that judge a filter by the maps it gives for some images.
+
+A `Subject` enters; a score for each filter leaves, as the mean over images.  Maps are taken behind the norm, with
+what is below zero cut off as the activation that follows does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .subject import Scores, Subject
+
+_POINTS = np.linspace(-3.4, 3.4, 96)  # of the integral below, on the scale of exp(sinh)
+
+
+def rank(subject: Subject) -> Scores:
+    """The rank of a filter's map as a matrix (HRank: Lin et al., 2020)."""
+
+    def ranks(maps: Tensor) -> Tensor:
+        if maps.dim() < 4:
+            maps = maps.flatten(2).unsqueeze(2) if maps.dim() == 3 else maps[:, :, None, None]
+        return torch.linalg.matrix_rank(maps.flatten(3).float()).double()
+
+    return _mean(subject, ranks)
+
+
+def independence(subject: Subject) -> Scores:
+    """How much of the nuclear norm of all of a layer's maps goes with a filter's (CHIP: Sui et al., 2021)."""
+
+    return _mean(subject, lambda maps: lost_without(maps.reshape(*maps.shape[:2], -1).double()))
+
+
+def lost_without(rows: Tensor) -> Tensor:
+    """The nuclear norm of each matrix of a batch, less that of the matrix without each of its rows.
+
+    Taken literally that is a decomposition for every row.  But a row less is a term of rank one less in the product
+    of columns, and what that takes from the sum of the roots of its eigenvalues is known: with `l` the eigenvalues
+    and `p` the part of the row in each eigenvector of the product of rows, it is
+
+        -1/pi * integral over u from 0 to infinity of log(1 - sum of p l / (l + u^2))
+
+    so one decomposition and a product of matrices do for all rows.
+
+    >>> lost_without(torch.tensor([[[3.0, 0.0], [0.0, 4.0]]], dtype=torch.float64)).round(decimals=4)
+    tensor([[3., 4.]], dtype=torch.float64)
+    """
+    filters, positions = rows.shape[1:]
+    tiny = torch.finfo(rows.dtype).tiny
+    if filters <= positions:
+        values, vectors = torch.linalg.eigh(rows @ rows.mT)
+        parts = vectors.square()
+    else:  # the other product is smaller
+        values, vectors = torch.linalg.eigh(rows.mT @ rows)
+        spanned = values > values.amax(1, keepdim=True) * positions * torch.finfo(rows.dtype).eps
+        parts = (rows @ vectors).square() / values[:, None].clamp_min(tiny) * spanned[:, None]
+    values = values.clamp_min(0)
+    outside = (1 - parts.sum(2)).clamp_min(0)  # what is left of a row's own direction: the sum would not hold it
+    scale = values.mean(1).clamp_min(tiny).sqrt()
+    steps = torch.from_numpy(_POINTS).to(rows)
+    at = scale[:, None] * torch.exp(torch.pi / 2 * torch.sinh(steps))
+    width = at * torch.pi / 2 * torch.cosh(steps) * (_POINTS[1] - _POINTS[0])
+    # 1 less a sum that may come near to it, written as a sum of what is left.
+    left = outside[:, :, None] + parts @ (at.square()[:, None] / (values[:, :, None] + at.square()[:, None]))
+    return (-left.clamp_min(tiny).clamp_max(1).log() * width[:, None]).sum(2) / torch.pi
+
+
+def _mean(subject: Subject, judge: Callable[[Tensor], Tensor]) -> Scores:
+    """The mean of a judgement over images and calls."""
+    sums: dict[str, Tensor] = {}
+    seen: dict[str, int] = defaultdict(int)
+
+    def see(name: str, given: Tensor) -> None:
+        found = judge(subject.upright(name, given).clamp_min(0))
+        sums[name] = sums.get(name, 0) + found.sum(0)
+        seen[name] += len(found)
+
+    with subject.watched(see):
+        subject.look()
+    return {name: (total / seen[name]).cpu().numpy() for name, total in sums.items()}

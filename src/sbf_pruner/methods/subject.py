@@ -1,0 +1,99 @@
+"""A trained network, and how methods look at it: its filters, what its layers give, what the loss thinks of that.
+
+A model, its channel graph and labelled images enter; each method reads what it judges filters by.  What holds: the
+model is in evaluation mode and comes out as it went in; what a layer "gives" is taken where its gate would stand,
+behind the norm, before an addition makes it one of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..graph.channels import ChannelGraph
+
+Batch = tuple[Tensor, Tensor]  # images and labels
+Scores = dict[str, NDArray[np.floating]]
+See = Callable[[str, Tensor], None]  # a layer, and what it gives
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a method may look at."""
+
+    model: nn.Module
+    graph: ChannelGraph
+    batches: Sequence[Batch]
+    """the images it may look at and their labels, where the model is"""
+    seed: int = 0
+
+    def rows(self, name: str) -> Tensor:
+        """The weights of a layer in double precision, one row for each filter."""
+        layer = self.graph.layers[name]
+        held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
+        weight, axis = held[layer.weight].detach(), layer.nodes[0].out_axis
+        if layer.nodes[0].transposed and layer.groups > 1:  # stored as inputs, then the filters of one group
+            weight, axis = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1), 0
+        return weight.movedim(axis, 0).reshape(layer.filters, -1).double()
+
+    @contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """While it is open, every call of a layer is shown."""
+        modules = dict(self.model.named_modules())
+        hooks = []
+        for name, layer in self.graph.layers.items():
+
+            def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> None:
+                see(name, given)
+
+            hooks.append(modules[layer.site.module].register_forward_hook(show))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def upright(self, name: str, given: Tensor) -> Tensor:
+        """What a layer gives with its filters in the second dimension, behind the samples."""
+        return given.movedim(self.graph.layers[name].site.dim, 1)
+
+    def per_filter(self, name: str, given: Tensor) -> Tensor:
+        """The sum over all positions, samples by filters."""
+        upright = self.upright(name, given)
+        return upright.flatten(2).sum(2) if upright.dim() > 2 else upright
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Pass the images through the model, for hooks to see."""
+        for images, _ in self.batches:
+            self.model(images)
+
+    def sensitivities(self) -> dict[str, Tensor]:
+        """The derivative of each image's loss by a factor before each filter: images by filters, for every layer.
+
+        Taylor's expansion says of it, with the sign turned, how the loss would change if the filter went.
+        """
+        found: dict[str, list[Tensor]] = {name: [] for name in self.graph.layers}
+
+        def see(name: str, given: Tensor) -> None:
+            # What comes behind may change it in place.
+            value = given.detach().clone()
+            given.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
+
+        for images, labels in self.batches:
+            calls = {name: len(held) for name, held in found.items()}
+            with self.watched(see), torch.enable_grad():
+                # Whatever is frozen: a gradient of the images passes through all of the network.
+                outputs = self.model(images.detach().requires_grad_())
+                F.cross_entropy(outputs, labels, reduction="sum").backward()
+            for name, first in calls.items():  # a layer that is called twice has two parts in the loss
+                found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
+        return {name: torch.cat(held).double() for name, held in found.items() if held}
