@@ -58,15 +58,16 @@ def lost_without(rows: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(rows.mT @ rows)
         spanned = values > values.amax(1, keepdim=True) * positions * torch.finfo(rows.dtype).eps
         parts = (rows @ vectors).square() / values[:, None].clamp_min(tiny) * spanned[:, None]
-    values = values.clamp_min(0)
-    outside = (1 - parts.sum(2)).clamp_min(0)  # what is left of a row's own direction: the sum would not hold it
-    scale = values.mean(1).clamp_min(tiny).sqrt()
+    outside = (1 - parts.sum(2)).clamp_min(0)  # what of a row's own direction the smaller product does not know
+    size = values.clamp_min(0).mean(1, keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
     steps = torch.from_numpy(_POINTS).to(rows)
-    at = scale[:, None] * torch.exp(torch.pi / 2 * torch.sinh(steps))
+    at = torch.exp(torch.pi / 2 * torch.sinh(steps))
     width = at * torch.pi / 2 * torch.cosh(steps) * (_POINTS[1] - _POINTS[0])
-    # 1 less a sum that may come near to it, written as a sum of what is left.
-    left = outside[:, :, None] + parts @ (at.square()[:, None] / (values[:, :, None] + at.square()[:, None]))
-    return (-left.clamp_min(tiny).clamp_max(1).log() * width[:, None]).sum(2) / torch.pi
+    passed = at.square() / ((values.clamp_min(0) / size)[:, :, None] + at.square())
+    # 1 less a sum that may come near to it, written as the sum of what is left.
+    left = (outside[:, :, None] + parts @ passed).clamp(tiny, 1)
+    return -left.log() @ width * size.sqrt() / torch.pi
 
 
 def _mean(subject: Subject, judge: Callable[[Tensor], Tensor]) -> Scores:

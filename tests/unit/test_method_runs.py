@@ -1,0 +1,109 @@
+"""Runs whose filters another method chooses: once, after the dense stage, with all other things equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runs import EPOCHS, Small, small_recipe
+from sbf_pruner.errors import RecipeError
+from sbf_pruner.frontier.scored import read_scored
+from sbf_pruner.graph.build import trace
+from sbf_pruner.methods.subject import Subject
+from sbf_pruner.methods.weights import absolute
+from sbf_pruner.training import run
+from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.loop import Result, fit
+
+ASKED: dict[str, Any] = {"budget": {"macs": 0.5}, "dense_control": False}
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it on the way."""
+
+
+def ranked_run(folder: Path, method: str, seed: int = 0, **more: Any) -> Result:
+    torch.manual_seed(seed)
+    changes = {**ASKED, **more.pop("changes", {})}
+    return fit(Small(), small_recipe(method=method, **changes), run=folder, **more)
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return ranked_run(tmp_path_factory.mktemp("runs") / "l1", "l1")
+
+
+def test_it_is_cut_once_to_the_size_asked_for_in_as_many_epochs(first: Result) -> None:
+    found = records(first)
+    own = small_recipe().phases
+    assert [r["phase"] for r in found] == ["warmup"] * own.warmup + ["finetune"] * (EPOCHS - own.warmup)
+    dense, left = first.summary["dense"]["macs"], first.summary["pruned"]["macs"]
+    assert [r["macs"] for r in found] == [dense] * own.warmup + [left] * (EPOCHS - own.warmup)
+    assert 0.4 * dense < left <= 0.5 * dense and first.summary["cut_error"] <= 1e-12
+
+
+def test_it_keeps_the_filters_that_the_method_ranks_highest_in_the_dense_stage(first: Result) -> None:
+    dense = Small()
+    dense.load_state_dict(load_checkpoint(first.folder / "checkpoints", "dense.safetensors"))
+    scores = absolute(Subject(dense, trace(dense, torch.zeros(2, 1, 8, 8)), []))
+    for name, kept in first.plan.keep.items():
+        if kept:
+            gone = [f for f in range(len(scores[name])) if f not in kept]
+            assert scores[name][list(kept)].min() > max((scores[name][f] for f in gone), default=0.0)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 3, 8])  # in the dense stage, as it ends, and in the fine-tuning
+@pytest.mark.parametrize("method", ["taylor"])
+def test_killed_it_ends_with_the_same_bits(
+    method: str, epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)
+    whole = ranked_run(tmp_path / "whole", method)
+
+    def kill(record: dict[str, Any]) -> None:
+        if record["done"] == epoch:
+            raise Killed
+
+    with pytest.raises(Killed):
+        ranked_run(tmp_path / "run", method, report=kill)
+    again = ranked_run(tmp_path / "run", method, seed=9, resume=True)
+    for name in ("model.safetensors", "plan.json", "checkpoints/scored.safetensors"):
+        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    assert records(again) == records(whole)
+
+
+def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:
+    other = ranked_run(tmp_path / "fpgm", "fpgm", dense_from=first.folder)
+    alone = ranked_run(tmp_path / "alone", "fpgm")
+    assert other.plan == alone.plan != first.plan and records(other) == records(alone)
+    assert (other.folder / "model.safetensors").read_bytes() == (alone.folder / "model.safetensors").read_bytes()
+
+
+def test_a_network_that_comes_trained_is_cut_at_once(tmp_path: Path) -> None:
+    result = ranked_run(tmp_path / "run", "l2", changes={"phases": {"warmup": 0, "finetune": 1}})
+    assert {r["phase"] for r in records(result)} == {"finetune"}
+    assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
+
+
+def test_other_sizes_can_be_chosen_from_its_scores(first: Result) -> None:
+    scored = read_scored(first.folder)
+    assert scored.plan == first.plan
+    assert sorted(scored.scores["stem"].tolist()) == [place / 8 for place in range(1, 9)]
+
+
+def test_without_a_size_it_is_refused() -> None:
+    with pytest.raises(
+        RecipeError, match="method: chip tells which filters go first, not how many go; set a budget"
+    ):
+        small_recipe(method="chip")
+    with pytest.raises(RecipeError, match="method"):
+        small_recipe(method="magic", **ASKED)
