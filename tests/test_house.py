@@ -14,8 +14,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 
 # In the order data flows; see the architecture.
 ROOMS = [
-    *("errors", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency", "scoring"),
-    *("slicing", "surgery", "trial", "pruner", "methods", "timing", "measuring", "environment", "models"),
+    *("errors", "figures", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency"),
+    *("scoring", "slicing", "surgery", "trial", "pruner", "methods", "timing", "measuring", "environment", "models"),
     *(
         "manifest",
         "program",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from .files import metadata_of, stored_bytes, to_plain
 from .graph.channels import ChannelGraph
-from .graph.costs import Laid
+from .graph.costs import Laid, entries_left
+from .graph.records import Value
 from .plan import Plan
 
 FORMAT = "sbf-pruner network 1"
@@ -55,12 +56,18 @@ class Stored:
     def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
         self._graph, self._inputs = graph, inputs
         self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-        state = model.state_dict()
+        state = model.state_dict(keep_vars=True)
+        used = {id(state[name]): name for name in graph.trace.states if name in state}
+        self._twins = {  # a tensor with several names is stored under each of them
+            name: used[id(tensor)]
+            for name, tensor in state.items()
+            if id(tensor) in used and name not in graph.trace.states
+        }
         self._entries = {name: _entry(name, tensor) for name, tensor in state.items()}
         self._fixed = {
             name: tensor.numel() * tensor.element_size()
             for name, tensor in state.items()
-            if name not in graph.trace.states
+            if name not in graph.trace.states and name not in self._twins
         }
         self.dense = stored_bytes(state, header(self._before, getattr(model, "sbf_inputs", None)))
         """with all filters: the network itself, whose file tells of no plan"""
@@ -69,13 +76,21 @@ class Stored:
         """At most how long the file is, if what can be pruned takes so many bytes."""
         if all(mask.all() for mask in laid.keep.values()):
             return self.dense
-        there = [name for name in self._entries if name.rpartition(".")[0] not in laid.gone]
+        there = [n for n in self._entries if self._twins.get(n, n).rpartition(".")[0] not in laid.gone]
         data = tensors + sum(self._fixed.get(name, 0) for name in there)
+        if self._twins:
+            left, states = entries_left(self._graph, laid), self._graph.trace.states
+            twins = [self._twins[name] for name in there if name in self._twins]
+            data += sum(left[name] * _bytes_each(states[name]) for name in twins)
         plans = (*self._before, Plan.from_masks(laid.keep))
         told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs))}))
         offsets = 2 * len(str(data))
         told += sum(self._entries[name] + _INSERTED + offsets for name in there)
         return 8 + -(-told // _ALIGNED) * _ALIGNED + data
+
+
+def _bytes_each(value: Value) -> int:
+    return value.data.element_size() if value.data is not None else 0
 
 
 def _entry(name: str, tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from sbf_pruner.budget.landing import Field, land
 from sbf_pruner.budget.prices import Mix, prices
 from sbf_pruner.budget.steering import RANGE, Steering
 from sbf_pruner.budget.streams import links
-from sbf_pruner.budget.targets import Budget, Limits
+from sbf_pruner.budget.targets import POINT, Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost
@@ -95,6 +95,48 @@ def test_where_whole_steps_are_too_large_single_filters_fill_the_rest():
     landing = land(field, Limits({"macs": 145.0}, {"macs": 153.0}))
     assert landing.usage["macs"] == 103
     assert landing.masks["small"].all()
+
+
+def test_what_follows_a_filter_too_large_is_not_counted_one_by_one():
+    counted = []
+
+    def count(masks):
+        counted.append(masks)
+        return {"macs": 500.0 * masks["big"].sum() + masks["small"].sum()}
+
+    field = Field({"big": np.array([0.9]), "small": np.linspace(0.8, 0.1, 1000)}, count)
+    landing = land(field, Limits({"macs": 490.0}, {"macs": 1500.0}))
+    assert landing.usage["macs"] == 475  # the first within a point of the limit
+    assert len(counted) < 50
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_filters_taken_many_at_a_time_are_those_that_one_by_one_would_fit(seed):
+    """A layer's first filter brings a whole branch, of any size, with it; the others cost little."""
+    rng = np.random.default_rng(seed)
+    values = {str(n): rng.random(40) * rng.uniform(0.2, 1) for n in range(12)}
+    branch, each = rng.choice([0, 40, 150], 12), rng.uniform(0.1, 4, 12)
+
+    def count(masks):
+        kept = [int(mask.sum()) for mask in masks.values()]
+        return {"macs": sum(b * (k > 0) + e * k for b, e, k in zip(branch, each, kept, strict=True))}
+
+    field, order = Field(values, count), np.argsort(-np.concatenate(list(values.values())))
+    limits = Limits({"macs": 0.4 * field.whole[1]["macs"]}, dict(field.whole[1]))
+    landing = land(field, limits)
+
+    wanted = np.zeros(len(order), bool)
+    for fitting in range(len(order)):  # what costs more with every filter is searched through from below
+        wanted[order[fitting]] = True
+        if not limits.hold(count(field.masks(wanted))):
+            wanted[order[fitting]] = False
+            break
+    for filter_ in order[fitting:]:
+        if min(limits.room(count(field.masks(wanted))).values()) <= POINT:
+            break
+        wanted[filter_] = True
+        wanted[filter_] = limits.hold(count(field.masks(wanted)))
+    np.testing.assert_array_equal(field.flat(landing.masks), wanted)
 
 
 def test_a_budget_for_everything_keeps_everything(graph):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cases import random_plans
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost
 from sbf_pruner.measuring import measure
+from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract
 from sbf_pruner.trial import note_insisted
 from zoo import ZOO
@@ -35,3 +39,33 @@ def test_the_flow_that_settling_ends_with_is_that_of_what_it_leaves(name):
             assert found.keys() == wanted.keys()
             assert all(np.array_equal(found[value], wanted[value]) for value in found)
         assert all(map(np.array_equal, graph.settle(held).values(), held.values()))
+
+
+class TwoNames(nn.Module):
+    """A block that runs twice, under a name each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.again = self.block
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.again(self.block(self.stem(x))))
+
+
+def test_a_module_under_two_names_has_its_parameters_once_and_its_products_in_every_call():
+    model, images = TwoNames().eval(), torch.rand(1, 3, 4, 4)
+    graph, half = trace(model, images), np.arange(8) % 2 == 0
+    for network, found in (
+        (model, cost(graph, {})),
+        (extract(model, images, Plan.from_masks(dict.fromkeys(("stem", "block.0"), half))),
+         cost(graph, dict.fromkeys(("stem", "block.0"), half))),
+    ):  # fmt: skip
+        with FlopCounterMode(display=False) as flops:
+            network(images)
+        expected = sum(p.numel() for p in network.parameters()), flops.get_total_flops() // 2
+        assert (found.params, found.macs) == expected
+        assert (measure(network, images).params, measure(network, images).macs) == expected
+        assert network.again is network.block

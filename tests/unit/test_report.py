@@ -335,6 +335,18 @@ def test_the_headline_tells_before_and_after(run: Run) -> None:
     assert "after the dense warm-up" in sentence(run) and "no dense control" in headline(run)
 
 
+def test_a_little_that_is_left_is_not_told_as_nothing(run: Run) -> None:
+    assert run.summary is not None
+    run.summary["dense"] |= {"accuracy": 90.0, "params": 1_000_000, "macs": 1_000_000, "file_bytes": 4_000_000}
+    run.summary["pruned"] |= {"accuracy": 99.998, "params": 2_000, "macs": 120, "file_bytes": 3_999_999}
+    assert sentence(run).startswith(
+        "0.2 % of the parameters and 0.01 % of the multiply-accumulates are left, and 99.998 % of the test images"
+    )
+    said = headline(run).replace(MINUS, "-")
+    assert "-99.8 %" in said and "-99.99 %" in said and "-0.00003 %" in said
+    assert not re.search(r"\b(0|0\.0|100|100\.0) %", said)
+
+
 def test_the_recipe_and_what_was_left_alone_are_told(run: Run) -> None:
     assert "<dt>penalty</dt><dd>0.02</dd>" in recipe(run).html()
     assert "<dt>fc</dt><dd>its filters are the network&#x27;s outputs</dd>" in skipped(run).html()

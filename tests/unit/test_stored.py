@@ -15,7 +15,7 @@ from zoo import ZOO
 
 FREE = [
     *("Plain", "Residual", "OptionA", "Concat", "Dense", "Split"),
-    *("Depthwise", "Grouped", "SharedParameter", "Unused"),
+    *("Depthwise", "Grouped", "SharedParameter", "SharedModule", "RegisteredTwice", "Unused"),
 ]
 
 

@@ -118,6 +118,12 @@ def test_the_closing_table_tells_the_size_of_the_file():
     assert line.split() == ["file,", "bytes", "2,000", "1,500", "-25.0", "%"]
 
 
+def test_the_closing_table_takes_a_little_for_no_nothing():
+    sized = {"dense": NETWORK | {"params": 1_000_000}, "pruned": NETWORK | {"params": 300}}
+    (line,) = [line for line in summary_lines(SUMMARY | sized, "runs/x") if line.startswith("parameters")]
+    assert line.split() == ["parameters", "1,000,000", "300", "-99.97", "%"]
+
+
 def test_a_run_whose_scores_removed_nothing_says_what_to_do():
     whole = SUMMARY | {"layers": {"conv": {"before": 4, "after": 4}}}
     cut = SUMMARY | {"layers": {"conv": {"before": 4, "after": 3}}}

@@ -116,6 +116,8 @@ class Guards:
         """What a layer keeps, and as many more of its best filters as it must have."""
         filled = mask.copy()
         lacking = self.lacking(int(mask.sum()), mask.size)
+        if not lacking:
+            return filled
         filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[:lacking]] = True
         return filled
 

@@ -26,11 +26,13 @@ class Widths:
 
     def guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
         """A choice with what the guards add to it, until they hold for the widths it leaves."""
+        if not guards.of_widths:
+            return guards.complete(masks, scores)
         futile = {name: ~mask for name, mask in self._whole.items()}
         for _ in range(sum(map(len, scores.values()))):  # far fewer will do
             values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
             masks = guards.complete(masks, values)
-            left = self._graph.settle(masks) if guards.of_widths else {}
+            left = self._graph.settle(masks)
             grown, stuck = dict(masks), []
             for name, there in left.items():
                 lacking = guards.lacking(int(there.sum()), int(self._whole[name].sum()))

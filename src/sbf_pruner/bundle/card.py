@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..deploy.choose import SMALLEST
+from ..figures import rounded
 from ..overview import some
 from ..training.finished import FinishedRun
 
@@ -47,8 +48,9 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     if "int8" in facts:
         int8 = facts["int8"]
         lines += [
-            f"In eight-bit integers (ranges from {int8['images']} training images): {int8['accuracy']:.2f} % of "
-            f"the test images, {int8['float_accuracy']:.2f} % in floating point.",
+            f"In eight-bit integers (ranges from {int8['images']} training images): "
+            f"{_percent(int8['accuracy'])} of the test images, {_percent(int8['float_accuracy'])} in floating "
+            "point.",
             "",
         ]
     lines += ["## Files", "", "| file | bytes | |", "|---|---|---|"]
@@ -124,7 +126,7 @@ def _form(facts: Mapping[str, Any]) -> str:
 
 
 def _percent(accuracy: float | None) -> str:
-    return "not measured" if accuracy is None else f"{accuracy:.2f} %"
+    return "not measured" if accuracy is None else f"{rounded(accuracy, 2)} %"
 
 
 def _numbers(values: Any) -> str:

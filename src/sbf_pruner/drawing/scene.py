@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..figures import rounded
 from ..graph.nodes import Elementwise, Map, Node, Opaque
 from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY
@@ -118,7 +119,7 @@ class _Composer:
             name + again,
             [name + again, *describe(fact, self.groups, node)],
             [node.x, node.weight],
-            note=f"{node.filters}{size} · {fact['macs_share']:.1f} %",
+            note=f"{node.filters}{size} · {rounded(fact['macs_share'])} %",
             filters=node.filters,
             group=group,
             gate=fact.get("gate", ""),
@@ -187,7 +188,7 @@ def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contr
         lines.append("depthwise" if node.depthwise else f"{node.groups} groups")
     if node.x.shape[2:]:
         lines.append(f"input map {_size(node.x.shape[2:])}")
-    lines.append(f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({fact['macs_share']:.1f} % of all)")
+    lines.append(f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({rounded(fact['macs_share'])} % of all)")
     if "first_filter" in fact:
         macs, params = fact["first_filter"]["macs"], fact["first_filter"]["params"]
         lines.append(f"without its first filter: {macs:,} MACs and {params:,} parameters less")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from ..figures import rounded
 from ..report.against import Point, against, standalone
 from ..report.chart import Figure, tick
 from ..report.numbers import milliseconds
@@ -90,9 +91,9 @@ def _trusted(clock: Mapping[str, Any]) -> str:
     """How far the foretold times can be trusted, as HTML."""
     said = ""
     if clock["mean_error"] is not None:
-        mean, worst = (f"{100 * clock[key]:.1f} %" for key in ("mean_error", "worst_error"))
+        mean, worst = (f"{rounded(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
         said += f" Such times were off by {mean} on average and {worst} at most."
     if clock["measured"] is not None:
-        part = f"{100 * clock['measured']:.1f} %"
+        part = f"{rounded(100 * clock['measured'])} %"
         said += f" Cut for real, the run&#x27;s own network took {part} of the dense one&#x27;s time."
     return said

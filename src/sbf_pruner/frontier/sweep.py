@@ -21,6 +21,7 @@ from ..budget.aim import Aim
 from ..budget.landing import Masks
 from ..budget.targets import MICROSECONDS, Budget, Usage
 from ..errors import PruningError, RunError, nearest
+from ..figures import rounded
 from ..graph.costs import lay_out
 from ..latency.model import LatencyModel
 from ..measuring import measure
@@ -144,7 +145,7 @@ class _Sweep:
             self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
             return {**asked, "reached": False}
         masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
-        return {**asked, "reached": True, **self._judged(f"{asked['share']:.1%}", masks)}
+        return {**asked, "reached": True, **self._judged(f"{rounded(100 * asked['share'])}%", masks)}
 
     def _judged(self, name: str, masks: Masks) -> Point:
         """A choice of filters cut for real, recalibrated and judged; equal choices once."""
@@ -233,10 +234,10 @@ def _said(result: dict[str, Any]) -> str:
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
     timed = result["of"] == "latency"
     least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
-    macs = f"{100 * least['macs']:.0f} % of the MACs"
-    best_said = f"of these within {NEAR:g} point of the best ({best:.2f} %)"
+    macs = f"{rounded(100 * least['macs'], 0)} % of the MACs"
+    best_said = f"of these within {NEAR:g} point of the best ({rounded(best, 2)} %)"
     if timed:
-        time = f"{100 * least['latency']:.0f} % of the dense network's time, as foretold"
+        time = f"{rounded(100 * least['latency'], 0)} % of the dense network's time, as foretold"
         return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
-    params = f"{100 * least['params']:.0f} % of the parameters"
+    params = f"{rounded(100 * least['params'], 0)} % of the parameters"
     return f"Before any retraining, the smallest {best_said} has {macs} ({params})."

@@ -6,6 +6,8 @@ free, its two sides may be laid out differently, because surgery can put a remap
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +69,11 @@ class Boundary(Node):
             flat[self.labels[wanted]] = True
             wanted = flat[:-1].reshape(self.line(self.x))
         flow.need(self.x, wanted, self.grids[self.x])
+
+    @property
+    def tied(self) -> Sequence[Value]:
+        lined = all(math.prod(self.grids[v]) == self.grids[v][self.dim] for v in (self.x, self.out))
+        return () if self.free and lined else super().tied
 
     def tie(self, layout: Layout) -> None:
         for value in (self.x, self.out):

@@ -14,9 +14,11 @@ import numpy as np
 
 from ..errors import PlanError
 from .boundary import Boundary
+from .liveness import Liveness
 from .masks import Flow, Grids, Mask, level, some, whole_groups
 from .nodes import Node
 from .records import Call, Trace, Value
+from .ties import Ties
 from .weighted import Contract
 
 
@@ -82,20 +84,11 @@ class ChannelGraph:
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Liveness and need of every channel when each layer has only the given filters."""
-        flow = self._pushed(keep)
+        flow = self._liveness.of(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
         for node in reversed(self.nodes):
             node.pull(flow)
-        return flow
-
-    def _pushed(self, keep: Mapping[str, Mask]) -> Flow:
-        """Liveness alone."""
-        flow = Flow(dict(self._given))
-        for node in self.nodes:
-            node.push(flow)
-            if isinstance(node, Boundary) and node.layer in keep:
-                node.gate(flow, keep[node.layer])
         return flow
 
     def carried(self, origin: Mapping[str, Mask]) -> Flow:
@@ -113,6 +106,15 @@ class ChannelGraph:
     def _given(self) -> dict[Value, Mask]:
         """Inputs, parameters and constants: all of them is alive."""
         return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
+
+    @cached_property
+    def _liveness(self) -> Liveness:
+        return Liveness(self.nodes, self._given, self.trace.inputs)
+
+    @cached_property
+    def ties(self) -> Ties:
+        """What the layouts of its tensors have to do with each other."""
+        return Ties(self.nodes, self.grids)
 
     def all_filters(self) -> dict[str, Mask]:
         """Every filter of every layer."""
@@ -156,22 +158,12 @@ class ChannelGraph:
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
         """Does every output still depend on the inputs, as it does with all filters?"""
-        now = self._reached(keep)
-        return all(is_there or not was for is_there, was in zip(now, self._reached_by_all, strict=True))
+        return self._led <= self._liveness.of(keep).reached
 
     @cached_property
-    def _reached_by_all(self) -> list[bool]:
-        return self._reached({})
-
-    def _reached(self, keep: Mapping[str, Mask]) -> list[bool]:
-        flow = self._pushed(keep)
-        reached = set(self.trace.inputs)
-        for node in self.nodes:
-            if any(v in reached and flow.alive[v].any() for v in node.inputs):
-                if isinstance(node, Contract) and not node.live(flow).any():
-                    continue
-                reached |= {v for v in node.outputs if flow.alive[v].any()}
-        return [v in reached for v in self.outputs]
+    def _led(self) -> set[Value]:
+        """The outputs that depend on the inputs."""
+        return self._liveness.of({}).reached & set(self.outputs)
 
     def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
         """The layers that cut the network: a smallest set that must keep more filters to connect it again.

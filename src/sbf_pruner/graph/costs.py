@@ -67,25 +67,38 @@ def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
 
 def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
     """What a network that is laid out costs."""
-    layout, gone = laid.layout, laid.gone
-    macs, grouped = _fixed_macs(graph), {}
+    macs = _fixed_macs(graph)
     for node in graph.nodes:
-        if isinstance(node, Contract) and owner(node.op) not in gone:
-            inputs, filters = layout.sizes(node.x)[1], layout.sizes(node.out)[1]
-            per_group = inputs // groups_left(node, layout)
-            pixels = (node.x if node.transposed else node.out).shape[2:]
-            kernel = node.weight.shape[2:]
-            if node.op.position not in graph.trace.added:
-                macs += node.out.shape[0] * per_group * filters * math.prod(kernel) * math.prod(pixels)
-            if node.groups > 1 and node.stored:
-                grouped[node.weight] = per_group * filters * math.prod(kernel)
+        if not isinstance(node, Contract) or node.op.position in graph.trace.added or owner(node.op) in laid.gone:
+            continue
+        pixels = (node.x if node.transposed else node.out).shape[2:]
+        macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
     params, size = graph.trace.unused, 0
-    for value in graph.trace.states.values():
-        if value.name.rpartition(".")[0] not in gone:
-            entries = grouped[value] if value in grouped else _size(value, layout)
-            params += entries if value.trained else 0
-            size += entries * (value.data.element_size() if value.data is not None else 0)
+    for name, entries in entries_left(graph, laid).items():
+        value = graph.trace.states[name]
+        params += entries if value.trained else 0
+        size += entries * (value.data.element_size() if value.data is not None else 0)
     return Cost(params, macs, size)
+
+
+def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
+    """How many numbers there are in every parameter and buffer that is left."""
+    grouped = {
+        node.weight: node
+        for node in graph.nodes
+        if isinstance(node, Contract) and node.groups > 1 and node.stored and owner(node.op) not in laid.gone
+    }
+    return {
+        name: _products(grouped[value], laid.layout) if value in grouped else _size(value, laid.layout)
+        for name, value in graph.trace.states.items()
+        if name.rpartition(".")[0] not in laid.gone
+    }
+
+
+def _products(node: Contract, layout: Layout) -> int:
+    """The products that a layer sums up for one pixel of all its outputs: the entries of its weight."""
+    per_group = layout.sizes(node.x)[1] // groups_left(node, layout)
+    return per_group * layout.sizes(node.out)[1] * math.prod(node.weight.shape[2:])
 
 
 # Of the operators that torch can count, those that are counted by their shapes alone.

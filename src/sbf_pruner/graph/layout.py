@@ -16,7 +16,7 @@ from .boundary import Boundary
 from .channels import ChannelGraph
 from .masks import Flow, Layout
 from .nodes import Node
-from .records import ZEROS, Call, Value
+from .records import Call, Value
 
 
 def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:
@@ -34,6 +34,18 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
             layout.start(value, needed & flow.alive[value] if value in flow.alive else needed)
     for value in graph.outputs:
         layout.fill(value)
+    if pinned or whole:
+        _fill_pinned(graph, layout, pinned, whole)
+    graph.ties.grow(layout)
+    for value in graph.grids:  # only now: a place held too early would stay where ties bring other channels
+        if value.kind == "result":
+            _hold_place(layout, value)
+    graph.ties.grow(layout, begun=True)
+    return layout
+
+
+def _fill_pinned(graph: ChannelGraph, layout: Layout, pinned: Collection[int], whole: Collection[Call]) -> None:
+    """All channels are there where the model's own code insists on it."""
     calls = {node.op.call for node in graph.nodes if node.op.position in pinned} - {None}
     for node in graph.nodes:
         # With an operator the edges of its module get everything: what it sees may depend on what is outside.
@@ -44,13 +56,6 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
     for call in whole:
         for value in graph.entries[call]:
             layout.fill(value)
-    shared = _calls_of_one_module(graph)
-    _grow(graph, layout, shared)
-    for value in graph.grids:  # only now: a place held too early would stay where ties bring other channels
-        if value.kind == "result":
-            _hold_place(layout, value)
-    _grow(graph, layout, shared)
-    return layout
 
 
 def _inside(node: Node) -> tuple[Value, ...]:
@@ -70,32 +75,8 @@ def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
     return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
-def _grow(graph: ChannelGraph, layout: Layout, shared: list[list[tuple[Value, int]]]) -> None:
-    """Let every operator add what it must have, until none adds anything."""
-    layout.changed = True
-    while layout.changed:
-        layout.changed = False
-        for node in (*graph.nodes, *reversed(graph.nodes)):
-            node.tie(layout)
-        for ends in shared:
-            layout.tie(ends)
-
-
 def _hold_place(layout: Layout, value: Value) -> None:
     """Where all channels are gone one stays, as zeros: no tensor ever has width zero."""
     for dim, mask in enumerate(layout.masks[value]):
-        if mask is not None and not mask.any():
+        if mask is not None and not np.count_nonzero(mask):
             layout.add(value, dim, np.arange(len(mask)) == 0)
-
-
-def _calls_of_one_module(graph: ChannelGraph) -> list[list[tuple[Value, int]]]:
-    """What goes into (and comes out of) one module in its several calls, and must have one layout."""
-    ends: dict[tuple[str, str], list[tuple[Value, int]]] = defaultdict(list)
-    for node in graph.nodes:
-        if isinstance(node, Boundary):
-            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
-            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
-        elif node.op.name == ZEROS and node.op.call is not None:
-            out = node.outputs[0]
-            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(graph.grids[out]))))
-    return [e for e in ends.values() if len(e) > 1]

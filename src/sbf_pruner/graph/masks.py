@@ -7,8 +7,9 @@ dimension, the *layout*: which channels are physically there in the extracted ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from .records import Value
 Mask = NDArray[np.bool_]
 Grid = tuple[int, ...]
 Grids = dict[Value, Grid]
+End = tuple[Value, int]  # a tensor and one of its dimensions
 
 
 def along(dim: int, shape: Sequence[int]) -> Grid:
@@ -35,10 +37,11 @@ class Flow:
 
     alive: dict[Value, Mask] = field(default_factory=dict)
     needed: dict[Value, Mask] = field(default_factory=dict)
+    reached: set[Value] = field(default_factory=set)  # what is alive and depends on the network's inputs
 
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
         """Add to what is needed of a value; `mask` may be larger than the value's grid (broadcasting)."""
-        mask = shrink(mask, grid)
+        mask = mask if mask.shape == grid else shrink(mask, grid)
         before = self.needed.get(value)
         self.needed[value] = mask if before is None else before | mask
 
@@ -49,7 +52,7 @@ class Layout:
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
         self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed = False
+        self.changed: set[Value] = set()  # what has grown since somebody looked
 
     def start(self, value: Value, present: Mask) -> None:
         """Begin with the hull of the given channels: the smallest box of whole rows that holds them."""
@@ -57,7 +60,7 @@ class Layout:
 
     def start_empty(self, value: Value) -> None:
         """Begin with no channel; large weights are never laid out for this."""
-        self.masks[value] = [np.zeros(n, bool) if n > 1 else None for n in self.grids[value]]
+        self.masks[value] = [_nothing(n) if n > 1 else None for n in self.grids[value]]
 
     def joint(self, value: Value) -> Mask:
         """The channels that are there, over the value's grid."""
@@ -76,39 +79,44 @@ class Layout:
     def add(self, value: Value, dim: int, mask: Mask | None) -> None:
         """Add channels along one dimension; `None` adds all."""
         mine = self.masks[value][dim]
-        if mine is None or (mine.all() if mask is None else not (mask & ~mine).any()):
+        if mine is None or mine is mask:
             return
-        self.masks[value][dim] = np.ones_like(mine) if mask is None else mine | mask
-        self.changed = True
+        grown = np.ones_like(mine) if mask is None else mine | mask
+        if np.count_nonzero(grown) > np.count_nonzero(mine):
+            self.masks[value][dim] = grown
+            self.changed.add(value)
 
-    def tie(self, ends: Iterable[tuple[Value, int]]) -> None:
+    def tie(self, ends: Sequence[End]) -> None:
         """Make the given dimensions of the given values hold the same channels."""
-        ends = list(ends)
-        total: Mask | None = None
-        for value, dim in ends:
-            mask = self.masks[value][dim]
-            if mask is None:
-                total = None
-                break
-            total = mask if total is None else total | mask
-        for value, dim in ends:
-            self.add(value, dim, total)
+        masks = [self.masks[value][dim] for value, dim in ends]
+        if all(mask is masks[0] for mask in masks):
+            return
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks):
+            for value, dim in ends:
+                self.add(value, dim, None)
+            return
+        total = reduce(np.logical_or, known)
+        count = np.count_nonzero(total)
+        for (value, dim), mask in zip(ends, known, strict=True):
+            if np.count_nonzero(mask) < count:
+                self.changed.add(value)
+            self.masks[value][dim] = total  # one array for all of them, by which they are known to be tied
 
     def fill(self, value: Value) -> None:
         """All channels of a value are there."""
-        for dim in range(len(value.shape)):
-            self.add(value, dim, None)
+        self.fill_other(value, -1)
 
     def fill_other(self, value: Value, dim: int) -> None:
         """All is there along every dimension but one."""
-        for other in range(len(value.shape)):
-            if other != dim:
+        for other, mask in enumerate(self.masks[value]):
+            if mask is not None and other != dim:
                 self.add(value, other, None)
 
     def sizes(self, value: Value) -> tuple[int, ...]:
         """The shape of the value in the extracted network."""
         masks = self.masks[value]
-        return tuple(n if m is None else int(m.sum()) for n, m in zip(value.shape, masks, strict=True))
+        return tuple(n if m is None else int(np.count_nonzero(m)) for n, m in zip(value.shape, masks, strict=True))
 
     def line(self, value: Value, dim: int) -> Mask:
         """The channels that are there along one dimension, as a mask."""
@@ -121,8 +129,15 @@ class Layout:
         return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
 
 
+@cache
+def _nothing(size: int) -> Mask:
+    return np.broadcast_to(np.False_, (size,))  # which cannot be written to
+
+
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
     present = spread(present, grid)
+    if present.size == max(grid, default=1):  # along one dimension at most
+        return [present.reshape(n) if n > 1 else None for n in grid]
     axes = range(len(grid))
     return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
 

@@ -15,7 +15,7 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import Flow, Grids, Layout, Mask, some, spread
+from .masks import End, Flow, Grids, Layout, Mask, some, spread
 from .records import Op, Value
 
 
@@ -36,6 +36,11 @@ class Node:
     @cached_property
     def outputs(self) -> list[Value]:
         return [v for v in self.op.outputs if v is not None]
+
+    @property
+    def tied(self) -> Sequence[Value]:
+        """The tensors whose layouts `tie` looks at; none if it never has anything to add."""
+        return (*self.inputs, *self.outputs)
 
     def push(self, flow: Flow) -> None:
         """Set what is alive of the outputs."""
@@ -78,6 +83,10 @@ class Source(Node):
     """A tensor made from nothing."""
 
     zero: bool = False
+
+    @property
+    def tied(self) -> Sequence[Value]:
+        return ()
 
     def push(self, flow: Flow) -> None:
         for value in self.outputs:
@@ -139,13 +148,20 @@ class Elementwise(Node):
                 for value in self.operands:
                     flow.need(value, wanted, self.grids[value])
 
-    def tie(self, layout: Layout) -> None:
+    @cached_property
+    def _ends(self) -> list[list[End]]:
+        """The dimensions that meet, where channels differ along any of them."""
         values = [*self.operands, *self.outputs]
         rank = max((len(v.shape) for v in values), default=0)
-        for back in range(1, rank + 1):
-            ends = [(v, len(v.shape) - back) for v in values if len(v.shape) >= back and v.shape[-back] > 1]
-            if len(ends) > 1:
-                layout.tie(ends)
+        found = [
+            [(v, len(v.shape) - back) for v in values if len(v.shape) >= back and v.shape[-back] > 1]
+            for back in range(1, rank + 1)
+        ]
+        return [ends for ends in found if any(self.grids[v][dim] > 1 for v, dim in ends)]
+
+    def tie(self, layout: Layout) -> None:
+        for ends in self._ends:
+            layout.tie(ends)
 
 
 @dataclass

@@ -57,14 +57,24 @@ class Contract(Node):
     def depthwise(self) -> bool:
         return self.groups > 1 and self.groups == self.x.shape[1]
 
+    @property
+    def tied(self) -> Sequence[Value]:
+        return [v for v in (self.x, self.weight, self.bias, self.out) if v is not None]
+
     def grouped(self, mask: Mask) -> Mask:
         """A mask over channels as one row per group."""
         return mask.reshape(self.groups, -1)
 
     def live(self, flow: Flow) -> Mask:
         """Which filters have any live input."""
-        alive = shrink(flow.alive[self.x], along(1, self.x.shape)).reshape(-1)
-        return np.repeat(self.grouped(alive).any(1), self.filters // self.groups)
+        return self._by_group(flow.alive[self.x], self.x, self.filters)
+
+    def _by_group(self, mask: Mask, value: Value, count: int) -> Mask:
+        """Of `count` channels on the one side: which are in a group that has any of a mask's on the other?"""
+        if self.groups == 1:
+            return np.full(count, np.count_nonzero(mask) > 0)
+        rows = self.grouped(shrink(mask, along(1, value.shape)))
+        return np.repeat(rows.any(1), count // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
         """Which filters have not lost their input (what had none from the start is the user's own constant)."""
@@ -75,14 +85,14 @@ class Contract(Node):
         alive = self.live(flow) if self.bias is None else self.fed(flow)
         if self.revives:
             alive = np.ones(self.filters, bool)
-        flow.alive[self.out] = alive.reshape(along(1, self.out.shape))
+        flow.alive[self.out] = alive.reshape(self.grids[self.out])
 
     def pull(self, flow: Flow) -> None:
         wanted = self.wanted(flow)
         if wanted is None:
             return
-        rows = np.repeat(self.grouped(wanted.reshape(-1)).any(1), self.x.shape[1] // self.groups)
-        flow.need(self.x, rows.reshape(along(1, self.x.shape)), self.grids[self.x])
+        read = self._by_group(wanted, self.out, self.x.shape[1])
+        flow.need(self.x, read.reshape(along(1, self.x.shape)), self.grids[self.x])
         _need_all(flow, [self.weight, self.bias], self.grids)
 
     def tie(self, layout: Layout) -> None:

@@ -83,7 +83,9 @@ def _sentence(entries: Sequence[Entry]) -> str:
     if least is best:
         return said + " and has the fewest multiply-accumulates left."
     part = 100 * least.pruned["macs"] / least.dense["macs"]
-    return f"{said}; {least.sign} has the fewest multiply-accumulates ({part:.0f} %, {percent(least.accuracy)})."
+    return (
+        f"{said}; {least.sign} has the fewest multiply-accumulates ({percent(part, 0)}, {percent(least.accuracy)})."
+    )
 
 
 def _table(entries: Sequence[Entry]) -> Figure:

@@ -21,7 +21,7 @@ def sentence(run: Run) -> str:
     if run.summary is None:
         return _so_far(run)
     dense, pruned = run.summary["dense"], run.summary["pruned"]
-    left = [f"{100 * pruned[key] / dense[key]:.0f} % of the {words}" for key, words in _SIZES if dense[key]]
+    left = [f"{percent(100 * pruned[key] / dense[key], 0)} of the {words}" for key, words in _SIZES if dense[key]]
     said = f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are right"
     if dense["accuracy"] is None:
         known = _earlier(dense)
@@ -69,7 +69,7 @@ def headline(run: Run) -> str:
     else:
         state = "not finished"
         share = 100 * last["done"] / last["total"] if last is not None else 0
-        progress = f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{share:.0f} %</progress>'
+        progress = f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{percent(share, 0)}</progress>'
     cards = _finished(run) if run.finished else _unfinished(run)
     told = escape(" · ".join(filter(None, facts)))
     return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..figures import rounded
+
 DASH = "\u2013"
 MINUS = "\u2212"
 
@@ -9,10 +11,10 @@ MINUS = "\u2212"
 def percent(value: float | None, digits: int = 2) -> str:
     """A percentage.
 
-    >>> percent(93.456), percent(None)
-    ('93.46 %', '–')
+    >>> percent(93.456), percent(0.2, 0), percent(None)
+    ('93.46 %', '0.2 %', '–')
     """
-    return DASH if value is None else f"{value:.{digits}f} %"
+    return DASH if value is None else f"{rounded(value, digits)} %"
 
 
 def count(value: float | None) -> str:
@@ -54,10 +56,13 @@ def signed(value: float, digits: int = 1, unit: str = "") -> str:
 def change(before: float | None, after: float | None) -> str:
     """By how many percent a number changed.
 
-    >>> change(200, 150), change(None, 3)
-    ('−25.0 %', '–')
+    >>> change(200, 150), change(10000, 2), change(7, 7), change(None, 3)
+    ('−25.0 %', '−99.98 %', '±0.0 %', '–')
     """
-    return signed(100 * (after / before - 1), unit=" %") if before and after is not None else DASH
+    if not before or after is None:
+        return DASH
+    sign = "\u00b1" if after == before else "+" if after > before else MINUS
+    return f"{sign}{rounded(100 * abs(after / before - 1))} %"
 
 
 def milliseconds(value: float | None) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..budget.targets import MISSED
+from ..figures import rounded
 from ..overview import some
-from .tables import boxed, change, percent, table
+from .tables import boxed, change, percent, share, table
 
 
 def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = False) -> list[str]:
@@ -59,14 +60,15 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
 def _timed(latency: Mapping[str, Any]) -> str:
     """What became of a target for the time."""
     if latency["measured"] is None:
-        found = f"{latency['foretold']:.1%} foretold, not measured (another machine, or no such runtime here)"
+        found = f"{share(latency['foretold'])} foretold, not measured (another machine, or no such runtime here)"
     else:
-        found = f"{latency['measured']:.1%} measured beside the dense one"
+        found = f"{share(latency['measured'])} measured beside the dense one"
         off = latency["measured"] / latency["asked"] - 1
         if off > MISSED:
-            found += f" (missed by {off:.0%}; if the machine was busy, `sbf bench` times it again)"
+            found += f" (missed by {share(off, 0)}; if the machine was busy, `sbf bench` times it again)"
     way = f"; way: {latency['way']}"
-    return f"time asked for: {latency['asked']:.1%} in {latency['runtime']}, batch {latency['batch']}; {found}{way}"
+    asked = f"{share(latency['asked'])} in {latency['runtime']}, batch {latency['batch']}"
+    return f"time asked for: {asked}; {found}{way}"
 
 
 def export_lines(manifest: Mapping[str, Any]) -> list[str]:
@@ -165,14 +167,14 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
     rows = [["cut for real", "filters or branches", "measured", "foretold", "error"]]
     for one in result["networks"]:
         off = f"{one['foretold'] / one['measured'] - 1:+.1%}"
-        rows.append([one["way"], f"{one['share']:.0%}", f"{one['measured']:.3f}", f"{one['foretold']:.3f}", off])
+        rows.append([one["way"], share(one["share"], 0), f"{one['measured']:.3f}", f"{one['foretold']:.3f}", off])
     lines = [*draw(rows, "<>>>>"), ""]
     ways = list(result["targets"][0]["macs_left"])
     rows = [["time asked for", *(f"MACs left, {way}" for way in ways), "chosen"]]
     for target in result["targets"]:
         left = [target["macs_left"][way] for way in ways]
-        shown = ["cannot" if share is None else f"{share:.1%}" for share in left]
-        rows.append([f"{target['asked']:.0%}", *shown, target["way"]])
+        shown = ["cannot" if part is None else share(part) for part in left]
+        rows.append([share(target["asked"], 0), *shown, target["way"]])
     lines += [*draw(rows, "<" + ">" * len(ways) + "<"), ""]
     lines.append(
         f"dense: {result['dense_ms']:.3g} ms in {result['runtime']}, batch {result['batch']}, {result['threads']} "
@@ -181,7 +183,7 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
     if result["mean_error"] is not None:
         lines.append(
             f"foretold by a fit to the others, from {result['layers']} measured layers: off by "
-            f"{result['mean_error']:.1%} on average, {result['worst_error']:.1%} at most"
+            f"{share(result['mean_error'])} on average, {share(result['worst_error'])} at most"
         )
     return lines
 
@@ -228,14 +230,14 @@ def _clocked(clock: Mapping[str, Any]) -> str:
     if (cpu := clock["machine"].get("cpu")) is not None:
         said += f", {cpu}"
     if clock["mean_error"] is not None:
-        said += f" (off by {clock['mean_error']:.1%} on average, {clock['worst_error']:.1%} at most)"
+        said += f" (off by {share(clock['mean_error'])} on average, {share(clock['worst_error'])} at most)"
     if clock["measured"] is not None:
-        said += f"; the run's own network was measured: {clock['measured']:.1%}"
+        said += f"; the run's own network was measured: {share(clock['measured'])}"
     return said
 
 
 def _left(target: str, point: Mapping[str, Any]) -> list[str]:
-    left = {key: f"{100 * part:.1f} %" for key, part in point["left"].items()}
+    left = {key: f"{rounded(100 * part)} %" for key, part in point["left"].items()}
     sizes = [f"{point['macs']:,}", left["macs"], f"{point['params']:,}", left["params"], f"{point['size']:,} B"]
     time = [f"{point['latency_ms']:.3g} ms", left["latency"]] if "latency_ms" in point else []
     return [target, *sizes, *time, f"{point['filters']:,}", percent(point["accuracy"])]
@@ -243,5 +245,5 @@ def _left(target: str, point: Mapping[str, Any]) -> list[str]:
 
 def _costs(layer: Mapping[str, Any]) -> list[str]:
     size = "x".join(map(str, layer["map_size"])) or "-"
-    counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{layer['macs_share']:.1f} %"]
+    counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{rounded(layer['macs_share'])} %"]
     return [layer["name"], layer["kind"], *counts]

@@ -9,6 +9,8 @@ import importlib
 import io
 from collections.abc import Sequence
 
+from ..figures import rounded
+
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Rows as lines with aligned columns, "<" to the left or ">" to the right.
@@ -44,9 +46,15 @@ def boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 def percent(value: float | None) -> str:
     """An accuracy, or a dash where there is none."""
-    return "-" if value is None else f"{value:.2f} %"
+    return "-" if value is None else f"{rounded(value, 2)} %"
+
+
+def share(part: float, digits: int = 1) -> str:
+    """A part of the whole, in percent."""
+    return f"{rounded(100 * part, digits)}%"
 
 
 def change(before: float, after: float) -> str:
     """By how much a number changed, in percent; a dash where there was none."""
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
+    sign = "+" if after >= before else ""
+    return f"{sign}{rounded(100 * (after / before - 1))} %" if before else "-"

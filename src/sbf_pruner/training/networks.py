@@ -29,7 +29,7 @@ from .timed import rehearse, timer_here
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 CUT_TOLERANCE = 1e-6
-STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, half a second for ResNet-56
+STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, an eighth of a second for ResNet-56
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
 
