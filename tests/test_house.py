@@ -15,7 +15,18 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "figures", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency"),
-    *("scoring", "slicing", "surgery", "trial", "pruner", "methods", "timing", "measuring", "environment", "models"),
+    *(
+        "scoring",
+        "slicing",
+        "surgery",
+        "trial",
+        "pruner",
+        "methods",
+        "timing",
+        "measuring",
+        "environment",
+        "models",
+    ),
     *(
         "manifest",
         "program",

@@ -14,6 +14,8 @@ from sbf_pruner.errors import RecipeError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.methods.subject import Subject
 from sbf_pruner.methods.weights import absolute
+from sbf_pruner.report.data import read_run
+from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import run
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
@@ -99,6 +101,18 @@ def test_other_sizes_can_be_chosen_from_its_scores(first: Result) -> None:
     scored = load_checkpoint(first.folder / "checkpoints", "scored.safetensors")
     assert scored["plan"] == {name: list(kept) for name, kept in first.plan.keep.items()}
     assert sorted(scored["scores"]["stem"].tolist()) == [place / 8 for place in range(1, 9)]
+
+
+def test_report_and_terminal_say_who_chose(first: Result) -> None:
+    page = (first.folder / "report.html").read_text()
+    told = "l1 (the sum of its absolute weights)"
+    assert f"They were chosen by {told}, the same part of every layer" in page
+    assert f"No scores are learned: filters are chosen once, by {told}." in page
+    assert "The filters go at once, when the warm-up is over." in page and "filters chosen by l1" in page
+    assert "come out of the scores" not in page and ">cycles<" not in page
+    assert any(f", chosen by {told}" in line for line in summary_lines(first.summary, "runs/l1"))
+    run = read_run(first.folder)
+    assert [(s.kind, s.epochs) for s in run.schedule] == [("warmup", 2), ("finetune", EPOCHS - 2)]
 
 
 def test_without_a_size_it_is_refused() -> None:

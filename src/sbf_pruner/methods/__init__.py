@@ -26,6 +26,11 @@ class Method:
     """how many it looks at"""
 
 
+def told(name: str) -> str:
+    """A method in words: what it is called, and what it judges by."""
+    return f"{name} ({METHODS[name].said})" if name in METHODS else name
+
+
 METHODS = {
     "l1": Method("weights.absolute", "the sum of its absolute weights"),
     "l2": Method("weights.euclidean", "the l2 norm of its weights"),

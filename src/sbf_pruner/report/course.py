@@ -53,14 +53,10 @@ def course(run: Run) -> Figure:
         column("epoch", row, across.left(record["done"]), 100 / run.epochs, 0, height)
         for row, record in enumerate(run.records)
     )
-    legend = [
-        ("line accent", "test"),
-        ("line soft", "training"),
-        ("shade score", "scores"),
-        ("shade tune", "fine-tuning"),
-    ]
-    if run.control:
-        legend.insert(2, ("line dashed", "dense control"))
+    legend = [("line accent", "test"), ("line soft", "training")]
+    legend += [("line dashed", "dense control")] if run.control else []
+    legend += [("shade score", "scores")] if run.method is None else []
+    legend.append(("shade tune", "fine-tuning"))
     return Figure(
         key,
         title,
@@ -142,7 +138,11 @@ def _stages(run: Run, across: _Across) -> str:
 def _caption(run: Run) -> str:
     joint = any(phase.kind == "joint" for phase in run.schedule)
     weights = "are trained with them" if joint else "stand still"
-    said = f"Epochs 1 to {run.epochs}. In the shaded phases the scores are trained and the weights {weights}."
+    if run.method is None:
+        how = f"In the shaded phases the scores are trained and the weights {weights}."
+    else:
+        how = "The filters go at once, when the warm-up is over."
+    said = f"Epochs 1 to {run.epochs}. {how}"
     if run.control:
         said += " The dense control is another network, trained for as many epochs."
     return said

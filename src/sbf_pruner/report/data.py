@@ -16,6 +16,7 @@ from typing import Any
 from ..drawing.scene import Box, from_json
 from ..errors import RunError
 from ..files import read_lines
+from ..methods import OWN, told
 from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
@@ -82,6 +83,12 @@ class Run:
         return records[-1] if records else None
 
     @property
+    def method(self) -> str | None:
+        """The method that chose the filters, where they did not earn scores."""
+        found = self.recipe.get("method", OWN)
+        return None if found == OWN else str(found)
+
+    @property
     def title(self) -> str:
         """The network and the data."""
         return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
@@ -120,13 +127,16 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
 def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
     """The phases of a resolved recipe in order, as the run goes through them."""
     lengths, joint = recipe["phases"], recipe.get("scores", {}).get("joint", False)
+    cycles, tuned = lengths["cycles"], lengths["finetune"]
+    if recipe.get("method", OWN) != OWN:
+        cycles, tuned = 0, tuned + cycles * (lengths["score"] + lengths["weights"])
     planned = [("warmup", 0, lengths["warmup"])]
-    for cycle in range(1, lengths["cycles"] + 1):
+    for cycle in range(1, cycles + 1):
         if joint:
             planned.append(("joint", cycle, lengths["score"] + lengths["weights"]))
         else:
             planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
-    planned.append(("finetune", 0, lengths["finetune"]))
+    planned.append(("finetune", 0, tuned))
     if recipe.get("dense_control"):
         planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
     found, first = [], 0
@@ -205,6 +215,8 @@ def _explain_missing(run: Run) -> None:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
     if not run.scores:
         run.missing["scores"] = f"{older}the scores." if scored else "No epoch of scores has been run yet."
+    if run.method is not None:
+        run.missing["scores"] = f"No scores are learned: filters are chosen once, by {told(run.method)}."
     if not run.refinement:
         if any("kept" in line for line in run.scores):
             said = "No residual block was measured: none has a branch that ends in a prunable layer."

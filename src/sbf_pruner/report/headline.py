@@ -60,6 +60,8 @@ def _so_far(run: Run) -> str:
 def headline(run: Run) -> str:
     """The sentence and the cards."""
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
+    if run.method is not None:
+        facts.insert(1, f"filters chosen by {run.method}")
     state, progress, last = "finished", "", run.last
     if run.summary is not None:
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""

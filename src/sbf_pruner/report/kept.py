@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..methods import METHODS, told
 from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
 from .data import LayerKept, Run
 from .numbers import DASH, percent
@@ -25,11 +26,20 @@ def kept(run: Run) -> Figure:
     gone = sum(not one.after for one in run.layers)
     said = f"{after:,} of {before:,} filters are kept"
     said += f"; {gone} of {len(run.layers)} layers are gone altogether." if gone else "."
-    said += " Nobody set these widths: they come out of the scores."
+    said += f" {_chosen(run)}"
     legend = [("block kept", "kept"), ("block before", "removed")]
     if gone:
         legend.append(("cross", "layer gone"))
     return Figure(key, title, said, bars(run.layers, title), numbers(run.layers), legend)
+
+
+def _chosen(run: Run) -> str:
+    """Who decided how wide each layer is."""
+    if run.method is None:
+        return "Nobody set these widths: they come out of the scores."
+    across = run.method in METHODS and METHODS[run.method].across
+    by = "comparing filters of all layers" if across else "the same part of every layer"
+    return f"They were chosen by {told(run.method)}, {by}, as many as the size asked for allows."
 
 
 def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..budget.targets import MISSED
 from ..figures import rounded
+from ..methods import OWN, told
 from ..overview import some
 from .tables import boxed, change, percent, share, table
 
@@ -42,7 +43,9 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     if "dense_from" in summary:
         lines.append(f"dense stage: taken over from {summary['dense_from']}")
-    lines.append(f"filters kept: {after:,} of {before:,}")
+    method = summary.get("method", OWN)  # older summaries do not say: there was only one
+    by = "" if method == OWN else f", chosen by {told(method)}"
+    lines.append(f"filters kept: {after:,} of {before:,}{by}")
     if scored and before and before == after:
         lines.append(
             "nothing was removed; ask for a size (--target macs=0.5), or raise scores.lr or scores.penalty"

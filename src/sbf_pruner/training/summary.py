@@ -44,6 +44,7 @@ def summarise(
     first, second = sizes(dense, small, batch)
     return {
         "name": recipe.name,
+        "method": recipe.method,
         "seed": recipe.seed,
         "epochs": sum(phase.epochs for phase in phases(recipe) if phase.kind != "control"),
         "dense": {
