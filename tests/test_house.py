@@ -38,6 +38,7 @@ ROOMS = [
         "stopwatch",
         "training",
         "frontier",
+        "contest",
     ),
     *("bundle", "bench", "terminal", "arguments", "words", "cli"),
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, TypeAlias
 
+from .methods import METHODS, OWN
+
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
 STDOUT = "-"  # what --json stands for without a file
 
@@ -19,8 +21,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    added = (_add_run, _add_report, _add_inspect, _add_bench, _add_latency, _add_export, _add_frontier, _add_data)
-    for add in added:
+    first = (_add_run, _add_compare, _add_report, _add_inspect, _add_bench)
+    for add in (*first, _add_latency, _add_export, _add_frontier, _add_data):
         add(commands)
     return parser
 
@@ -29,16 +31,7 @@ def _add_run(commands: _Commands) -> None:
     run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
     run.description = "Train, score, prune and fine-tune a network as a recipe says."
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
-    run.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
-    )
-    run.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="NAME=SIZE",
-        help="what to keep at most: macs=0.5, params=400k, size=1MB, latency=5ms; several may be given",
-    )
+    _add_changes(run)
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
@@ -54,6 +47,34 @@ def _add_run(commands: _Commands) -> None:
         "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
     )
     run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+
+def _add_compare(commands: _Commands) -> None:
+    compare = commands.add_parser("compare", help="run several methods on one recipe, with all else equal")
+    compare.description = (
+        "Prune as a recipe says, by several methods and with several seeds: the same dense stage, size, epochs and "
+        "fine-tuning for all. Started again, it goes on where it was."
+    )
+    compare.add_argument("recipe", metavar="RECIPE", help="a bundled recipe, or a .toml file")
+    compare.add_argument("--methods", metavar="NAME,NAME", help=f"of {', '.join((OWN, *METHODS))} (all)")
+    compare.add_argument("--seeds", default="0", metavar="N,N", help="a run of each method for each of them (0)")
+    _add_changes(compare)
+    compare.add_argument("--run", metavar="DIR", help="the folder of all these runs (runs/NAME-compared)")
+    compare.add_argument("--quiet", action="store_true", help="print the closing table only")
+    compare.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_changes(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
+    )
+    command.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep at most: macs=0.5, params=400k, size=1MB, latency=5ms; several may be given",
+    )
 
 
 def _add_report(commands: _Commands) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
-from .words import json_file, known_recipe, option, shape, target_file, usual_input
+from .methods import METHODS, OWN
+from .words import json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
     from .training.recipe import Recipe
@@ -114,6 +115,39 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     overrides = [*_aimed(arguments.target), *arguments.set]
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     return load_recipe(known_recipe(arguments.recipe), overrides)
+
+
+def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    methods, seeds = named("--methods", arguments.methods, (OWN, *METHODS)), numbers("--seeds", arguments.seeds)
+
+    from .training.recipe import load_recipe
+
+    recipe = load_recipe(known_recipe(arguments.recipe), [*_aimed(arguments.target), *arguments.set])
+
+    from .contest import enter, leave, standings
+    from .terminal.contest import contest_lines
+    from .terminal.progress import progress, told
+    from .training.schedule import total_epochs
+
+    root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
+    entrants = enter(recipe, methods, seeds, root)
+    try:
+        for place, entrant in enumerate(entrants, 1):
+            _teller(arguments)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
+            with (
+                told("sbf_pruner.training", quiet=arguments.quiet),
+                progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report,
+            ):
+                summaries.append(entrant.run(report).summary)
+    except KeyboardInterrupt:
+        print(f"sbf: stopped; go on with: sbf {shlex.join(given)}", file=sys.stderr)
+        return 130
+    result = leave(root, [entrant.folder.path for entrant in entrants], summaries)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print("\n".join(contest_lines(standings(summaries), result["dense_accuracy"], result["epochs"], root)))
+    return 0
 
 
 def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -305,6 +339,7 @@ def _named(error: OSError) -> str:
 
 _COMMANDS = {
     "run": _run,
+    "compare": _compare,
     "frontier": _frontier,
     "inspect": _inspect,
     "bench": _bench,

@@ -42,6 +42,30 @@ def option(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def named(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Some of the known names, in the order given: "l1,chip"; all where nothing is given."""
+    if text is None:
+        return list(known)
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise PruningError(f"{flag} {name!r} is not known; {nearest(name, known)}")
+    if len(set(names)) < len(names):
+        raise PruningError(f"{flag} {text!r} names one of them twice; name each once")
+    return names
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Different whole numbers: "0,1,2"."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found):
+        raise PruningError(f"{flag} {text!r}: write different whole numbers, such as 0,1,2")
+    return found
+
+
 def target_file(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
     """A file that can be written, said before any work is done."""
     if text is None:

@@ -339,7 +339,7 @@ def test_a_little_that_is_left_is_not_told_as_nothing(run: Run) -> None:
     assert run.summary is not None
     run.summary["dense"] |= {"accuracy": 90.0, "params": 1_000_000, "macs": 1_000_000, "file_bytes": 4_000_000}
     run.summary["pruned"] |= {"accuracy": 99.998, "params": 2_000, "macs": 120, "file_bytes": 3_999_999}
-    run.summary["dense"]["latency_ms"], run.summary["pruned"]["latency_ms"] = 3.0, 2.0  # not as long as it took here
+    run.summary["dense"]["latency_ms"], run.summary["pruned"]["latency_ms"] = 3.0, 2.0  # whatever it took here
     assert sentence(run).startswith(
         "0.2 % of the parameters and 0.01 % of the multiply-accumulates are left, and 99.998 % of the test images"
     )

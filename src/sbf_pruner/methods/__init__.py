@@ -26,9 +26,14 @@ class Method:
     """how many it looks at"""
 
 
+def judged_by(name: str) -> str:
+    """What a method judges a filter by."""
+    return METHODS[name].said if name in METHODS else "a score that is learned"
+
+
 def told(name: str) -> str:
-    """A method in words: what it is called, and what it judges by."""
-    return f"{name} ({METHODS[name].said})" if name in METHODS else name
+    """A method in words."""
+    return f"{name} ({judged_by(name)})"
 
 
 METHODS = {
