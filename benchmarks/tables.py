@@ -18,6 +18,7 @@ from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
 from latency_tables import equal_macs, latency
+from method_tables import cifar10_methods, methods
 from saving import origin
 from target_tables import cifar10_latency, cifar10_targets, targets, tuning
 
@@ -110,6 +111,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cifar10": ("cifar10", cifar10),
     "budgets": ("cifar10", budgets),
     "choices": ("choices", choices),
+    "methods": ("methods", methods),
+    "cifar10_methods": ("cifar10_methods", cifar10_methods),
     "targets": ("targets", targets),
     "cifar10_targets": ("cifar10_targets", cifar10_targets),
     "cifar10_latency": ("cifar10_times", cifar10_latency),

@@ -22,6 +22,7 @@ import tables  # noqa: E402
 from choice_tables import choices  # noqa: E402
 from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
 from jobs import read_runs  # noqa: E402
+from method_tables import cifar10_methods, methods  # noqa: E402
 
 
 def entry(
@@ -194,3 +195,41 @@ def test_pages_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pyte
     (tmp_path / "results/choices.json").write_text(json.dumps(chosen(made)))
     assert tables.main(False, *where) == 0
     assert "| ResNet-56, medium | 91.25 (1) | 60.0 / 58.0 |" in (tmp_path / "root/docs/cifar10.md").read_text()
+
+
+def test_methods_stand_in_the_order_of_their_means() -> None:
+    machine = {"gpu": None, "cpu": "none", "threads": 1, "torch": "0"}
+    origin = {"benchmark": "methods", "date": "2000-01-01", "environment": machine}
+
+    def run(method: str, share: float, accuracy: float, dense: float | None = None) -> dict[str, Any]:
+        return {
+            "method": method,
+            "share": share,
+            "accuracy": accuracy,
+            "dense_accuracy": dense,
+            "params_left": 0.25,
+            "epochs": 7,
+        }
+
+    runs = [run("l1", 0.5, 90.0, 95.0), run("l1", 0.5, 92.0, 97.0), run("chip", 0.5, 93.0), run("chip", 0.2, 92.0)]
+    lines = methods({**origin, "runs": runs}).splitlines()
+    assert "7 epochs" in lines[0] and "the dense control has 96.00 ± 1.41 (2)" in lines[0]
+    assert lines[2] == "| method | 50 % of the MACs | parameters left | 20 % of the MACs | parameters left |"
+    assert lines[4] == "| `chip` | 93.00 (1) | 25 % | 92.00 (1) | 25 % |"
+    assert lines[5] == "| `l1` | 91.00 ± 1.41 (2) | 25 % |  |  |"
+    assert methods(None) == "Not measured yet."
+
+
+def test_methods_on_cifar10_are_told_by_their_recipes() -> None:
+    runs = [
+        entry(f"method-{method}", seed, accuracy + seed, 60.0, method=method, budget={"macs": 0.3})
+        for method, accuracy in (("random", 80.0), ("sbf", 90.0))
+        for seed in (0, 1)
+    ]
+    lines = cifar10_methods({"benchmark": "cifar10_methods", "runs": runs}).splitlines()
+    assert lines[0] == "ResNet-20 on CIFAR-10, 7 epochs, 30 % of the MACs asked for:"
+    assert lines[4:6] == [
+        "| `sbf` | 90.50 ± 0.71 (2) | 60.0 / 58.0 |",
+        "| `random` | 80.50 ± 0.71 (2) | 60.0 / 58.0 |",
+    ]
+    assert cifar10_methods(None) == "No run on CIFAR-10 yet."

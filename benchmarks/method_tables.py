@@ -1,0 +1,58 @@
+"""Methods against each other, as Markdown: nothing measured here.
+
+The content of results/methods.json (digits) or results/cifar10_methods.json enters; a block of text leaves, a row
+for each method, the best first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from cifar10_tables import accuracy_of, machines, removed_of
+from saving import origin
+
+Runs = list[dict[str, Any]]
+
+
+def methods(result: dict[str, Any] | None) -> str:
+    """On the digits."""
+    if result is None:
+        return "Not measured yet."
+    runs: Runs = result["runs"]
+    shares = sorted({run["share"] for run in runs}, reverse=True)
+    heads = [f"{100 * share:g} % of the MACs | parameters left" for share in shares]
+    lines = [f"| method | {' | '.join(heads)} |", "|---" * (1 + 2 * len(shares)) + "|"]
+    dense = [{"accuracy": run["dense_accuracy"]} for run in runs if run["dense_accuracy"] is not None]
+    groups = {name: [run for run in runs if run["method"] == name] for name in sorted({r["method"] for r in runs})}
+    for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
+        cells = [_cells([run for run in group if run["share"] == share]) for share in shares]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    about = f"ResNet-20 on the digits, {runs[0]['epochs']} epochs, accuracy in percent, mean ± deviation (seeds)"
+    control = f"; the dense control has {accuracy_of(dense)}" if dense else ""
+    return "\n".join([f"{about}{control}. Sorted by the mean over all runs.", "", *lines, *origin(result)])
+
+
+def cifar10_methods(result: dict[str, Any] | None) -> str:
+    """On CIFAR-10."""
+    if result is None or not result["runs"]:
+        return "No run on CIFAR-10 yet."
+    groups: dict[str, Runs] = {}
+    for run in result["runs"]:
+        groups.setdefault(run["recipe"]["method"], []).append(run)
+    share, epochs = result["runs"][0]["recipe"]["budget"]["macs"], result["runs"][0]["epochs"]
+    lines = [f"ResNet-20 on CIFAR-10, {epochs} epochs, {100 * share:g} % of the MACs asked for:", ""]
+    lines += ["| method | accuracy | removed, parameters / MACs |", "|---|---|---|"]
+    for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
+        lines.append(f"| `{name}` | {accuracy_of(group)} | {removed_of(group, 'left')} |")
+    return "\n".join([*lines, "", machines(result)])
+
+
+def _mean(group: Runs) -> float:
+    return statistics.fmean(run["accuracy"] for run in group)
+
+
+def _cells(group: Runs) -> str:
+    if not group:
+        return " | "
+    return f"{accuracy_of(group)} | {100 * statistics.fmean(run['params_left'] for run in group):.0f} %"
