@@ -1,14 +1,20 @@
 """What only a CUDA device can show: whole runs through captured steps, clocks and timings on a GPU."""
 
+import copy
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sbf_pruner.cli import main
+from sbf_pruner.graph.build import trace
+from sbf_pruner.methods import METHODS
+from sbf_pruner.methods.ranking import ranked
+from sbf_pruner.methods.subject import Subject
 from sbf_pruner.models import resolve
 from sbf_pruner.stopwatch.source import get_model, here
 from sbf_pruner.training.loop import Result, fit
@@ -30,6 +36,7 @@ WAYS = {
         "finetune.mixup=1",
     ],
     "behind the addition": ["model.name=after_addition:resnet20"],
+    "ranked": ["method=chip"],
 }
 
 
@@ -61,6 +68,20 @@ def test_a_run_that_was_killed_comes_to_the_same_metric(way: str, tmp_path: Path
         assert summary["cut_error"] < 1e-10 and summary["environment"]["gpu"]
     accuracies = [result.summary["pruned"]["accuracy"] for result in (whole, resumed)]
     assert accuracies[0] == pytest.approx(accuracies[1], abs=3.0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_says_the_same_of_a_network_on_the_gpu(name: str) -> None:
+    torch.manual_seed(0)
+    model = resolve("resnet20").double().eval()
+    images = torch.rand(32, 3, 32, 32, dtype=torch.float64)
+    labels = torch.arange(32) % 10
+    graph, found = trace(model, images[:2]), []
+    for device in ("cpu", "cuda"):
+        shown = [(images.to(device), labels.to(device))]
+        found.append(ranked(METHODS[name], Subject(copy.deepcopy(model).to(device), graph, shown)))
+    for layer, scores in found[0].items():
+        np.testing.assert_allclose(found[1][layer], scores, rtol=1e-4, atol=1e-6)
 
 
 def test_a_clock_for_the_gpu_foretells_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
