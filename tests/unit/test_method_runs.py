@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,8 +66,8 @@ def test_it_keeps_the_filters_that_the_method_ranks_highest_in_the_dense_stage(f
             assert scores[name][list(kept)].min() > max((scores[name][f] for f in gone), default=0.0)
 
 
-@pytest.mark.parametrize("epoch", [1, 2, 3, 8])  # in the dense stage, as it ends, and in the fine-tuning
-@pytest.mark.parametrize("method", ["taylor"])
+# In the dense stage, as it ends, in the fine-tuning; and between the cycles of a soft one.
+@pytest.mark.parametrize(("method", "epoch"), [("taylor", 1), ("taylor", 2), ("taylor", 8), ("sfp", 4), ("sfp", 8)])
 def test_killed_it_ends_with_the_same_bits(
     method: str, epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,37 @@ def test_killed_it_ends_with_the_same_bits(
     for name in ("model.safetensors", "plan.json", "checkpoints/scored.safetensors"):
         assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
     assert records(again) == records(whole)
+
+
+def test_soft_filters_are_emptied_epoch_by_epoch_and_may_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def empty(subject: Subject, keep: dict[str, Any]) -> None:
+        before = {name: subject.rows(name).norm(dim=1) > 0 for name in keep}
+        emptied(subject, keep)
+        for name, mask in keep.items():
+            assert ((subject.rows(name).norm(dim=1) > 0).numpy() == mask).all()
+        seen.append({"before": before, "keep": keep})
+
+    emptied = Subject.empty
+    monkeypatch.setattr(Subject, "empty", empty)
+    result = ranked_run(tmp_path / "run", "sfp")
+    own = small_recipe().phases
+    found, soft = records(result), 2 * (own.score + own.weights)
+    lengths = {"warmup": own.warmup, "weights": soft, "finetune": own.finetune}
+    assert [r["phase"] for r in found] == [kind for kind, epochs in lengths.items() for _ in range(epochs)]
+    assert len(seen) == soft
+    for earlier, later in itertools.pairwise(seen):
+        grown = [(later["before"][name].numpy() & ~kept).sum() for name, kept in earlier["keep"].items()]
+        assert sum(grown) > 0  # an epoch of weights brings emptied filters back to life
+    last = {name: tuple(np.flatnonzero(kept).tolist()) for name, kept in seen[-1]["keep"].items()}
+    assert result.plan.keep == last
+    dense = result.summary["dense"]["macs"]
+    assert [r["macs"] == dense for r in found] == [True] * (own.warmup + soft) + [False] * own.finetune
+    assert result.summary["pruned"]["macs"] <= 0.5 * dense and result.summary["cut_error"] <= 1e-12
+    assert "After every epoch of the cycles filters are emptied" in (result.folder / "report.html").read_text()
 
 
 def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:
@@ -107,7 +140,7 @@ def test_report_and_terminal_say_who_chose(first: Result) -> None:
     page = (first.folder / "report.html").read_text()
     told = "l1 (the sum of its absolute weights)"
     assert f"They were chosen by {told}, the same part of every layer" in page
-    assert f"No scores are learned: filters are chosen once, by {told}." in page
+    assert f"No scores are learned: filters are chosen by {told}." in page
     assert "The filters go at once, when the warm-up is over." in page and "filters chosen by l1" in page
     assert "come out of the scores" not in page and "<b>cycles</b>" not in page
     assert any(f", chosen by {told}" in line for line in summary_lines(first.summary, "runs/l1"))

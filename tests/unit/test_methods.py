@@ -79,6 +79,19 @@ def test_the_filters_of_a_transposed_convolution_are_not_its_rows(groups: int) -
         torch.testing.assert_close(changed(inputs)[0, number].detach(), alone)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_emptied_filters_give_nothing_and_the_others_what_they_did(kind: type[nn.Conv2d], groups: int) -> None:
+    net = nn.Sequential(kind(4, 6, 2, groups=groups, bias=False), nn.BatchNorm2d(6), nn.Conv2d(6, 2, 1)).eval()
+    inputs, keep = torch.rand(1, 4, 5, 5), np.array([True, False, True, False, True, True])
+    before = net[0](inputs).detach()
+    subject = Subject(net, sbf.trace(net, inputs), [])
+    subject.empty({"0": keep})
+    expected = before * torch.from_numpy(keep)[None, :, None, None]
+    torch.testing.assert_close(net[0](inputs).detach(), expected, rtol=0, atol=0)
+    assert euclidean(subject)["0"][~keep].tolist() == [0.0, 0.0] and euclidean(subject)["0"][keep].min() > 0
+
+
 def test_layers_without_a_norm_are_the_last_to_be_slimmed() -> None:
     net = chain()
     scores = norm_scale(subject_of(net, IMAGES))

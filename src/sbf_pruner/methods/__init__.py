@@ -24,6 +24,8 @@ class Method:
     """Are filters compared across layers?  Else all layers lose the same part."""
     images: int = 0
     """how many it looks at"""
+    soft: bool = False
+    """Does it empty filters after every epoch of the cycles, which may come back?  Else it judges once."""
 
 
 def judged_by(name: str) -> str:
@@ -39,6 +41,7 @@ def told(name: str) -> str:
 METHODS = {
     "l1": Method("weights.absolute", "the sum of its absolute weights"),
     "l2": Method("weights.euclidean", "the l2 norm of its weights"),
+    "sfp": Method("weights.euclidean", "the l2 norm of its weights, epoch by epoch", soft=True),
     "fpgm": Method("weights.distance", "its distances to the other filters of its layer"),
     "slimming": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
     "hrank": Method("maps.rank", "the rank of its maps", images=640),

@@ -22,9 +22,10 @@ def rank(subject: Subject) -> Scores:
     """The rank of a filter's map as a matrix (HRank: Lin et al., 2020)."""
 
     def ranks(maps: Tensor) -> Tensor:
+        wide = torch.promote_types(maps.dtype, torch.float32)  # half precision cannot be taken apart
         if maps.dim() < 4:
             maps = maps.flatten(2).unsqueeze(2) if maps.dim() == 3 else maps[:, :, None, None]
-        return torch.linalg.matrix_rank(maps.flatten(3).float()).double()
+        return torch.linalg.matrix_rank(maps.flatten(3).to(wide)).double()
 
     return _mean(subject, ranks)
 

@@ -7,7 +7,7 @@ behind the norm, before an addition makes it one of many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..graph.channels import ChannelGraph
+from ..graph.masks import Mask
 
 Batch = tuple[Tensor, Tensor]  # images and labels
 Scores = dict[str, NDArray[np.floating]]
@@ -37,12 +38,24 @@ class Subject:
 
     def rows(self, name: str) -> Tensor:
         """The weights of a layer in double precision, one row for each filter."""
+        return self._by_group(name).reshape(self.graph.layers[name].filters, -1).double()
+
+    @torch.no_grad()
+    def empty(self, keep: Mapping[str, Mask]) -> None:
+        """Set the weights of all filters but these to zero, where they are; they may grow again."""
+        for name, mask in keep.items():
+            weight = self._by_group(name)
+            kept = torch.from_numpy(mask.copy()).to(weight).view(*weight.shape[:2])
+            weight *= kept.view(*kept.shape, *[1] * (weight.dim() - 2))
+
+    def _by_group(self, name: str) -> Tensor:
+        """The stored weights of a layer, seen as groups, filters of the group, and the weights of each."""
         layer = self.graph.layers[name]
         held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
-        weight, axis = held[layer.weight].detach(), layer.nodes[0].out_axis
-        if layer.nodes[0].transposed and layer.groups > 1:  # stored as inputs, then the filters of one group
-            weight, axis = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1), 0
-        return weight.movedim(axis, 0).reshape(layer.filters, -1).double()
+        weight, groups = held[layer.weight].detach(), layer.groups
+        if layer.nodes[0].transposed:  # stored as inputs, then the filters of one group
+            return weight.unflatten(0, (groups, -1)).transpose(1, 2)
+        return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (groups, -1))
 
     @contextmanager
     def watched(self, see: See) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from ..methods import METHODS
 from .chart import WIDE, Figure, Scale, Table, column, curve, frame, grid, picture
 from .data import Record, Run
 from .numbers import DASH, count, percent
@@ -140,6 +141,8 @@ def _caption(run: Run) -> str:
     weights = "are trained with them" if joint else "stand still"
     if run.method is None:
         how = f"In the shaded phases the scores are trained and the weights {weights}."
+    elif run.method in METHODS and METHODS[run.method].soft:
+        how = "After every epoch of the cycles filters are emptied, and may come back; at their end they go."
     else:
         how = "The filters go at once, when the warm-up is over."
     said = f"Epochs 1 to {run.epochs}. {how}"

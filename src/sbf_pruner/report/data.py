@@ -16,7 +16,7 @@ from typing import Any
 from ..drawing.scene import Box, from_json
 from ..errors import RunError
 from ..files import read_lines
-from ..methods import OWN, told
+from ..methods import METHODS, OWN, told
 from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
@@ -128,11 +128,15 @@ def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
     """The phases of a resolved recipe in order, as the run goes through them."""
     lengths, joint = recipe["phases"], recipe.get("scores", {}).get("joint", False)
     cycles, tuned = lengths["cycles"], lengths["finetune"]
-    if recipe.get("method", OWN) != OWN:
+    method = recipe.get("method", OWN)
+    soft = method in METHODS and METHODS[method].soft
+    if method != OWN and not soft:
         cycles, tuned = 0, tuned + cycles * (lengths["score"] + lengths["weights"])
     planned = [("warmup", 0, lengths["warmup"])]
     for cycle in range(1, cycles + 1):
-        if joint:
+        if soft:
+            planned.append(("weights", cycle, lengths["score"] + lengths["weights"]))
+        elif joint:
             planned.append(("joint", cycle, lengths["score"] + lengths["weights"]))
         else:
             planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
@@ -216,7 +220,7 @@ def _explain_missing(run: Run) -> None:
     if not run.scores:
         run.missing["scores"] = f"{older}the scores." if scored else "No epoch of scores has been run yet."
     if run.method is not None:
-        run.missing["scores"] = f"No scores are learned: filters are chosen once, by {told(run.method)}."
+        run.missing["scores"] = f"No scores are learned: filters are chosen by {told(run.method)}."
     if not run.refinement:
         if any("kept" in line for line in run.scores):
             said = "No residual block was measured: none has a branch that ends in a prunable layer."

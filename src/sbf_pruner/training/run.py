@@ -20,7 +20,7 @@ from ..environment import environment
 from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import ranked, shown
-from ..methods.subject import Subject
+from ..methods.subject import Scores, Subject
 from ..pruner import Pruner
 from ..report import leave_report
 from .captured import make_engine
@@ -35,7 +35,7 @@ from .networks import Networks
 from .optimizer import Descent
 from .recipe import Recipe
 from .recording import Recording
-from .schedule import Phase, cycles_end, is_scored, optimizer_config, phases
+from .schedule import Phase, cycles_end, is_scored, is_soft, optimizer_config, phases
 from .summary import summarise
 from .teacher import Teacher
 
@@ -166,14 +166,15 @@ class Run:
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_dense()
-                    if phase.cycle:
+                    if is_scored(self.recipe):
                         self._keep_scored()
                 record |= self.networks.cost(phase)
                 # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
                 self.recording.after_epoch(phase, self.done)
                 self.folder.append(record)
-                if self.done == phase.end and phase.kind == "warmup":
-                    self._choose()
+                if phase.cycle and is_soft(self.recipe):
+                    self._soften()
+                self._choose()
                 self._save(descent, closed=self.done == phase.end)
                 self.report(record)
 
@@ -203,16 +204,25 @@ class Run:
             self._set_teacher(weights)
 
     def _choose(self) -> None:
-        """The dense stage is over: where filters are not to earn scores, choose them now, once and for all."""
-        if is_scored(self.recipe):
+        """Where filters do not earn scores, and the time for it has come: choose them, once and for all."""
+        if is_scored(self.recipe) or self.done != cycles_end(self.recipe):
             return
-        method = METHODS[self.recipe.method]
-        images = shown(self.feed.train.epoch(self.done), method.images)
-        pruner = self.networks.pruner
-        pruner.rank(ranked(method, Subject(self.networks.bare_copy(), pruner.graph, images, self.recipe.seed)))
+        self.networks.pruner.rank(self._ranked(self.networks.bare_copy()))
         self.networks.come_in_time()
         self.networks.gates_changed()
         self._keep_scored()
+
+    def _soften(self) -> None:
+        """Empty the filters that would go if this were the end."""
+        pruner, network = self.networks.pruner, self.networks.dense
+        keep = pruner.aim.choose(self._ranked(network)).masks
+        Subject(network, pruner.graph, ()).empty(keep)
+
+    def _ranked(self, network: nn.Module) -> Scores:
+        """What the recipe's method says of a network now."""
+        method = METHODS[self.recipe.method]
+        images = shown(self.feed.train.epoch(self.done), method.images)
+        return ranked(method, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.

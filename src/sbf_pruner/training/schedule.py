@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..methods import OWN
+from ..methods import METHODS, OWN
 from .recipe import Recipe
 from .sections import OptimizerConfig
 
@@ -51,7 +51,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     """The phases of a run in order; those without epochs are left out.
 
     The control is trained for as many epochs as the pruned network in all its phases together.  Where another
-    method chooses filters, it does so once, and the epochs of the cycles are added to fine-tuning.
+    method chooses filters, the epochs of the cycles are all of weights, if it needs them, or added to fine-tuning.
 
     >>> from .recipe import load_recipe
     >>> short = load_recipe("digits", ["phases.cycles=1"])
@@ -61,10 +61,12 @@ def phases(recipe: Recipe) -> list[Phase]:
     lengths = recipe.phases
     planned: list[tuple[Kind, int, int]] = [("warmup", 0, lengths.warmup)]
     cycles, tuned = lengths.cycles, lengths.finetune
-    if not is_scored(recipe):
+    if not is_scored(recipe) and not is_soft(recipe):
         cycles, tuned = 0, tuned + cycles * (lengths.score + lengths.weights)
     for cycle in range(1, cycles + 1):
-        if recipe.scores.joint:
+        if is_soft(recipe):
+            planned.append(("weights", cycle, lengths.score + lengths.weights))
+        elif recipe.scores.joint:
             planned.append(("joint", cycle, lengths.score + lengths.weights))
         else:
             planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
@@ -81,8 +83,13 @@ def phases(recipe: Recipe) -> list[Phase]:
 
 
 def is_scored(recipe: Recipe) -> bool:
-    """Are scores learned?  Else another method chooses filters, when the warm-up is over."""
+    """Are scores learned?  Else another method chooses filters, before fine-tuning."""
     return recipe.method == OWN
+
+
+def is_soft(recipe: Recipe) -> bool:
+    """Are filters emptied after every epoch of the cycles?"""
+    return not is_scored(recipe) and METHODS[recipe.method].soft
 
 
 def cycles_end(recipe: Recipe) -> int | None:
@@ -92,9 +99,8 @@ def cycles_end(recipe: Recipe) -> int | None:
     >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
     (25, None)
     """
-    if not is_scored(recipe):
-        return recipe.phases.warmup
-    return max((phase.end for phase in phases(recipe) if phase.cycle), default=None)
+    nothing = None if is_scored(recipe) else recipe.phases.warmup
+    return max((phase.end for phase in phases(recipe) if phase.cycle), default=nothing)
 
 
 def closing_cycles(recipe: Recipe) -> int:
