@@ -43,8 +43,8 @@ class Recipe(Section):
     method: str = field(
         default=OWN,
         metadata=about(
-            "how filters are chosen: by scores that are learned, or by another method after the warm-up, which leaves "
-            "the epochs of the cycles to fine-tuning (sfp: after them)",
+            "how filters are chosen: by scores that are learned, or by another method after the warm-up, which "
+            "leaves the epochs of the cycles to fine-tuning (sfp: after them); `sbf compare --help` names them",
             choices=(OWN, *METHODS),
         ),
     )
