@@ -77,6 +77,7 @@ class Pruner:
         eps: float = 1e-8,
         threshold: float = 0.5,
         freeze_norms: bool = True,
+        binary: bool = False,
         blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
@@ -117,6 +118,8 @@ class Pruner:
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
         self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
         self.pressure.to(self.gates.soft)
+        # Where gates are binary in score phases too, the scores behind them are kept beside them.
+        self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
         branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
         self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
         self._attached = True
@@ -201,7 +204,7 @@ class Pruner:
 
     def scores(self) -> dict[str, Tensor]:
         """The continuous score of every filter, by layer."""
-        return {name: self.gates.soft[span].detach().clone() for name, span in self.gates.spans.items()}
+        return {name: self.values[span].detach().clone() for name, span in self.gates.spans.items()}
 
     def plan(self) -> Plan:
         """The filters the gates let through: those held since the last score phase or `gate`."""
@@ -236,8 +239,7 @@ class Pruner:
                 )
         flat = torch.cat([values[name] for name in self.gates.spans])
         flat = flat - flat.min().clamp_max(0)  # where limits are weighed against each other, scores are divided
-        with torch.no_grad():
-            self.gates.soft.copy_(flat / flat.max().clamp_min(torch.finfo(flat.dtype).tiny))
+        self._take(flat / flat.max().clamp_min(torch.finfo(flat.dtype).tiny))
         self.land()
 
     def land(self) -> None:
@@ -262,7 +264,7 @@ class Pruner:
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
-            "scores": self.gates.soft.detach().clone(),
+            "scores": self.values.detach().clone(),
             "pressure": self.pressure.state_dict(),
             "blocks": None if self.blocks is None else self.blocks.state_dict(),
             "progress": self.progress,
@@ -275,8 +277,7 @@ class Pruner:
         if state["optimizer"] is not None:
             self.optimizer = self._fresh_optimizer()
             self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            self.gates.soft.copy_(state["scores"])
+        self._take(state["scores"])
         self.pressure.load_state_dict(state["pressure"])
         self.progress = state.get("progress", self.progress)
         if self.blocks is not None:
@@ -302,9 +303,16 @@ class Pruner:
         scores = activation(self.projection.logits())
         return scores if self.blocks is None else scores * self.blocks.factors(activation)
 
+    @torch.no_grad()
     def _refresh_scores(self) -> None:
-        with torch.no_grad():
-            self.gates.soft.copy_(self._soft_scores())
+        self._take(self._soft_scores())
+
+    @torch.no_grad()
+    def _take(self, scores: Tensor) -> None:
+        """Let the network feel scores, or the gates they make; the gradient of a gate is passed on to its score."""
+        self.values.copy_(scores)
+        if self.binary:
+            self.gates.soft.copy_(self.values >= self.threshold)
 
     def _chosen(self) -> Landing:
         """What the scores make of the gates now."""

@@ -66,10 +66,10 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
     return tallies, [t.detach().cpu() for t in model.state_dict().values()], pruner.plan()
 
 
-def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+def train(kind: type[Engine], device: str = "cpu", **more: Any) -> tuple[list[Tally], list[Tensor], Plan]:
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3, **more)
     data, engine = batches(device), kind(model, device, pruner)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.05))
     tallies = [engine.train_epoch(data, epoch, optimizer, [0.05, 0.04, 0.03], 0.1) for epoch in range(2)]
@@ -80,6 +80,11 @@ def train(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Te
         tallies.append(engine.train_epoch(data, 4, optimizer, [1e-3] * 3))
     tallies.append(engine.evaluate(data))
     return tallies, [p.detach().cpu() for p in model.parameters()], pruner.plan()
+
+
+def train_binary(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+    """Gates that are open or closed in score phases, too."""
+    return train(kind, device, binary=True, projection="free", speed=0.2)
 
 
 def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
@@ -105,7 +110,7 @@ def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally],
     return tallies, [t.detach().cpu() for t in held], pruner.plan()
 
 
-WAYS = [train, train_with_everything, train_jointly]
+WAYS = [train, train_binary, train_with_everything, train_jointly]
 
 
 @pytest.mark.parametrize("way", WAYS)

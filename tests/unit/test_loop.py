@@ -312,6 +312,7 @@ EVERYTHING: dict[str, Any] = {
     "scores__balance": "cost",
     "scores__blocks": True,
     "scores__activation": "sigmoid",
+    "scores__binary": True,
     "scores__freeze_norms": False,
     "budget__macs": 0.7,
     "budget__steer": True,

@@ -21,6 +21,7 @@ from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import run
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training.recipe import Recipe
 
 ASKED: dict[str, Any] = {"budget": {"macs": 0.5}, "dense_control": False}
 
@@ -66,8 +67,11 @@ def test_it_keeps_the_filters_that_the_method_ranks_highest_in_the_dense_stage(f
             assert scores[name][list(kept)].min() > max((scores[name][f] for f in gone), default=0.0)
 
 
-# In the dense stage, as it ends, in the fine-tuning; and between the cycles of a soft one.
-@pytest.mark.parametrize(("method", "epoch"), [("taylor", 1), ("taylor", 2), ("taylor", 8), ("sfp", 4), ("sfp", 8)])
+# In the dense stage, as it ends, in the fine-tuning; and within and between the cycles.
+STOPPED = [("taylor", 1), ("taylor", 2), ("taylor", 8), ("sfp", 4), ("sfp", 8), ("dmc", 4), ("dmc", 5)]
+
+
+@pytest.mark.parametrize(("method", "epoch"), STOPPED)
 def test_killed_it_ends_with_the_same_bits(
     method: str, epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +119,29 @@ def test_soft_filters_are_emptied_epoch_by_epoch_and_may_come_back(
     assert [r["macs"] == dense for r in found] == [True] * (own.warmup + soft) + [False] * own.finetune
     assert result.summary["pruned"]["macs"] <= 0.5 * dense and result.summary["cut_error"] <= 1e-12
     assert "After every epoch of the cycles filters are emptied" in (result.folder / "report.html").read_text()
+
+
+def test_gates_that_are_learned_open_or_closed(tmp_path: Path) -> None:
+    result = ranked_run(tmp_path / "run", "dmc")
+    own = small_recipe().phases
+    found, scored = records(result), 2 * (own.score + own.weights)
+    lengths = {"warmup": own.warmup, "score": scored, "finetune": own.finetune}
+    assert [r["phase"] for r in found] == [kind for kind, epochs in lengths.items() for _ in range(epochs)]
+    assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
+    resolved = Recipe.load(result.folder / "recipe.toml")
+    assert resolved.scores.binary and resolved.scores.projection == "free" and resolved.budget.steer
+    lines = [json.loads(line) for line in (result.folder / "scores.jsonl").read_text().splitlines()]
+    values = {score for line in lines for held in line["scores"].values() for score in held}
+    assert len(values) > 10  # what is behind the gates goes on from there
+    page = (result.folder / "report.html").read_text()
+    assert "filters chosen by dmc" in page and "come out of the scores" in page
+    run = read_run(result.folder)
+    assert [(s.kind, s.epochs) for s in run.schedule] == [
+        ("warmup", 2),
+        ("score", 3),
+        ("score", 3),
+        ("finetune", 2),
+    ]
 
 
 def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:

@@ -238,6 +238,28 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
             torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
 
 
+def test_binary_gates_pass_their_gradient_on_to_the_scores_behind_them() -> None:
+    torch.manual_seed(0)
+    model = network()
+    pruner = Pruner(model, IMAGES, binary=True, projection="free", speed=0.4, penalty=0.0)
+    seen = []
+    with pruner.scoring():
+        for _ in range(16):
+            soft, scores = pruner.gates.soft, torch.cat(list(pruner.scores().values()))
+            assert torch.equal(soft.detach(), (scores >= 0.5).to(soft.dtype))
+            seen.append(scores)
+            # Pushed down, then pulled up again: gates that are closed hear their gradient too.
+            (soft.sum() * (1.0 if len(seen) < 3 else -1.0) + 0 * model(IMAGES).sum()).backward()
+            pruner.step()
+    scores = torch.stack([*seen, torch.cat(list(pruner.scores().values()))])
+    assert (scores[0] == 1).all() and (scores[1] < 1).all() and (scores[2] < 0.5).all()
+    assert (scores[-1] > 0.5).all() and pruner.gates.soft.min() == 1
+    again = Pruner(network(), IMAGES, binary=True, projection="free", speed=0.4)
+    again.load_state_dict(pruner.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again.scores().values(), pruner.scores().values(), strict=True))
+    assert torch.equal(again.gates.soft, pruner.gates.soft)
+
+
 def test_a_gated_model_compiles_whole_and_follows_its_gates() -> None:
     model = network().eval()
     pruner = Pruner(model, IMAGES)

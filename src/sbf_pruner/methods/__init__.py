@@ -7,7 +7,9 @@ of them, so that a command that names one need not wait for torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 OWN = "sbf"  # scores that are learned: what this package is about
 
@@ -26,6 +28,13 @@ class Method:
     """how many it looks at"""
     soft: bool = False
     """Does it empty filters after every epoch of the cycles, which may come back?  Else it judges once."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """what it sets in a recipe, if it learns scores in a way of its own; the weights stand still in all cycles"""
+
+    @property
+    def learned(self) -> bool:
+        """Are scores learned, instead of judged?"""
+        return bool(self.settings)
 
 
 def judged_by(name: str) -> str:
@@ -50,5 +59,16 @@ METHODS = {
     "pfp": Method("contribution.largest_part", "its part in what the next layers make", across=True, images=128),
     "taylor": Method("loss.first_order", "the change of the loss, to the first order", across=True, images=2048),
     "ccp": Method("loss.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
+    "dmc": Method(
+        "",
+        "a gate that is learned open or closed, straight through",
+        across=True,
+        settings={
+            "scores.projection": "free",
+            "scores.binary": True,
+            "scores.balance": "cost",
+            "budget.steer": True,
+        },
+    ),
     "random": Method("weights.chance", "chance"),
 }

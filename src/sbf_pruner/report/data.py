@@ -85,8 +85,8 @@ class Run:
     @property
     def method(self) -> str | None:
         """The method that chose the filters, where they did not earn scores."""
-        found = self.recipe.get("method", OWN)
-        return None if found == OWN else str(found)
+        found = str(self.recipe.get("method", OWN))
+        return None if found == OWN or (found in METHODS and METHODS[found].learned) else found
 
     @property
     def title(self) -> str:
@@ -129,13 +129,13 @@ def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
     lengths, joint = recipe["phases"], recipe.get("scores", {}).get("joint", False)
     cycles, tuned = lengths["cycles"], lengths["finetune"]
     method = recipe.get("method", OWN)
-    soft = method in METHODS and METHODS[method].soft
-    if method != OWN and not soft:
+    soft, learned = (method in METHODS and getattr(METHODS[method], kind) for kind in ("soft", "learned"))
+    if method != OWN and not soft and not learned:
         cycles, tuned = 0, tuned + cycles * (lengths["score"] + lengths["weights"])
     planned = [("warmup", 0, lengths["warmup"])]
     for cycle in range(1, cycles + 1):
-        if soft:
-            planned.append(("weights", cycle, lengths["score"] + lengths["weights"]))
+        if soft or learned:
+            planned.append(("weights" if soft else "score", cycle, lengths["score"] + lengths["weights"]))
         elif joint:
             planned.append(("joint", cycle, lengths["score"] + lengths["weights"]))
         else:

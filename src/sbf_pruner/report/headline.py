@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from ..budget.targets import MISSED
+from ..methods import OWN
 from .course import STAGES
 from .data import Run
 from .numbers import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
@@ -60,8 +61,8 @@ def _so_far(run: Run) -> str:
 def headline(run: Run) -> str:
     """The sentence and the cards."""
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
-    if run.method is not None:
-        facts.insert(1, f"filters chosen by {run.method}")
+    if (method := run.recipe.get("method", OWN)) != OWN:
+        facts.insert(1, f"filters chosen by {method}")
     state, progress, last = "finished", "", run.last
     if run.summary is not None:
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""

@@ -207,7 +207,7 @@ class _Dressed:
 
 def _score_tensors(pruner: Pruner) -> list[Tensor]:
     """What a step of the scores changes."""
-    return [*pruner.score_parameters, pruner.gates.soft]
+    return [*pruner.score_parameters, pruner.gates.soft, pruner.values]
 
 
 def _answers(teacher: Teacher, images: Tensor, dtype: torch.dtype) -> Tensor:

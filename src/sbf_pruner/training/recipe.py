@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Recipe(Section):
         default=OWN,
         metadata=about(
             "how filters are chosen: by scores that are learned, or by another method after the warm-up, which "
-            "leaves the epochs of the cycles to fine-tuning (sfp: after them); `sbf compare --help` names them",
+            "leaves the epochs of the cycles to fine-tuning (sfp, dmc: after them); `sbf compare --help` names them",
             choices=(OWN, *METHODS),
         ),
     )
@@ -92,6 +92,9 @@ class Recipe(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for key, value in (METHODS[self.method].settings if self.method in METHODS else {}).items():
+            section, _, name = key.partition(".")
+            object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
             raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
         if self.method != OWN and all(getattr(self.budget, limit.name) == 1 for limit in fields(Budget)):

@@ -64,8 +64,9 @@ def phases(recipe: Recipe) -> list[Phase]:
     if not is_scored(recipe) and not is_soft(recipe):
         cycles, tuned = 0, tuned + cycles * (lengths.score + lengths.weights)
     for cycle in range(1, cycles + 1):
-        if is_soft(recipe):
-            planned.append(("weights", cycle, lengths.score + lengths.weights))
+        if recipe.method != OWN:
+            kind: Kind = "weights" if is_soft(recipe) else "score"
+            planned.append((kind, cycle, lengths.score + lengths.weights))
         elif recipe.scores.joint:
             planned.append(("joint", cycle, lengths.score + lengths.weights))
         else:
@@ -84,7 +85,7 @@ def phases(recipe: Recipe) -> list[Phase]:
 
 def is_scored(recipe: Recipe) -> bool:
     """Are scores learned?  Else another method chooses filters, before fine-tuning."""
-    return recipe.method == OWN
+    return recipe.method == OWN or METHODS[recipe.method].learned
 
 
 def is_soft(recipe: Recipe) -> bool:

@@ -60,6 +60,7 @@ def attach(
         eps=scores.eps,
         threshold=scores.threshold,
         freeze_norms=scores.freeze_norms,
+        binary=scores.binary,
         guards=kept,
         budget=limits,
         steer=budget.steer,

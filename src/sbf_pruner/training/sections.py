@@ -177,6 +177,12 @@ class ScoresConfig(Section):
         default="leaky_exponential",
         metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
     )
+    binary: bool = field(
+        default=False,
+        metadata=about(
+            "gates are open or closed in score phases too, and their gradients go straight through to the scores"
+        ),
+    )
     blocks: bool = field(
         default=False,
         metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
