@@ -44,7 +44,7 @@ class Recipe(Section):
         default=OWN,
         metadata=about(
             "how filters are chosen: by scores that are learned, or by another method after the warm-up, which "
-            "leaves the epochs of the cycles to fine-tuning (sfp, dmc: after them); `sbf compare --help` names them",
+            "leaves the epochs of the cycles to fine-tuning (sfp, dmc: after these); see `sbf compare --help`",
             choices=(OWN, *METHODS),
         ),
     )
