@@ -22,7 +22,7 @@ WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 def compare(root: Path, *more: str) -> list[str]:
-    methods = ["--methods", "sbf,l1,taylor"]
+    methods = ["--methods", "sbf,taylor"]
     return ["compare", "digits", *WORDS, *methods, "--target", "macs=0.5", "--run", str(root), "--quiet", *more]
 
 
@@ -35,7 +35,7 @@ def hurried() -> Any:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three methods and two seeds, compared."""
+    """Two methods and two seeds, compared."""
     root = tmp_path_factory.mktemp("runs") / "compared"
     assert main(compare(root, "--seeds", "0,3")) == 0
     return root
@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_that_may_be_equal_is_equal(root: Path) -> None:
     result = json.loads((root / "comparison.json").read_text())
     runs = {(run["method"], run["seed"]): run for run in result["runs"]}
-    assert sorted(runs) == sorted((method, seed) for method in ("sbf", "l1", "taylor") for seed in (0, 3))
+    assert sorted(runs) == sorted((method, seed) for method in ("sbf", "taylor") for seed in (0, 3))
     assert {run["epochs"] for run in runs.values()} == {5} == {result["epochs"]}
     for (method, seed), run in runs.items():
         folder = root / f"{method}-seed{seed}"
@@ -58,7 +58,7 @@ def test_all_that_may_be_equal_is_equal(root: Path) -> None:
     means = [one["mean"] for one in result["methods"]]
     assert means == sorted(means, reverse=True)
     page = (root / "comparison.html").read_text()
-    assert "6 runs beside each other" in page and "digits-taylor, seed 3" in page
+    assert "4 runs beside each other" in page and "digits-taylor, seed 3" in page
 
 
 def test_what_is_there_is_not_trained_again(
@@ -68,8 +68,8 @@ def test_what_is_there_is_not_trained_again(
     assert main(compare(root, "--seeds", "0,3")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:6] == ["method", "accuracy", "parameters", "left", "MACs", "left"]
-    assert lines[1].startswith("dense ") and {line.split()[0] for line in lines[2:5]} == {"sbf", "l1", "taylor"}
-    assert lines[6] == "accuracy on the test images after the last of 5 epochs, mean ± deviation (seeds)"
+    assert lines[1].startswith("dense ") and {line.split()[0] for line in lines[2:4]} == {"sbf", "taylor"}
+    assert lines[5] == "accuracy on the test images after the last of 5 epochs, mean ± deviation (seeds)"
     assert main(compare(root, "--seeds", "0,3", "--json")) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((root / "comparison.json").read_text())
 
@@ -91,8 +91,8 @@ def test_stopped_it_goes_on_where_it_was(
     assert capsys.readouterr().err.startswith("sbf: stopped; go on with: sbf compare digits --set")
     assert not (tmp_path / "run/comparison.json").exists()
     assert main(compare(tmp_path / "run")) == 0
-    assert len(begun) == 4  # the first was finished
-    for method in ("sbf", "l1", "taylor"):
+    assert len(begun) == 3  # the first was finished
+    for method in ("sbf", "taylor"):
         one, other = (folder / f"{method}-seed0/model.safetensors" for folder in (root, tmp_path / "run"))
         assert one.read_bytes() == other.read_bytes()
 
