@@ -201,9 +201,12 @@ def test_methods_stand_in_the_order_of_their_means() -> None:
     machine = {"gpu": None, "cpu": "none", "threads": 1, "torch": "0"}
     origin = {"benchmark": "methods", "date": "2000-01-01", "environment": machine}
 
-    def run(method: str, share: float, accuracy: float, dense: float | None = None) -> dict[str, Any]:
+    def run(
+        method: str, share: float, accuracy: float, seed: int = 0, dense: float | None = None
+    ) -> dict[str, Any]:
         return {
             "method": method,
+            "seed": seed,
             "share": share,
             "accuracy": accuracy,
             "dense_accuracy": dense,
@@ -211,7 +214,8 @@ def test_methods_stand_in_the_order_of_their_means() -> None:
             "epochs": 7,
         }
 
-    runs = [run("l1", 0.5, 90.0, 95.0), run("l1", 0.5, 92.0, 97.0), run("chip", 0.5, 93.0), run("chip", 0.2, 92.0)]
+    runs = [run("l1", 0.5, 90.0, 0, 95.0), run("l1", 0.5, 92.0, 1, 97.0), run("chip", 0.5, 93.0)]
+    runs.append(run("chip", 0.2, 92.0, 1, 97.0))
     lines = methods({**origin, "runs": runs}).splitlines()
     assert "7 epochs" in lines[0] and "the dense control has 96.00 ± 1.41 (2)" in lines[0]
     assert lines[2] == "| method | 50 % of the MACs | parameters left | 20 % of the MACs | parameters left |"
