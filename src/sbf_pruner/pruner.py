@@ -226,7 +226,7 @@ class Pruner:
         self._check_attached()
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
-        values = {name: torch.as_tensor(given).detach().double().cpu() for name, given in scores.items()}
+        values = {name: _numbers(given) for name, given in scores.items()}
         if wrong := sorted(values.keys() ^ self.gates.spans.keys()):
             raise PruningError(f"scores are wanted for exactly the layers that can be pruned; look at {wrong[0]}")
         for name, span in self.gates.spans.items():
@@ -235,10 +235,16 @@ class Pruner:
                     f"{name}: {span.stop - span.start} finite scores are wanted, one for each filter"
                 )
         flat = torch.cat([values[name] for name in self.gates.spans])
+        tiny = torch.finfo(flat.dtype).tiny
+        flat = flat / flat.abs().max().clamp_min(tiny)
         flat = flat - flat.min().clamp_max(0)  # where limits are weighed against each other, scores are divided
+        flat = flat / flat.max().clamp_min(tiny)
+        # As they came: what is held is of single precision, in which neighbours may become equal.
+        parts = {name: flat[span].numpy() for name, span in self.gates.spans.items()}
+        landing = self.aim.choose(parts, progress=self.progress)
         with torch.no_grad():
-            self.gates.soft.copy_(flat / flat.max().clamp_min(torch.finfo(flat.dtype).tiny))
-        self.land()
+            self.gates.soft.copy_(flat)
+        self._hold(landing.masks)
 
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""
@@ -333,6 +339,12 @@ class Pruner:
             raise PruningError("this pruner was detached; make a new one")
         if self.gates.soft.device != next(self.model.parameters()).device:
             raise PruningError("the model was moved to another device; move it first, then make the pruner")
+
+
+def _numbers(given: Tensor | NDArray[np.floating]) -> Tensor:
+    """Scores from elsewhere, here and in double precision."""
+    found = given.detach() if isinstance(given, Tensor) else torch.from_numpy(np.array(given, np.float64))
+    return found.double().cpu()
 
 
 def _nothing() -> None:

@@ -42,16 +42,17 @@ def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
     random = np.random.default_rng(subject.seed)
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def see(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            inputs = _batched(module, args[0] if args else named["input"])
             for _ in range(_POSITIONS):
-                part = part_of_each(*_met(module, args[0].detach(), random))
+                part = part_of_each(*_met(module, inputs, random))
                 found[name] = torch.maximum(found[name], part) if name in found else part
 
         return see
 
     asked = [(name, m) for name, m in subject.model.named_modules() if isinstance(m, _ConvNd | nn.Linear)]
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in asked]
+    hooks = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in asked]
     try:
         subject.look()
     finally:
@@ -71,6 +72,12 @@ def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
     """
     added = torch.einsum("ngck,gock->ngoc", inputs, weight).abs()
     return (added / added.sum(3, keepdim=True).clamp_min(torch.finfo(added.dtype).tiny)).amax((0, 2)).flatten()
+
+
+def _batched(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What a layer reads, behind a dimension of samples also where there was only one without it."""
+    least = 2 if isinstance(module, nn.Linear) else 2 + len(module.kernel_size)  # type: ignore[arg-type]
+    return inputs.detach().unsqueeze(0) if inputs.dim() < least else inputs.detach()
 
 
 def _met(module: nn.Module, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -220,9 +220,9 @@ class Run:
 
     def _ranked(self, network: nn.Module) -> Scores:
         """What the recipe's method says of a network now."""
-        method = METHODS[self.recipe.method]
-        images = shown(self.feed.train.epoch(self.done), method.images)
-        return ranked(method, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
+        name = self.recipe.method
+        images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
+        return ranked(name, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
