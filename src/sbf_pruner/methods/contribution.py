@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .origins import NOBODY, read_filters
-from .subject import Scores, Subject
+from .subject import Scores, Subject, pieces
 
 _POSITIONS = 8  # in the maps of each batch
 
@@ -32,7 +32,8 @@ def largest_part(subject: Subject) -> Scores:
         for node, numbers in read_filters(subject.graph, name):
             if node.layer in parts:
                 mine = numbers != NOBODY
-                np.maximum.at(largest, numbers[mine], parts[node.layer][mine])
+                with np.errstate(invalid="ignore"):  # what is not finite is told by whoever asked
+                    np.maximum.at(largest, numbers[mine], parts[node.layer][mine])
         found[name] = np.where(np.isinf(largest), 1.0, largest)
     return found
 
@@ -70,8 +71,12 @@ def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
     >>> part_of_each(torch.tensor([[[[1.0], [-3.0]]]]), torch.tensor([[[[1.0], [1.0]], [[6.0], [2.0]]]]))
     tensor([0.5000, 0.7500])
     """
-    added = torch.einsum("ngck,gock->ngoc", inputs, weight).abs()
-    return (added / added.sum(3, keepdim=True).clamp_min(torch.finfo(added.dtype).tiny)).amax((0, 2)).flatten()
+    tiny = torch.finfo(inputs.dtype).tiny
+    found = []
+    for part in pieces(inputs, weight[..., 0].numel()):
+        added = torch.einsum("ngck,gock->ngoc", part, weight).abs()
+        found.append((added / added.sum(3, keepdim=True).clamp_min(tiny)).amax((0, 2)).flatten())
+    return torch.stack(found).amax(0)
 
 
 def _batched(module: nn.Module, inputs: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ A method and a `Subject` enter; a score for each filter leaves, the higher the b
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from torch import Tensor
 from ..errors import PruningError
 from . import METHODS
 from .subject import Batch, Scores, Subject
+
+REHEARSED = 2  # images
 
 
 def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
@@ -54,16 +57,31 @@ def ranked(name: str, subject: Subject) -> Scores:
         if not np.isfinite(values).all():
             raise PruningError(
                 f"method {name}: what it makes of {layer} is not finite; look whether the network's weights and "
-                f"outputs still are, or choose another method"
+                "outputs still are, or choose another method"
             )
     return scores if METHODS[name].across else {layer: _places(values) for layer, values in scores.items()}
+
+
+def rehearse(name: str, subject: Subject) -> None:
+    """Raise the PruningError now that a method would raise of this network when its time has come."""
+    ranked(name, subject)
+    if METHODS[name].soft:
+        with _named(name):
+            subject.check_stored()
 
 
 def _judged(name: str, subject: Subject) -> Scores:
     file, _, function = METHODS[name].judge.partition(".")
     judge: Callable[[Subject], Scores] = getattr(importlib.import_module(f".{file}", __package__), function)
-    try:
+    with _named(name):
         return judge(subject)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Whatever goes wrong while it is open becomes a sentence that names the method."""
+    try:
+        yield
     except PruningError as error:
         raise PruningError(f"method {name}: {error}; choose another method") from error
     except Exception as error:  # a user's network may fail in any way

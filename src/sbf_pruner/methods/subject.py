@@ -26,6 +26,7 @@ from ..inputs import call, map_tensors
 
 Batch = tuple[Any, Tensor]  # images, or all that the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
+AT_ONCE = 2**25  # numbers that are made of images at a time: large maps would fill the memory
 See = Callable[[str, Tensor], None]  # a layer, and what it gives
 
 
@@ -44,15 +45,18 @@ class Subject:
         weight = self._by_group(name, self._used(name))
         return weight.reshape(self.graph.layers[name].filters, -1).double()
 
+    def check_stored(self) -> None:
+        """Raise a PruningError where a weight is no parameter itself: without one, weight_norm divides by zero."""
+        for name, layer in self.graph.layers.items():
+            if not layer.nodes[0].stored:
+                raise PruningError(
+                    f"the weight of {name} is computed from others, so its filters cannot be emptied"
+                )
+
     @torch.no_grad()
     def empty(self, keep: Mapping[str, Mask]) -> None:
         """Set the weights of all filters but these to zero, where they are; they may grow again."""
-        for name in keep:
-            if not self.graph.layers[name].nodes[0].stored:
-                raise PruningError(
-                    f"the weight of {name} is computed from others, so its filters cannot be emptied; choose a "
-                    "method that judges once, such as l2"
-                )
+        self.check_stored()
         for name, mask in keep.items():
             weight = self._by_group(name, self._stored(name))
             kept = torch.from_numpy(mask.copy()).to(weight).view(*weight.shape[:2])
@@ -136,6 +140,15 @@ class Subject:
             for name, first in calls.items():  # a layer that is called twice has two parts in the loss
                 found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
         return {name: torch.cat(held).double() for name, held in found.items() if held}
+
+
+def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:
+    """Samples in as few parts as may be, where `each` makes so many numbers.
+
+    >>> [len(part) for part in pieces(torch.zeros(5), AT_ONCE // 2)]
+    [2, 2, 1]
+    """
+    yield from inputs.split(max(AT_ONCE // each, 1))
 
 
 def _followed(inputs: Tensor) -> Tensor:
