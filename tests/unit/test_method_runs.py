@@ -117,6 +117,13 @@ def test_soft_filters_are_emptied_epoch_by_epoch_and_may_come_back(
     assert "After every epoch of the cycles filters are emptied" in (result.folder / "report.html").read_text()
 
 
+def test_a_soft_method_without_cycles_is_cut_at_once(tmp_path: Path) -> None:
+    own = {"warmup": 1, "cycles": 0, "finetune": 1}
+    found = {name: ranked_run(tmp_path / name, name, changes={"phases": own}) for name in ("sfp", "l2")}
+    assert found["sfp"].plan == found["l2"].plan
+    assert "go at once, when the warm-up is over." in (found["sfp"].folder / "report.html").read_text()
+
+
 def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:
     other = ranked_run(tmp_path / "fpgm", "fpgm", dense_from=first.folder)
     alone = ranked_run(tmp_path / "alone", "fpgm")
@@ -131,6 +138,7 @@ def test_a_network_that_comes_trained_is_cut_at_once(tmp_path: Path) -> None:
         changes={"phases": {"warmup": 0, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}},
     )
     assert {r["phase"] for r in records(result)} == {"finetune"}
+    assert "The filters go at once, before the first epoch." in (result.folder / "report.html").read_text()
     assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
 
 
@@ -146,7 +154,11 @@ def test_report_and_terminal_say_who_chose(first: Result) -> None:
     assert f"They were chosen by {told}, the same part of every layer" in page
     assert f"No scores are learned: filters are chosen by {told}." in page
     assert "The filters go at once, when the warm-up is over." in page and "filters chosen by l1" in page
-    assert "come out of the scores" not in page and "<b>cycles</b>" not in page
+    assert (
+        "a phase of scores ends, and this run has none" in page
+        and "come out of the scores" not in page
+        and "<b>cycles</b>" not in page
+    )
     assert any(f", chosen by {told}" in line for line in summary_lines(first.summary, "runs/l1"))
     run = read_run(first.folder)
     assert [(s.kind, s.epochs) for s in run.schedule] == [("warmup", 2), ("finetune", EPOCHS - 2)]

@@ -19,6 +19,7 @@ from sbf_pruner.methods.contribution import largest_part
 from sbf_pruner.methods.loss import first_order, pairs
 from sbf_pruner.methods.maps import lost_without, rank
 from sbf_pruner.methods.origins import NOBODY, read_filters
+from sbf_pruner.methods.propagation import _absolute as absolute_copy
 from sbf_pruner.methods.propagation import infinite_selection, propagated
 from sbf_pruner.methods.ranking import ranked, rehearse
 from sbf_pruner.methods.subject import Subject
@@ -327,6 +328,26 @@ def test_no_activation_bends_what_is_propagated() -> None:
     assert {name: values.shape for name, values in (found or {}).items()} == {
         n: v.shape for n, v in expected.items()
     }
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As torchvision and timm have it: for maps, whose channels come second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("norm", [LayerNorm2d(5), nn.GroupNorm(1, 5), nn.InstanceNorm2d(5, affine=True)])
+def test_norms_only_scale_what_is_propagated(norm: nn.Module) -> None:
+    net = chain()
+    net[1] = norm.double()
+    with torch.no_grad():
+        norm.weight[:] = scales = torch.tensor([0.0, 1.0, -2.0, 3.0, 4.0])
+        norm.bias.fill_(5.0)
+    maps = torch.rand(2, 5, 7, 7, dtype=torch.float64)
+    torch.testing.assert_close(absolute_copy(net)[1](maps), maps * scales.abs()[:, None, None])
+    assert propagated(subject_of(net, IMAGES))["3"].all()
+    assert torch.equal(norm.weight, scales)
 
 
 def test_equal_features_share_their_rank() -> None:

@@ -157,6 +157,9 @@ def _absolute(model: nn.Module) -> nn.Module:
 def _scaled(module: nn.Module, inputs: Tensor) -> Tensor:
     """What a norm that would take the mean away does beside that."""
     weight: Tensor | None = getattr(module, "weight", None)
-    if weight is None or isinstance(module, nn.LayerNorm):
-        return inputs if weight is None else inputs * weight
+    if weight is None:
+        return inputs
+    # Many a network has a LayerNorm of its own that works on maps, where channels come second.
+    if type(module).forward is nn.LayerNorm.forward or inputs.shape[1] != weight.numel():
+        return inputs * weight
     return inputs * weight.view(-1, *[1] * (inputs.dim() - 2))
