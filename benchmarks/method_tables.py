@@ -23,7 +23,9 @@ def methods(result: dict[str, Any] | None) -> str:
     shares = sorted({run["share"] for run in runs}, reverse=True)
     heads = [f"{100 * share:g} % of the MACs | parameters left" for share in shares]
     lines = [f"| method | {' | '.join(heads)} |", "|---" * (1 + 2 * len(shares)) + "|"]
-    dense = [{"accuracy": run["dense_accuracy"]} for run in runs if run["dense_accuracy"] is not None]
+    # The control of a seed is the same network whatever size is asked for.
+    controls = {run["seed"]: run["dense_accuracy"] for run in runs if run["dense_accuracy"] is not None}
+    dense = [{"accuracy": accuracy} for accuracy in controls.values()]
     groups = {name: [run for run in runs if run["method"] == name] for name in sorted({r["method"] for r in runs})}
     for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
         cells = [_cells([run for run in group if run["share"] == share]) for share in shares]

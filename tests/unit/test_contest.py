@@ -133,6 +133,8 @@ def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: P
     ):
         enter(other, ["chip", "sbf"], [0], root)
     assert not list(tmp_path.iterdir()) and not (root / "chip-seed0").exists()
+    with pytest.raises(RunError, match=r"comparison.json is a file; name a folder for the runs"):
+        enter(other, ["chip", "sbf"], [0], root / "comparison.json")
 
 
 WRONG = {

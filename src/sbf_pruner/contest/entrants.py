@@ -67,6 +67,8 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
     >>> [(one.method, one.recipe.seed, one.dense_from and one.dense_from.name) for one in found]
     [('sbf', 0, None), ('l1', 0, 'sbf-seed0'), ('sbf', 1, None), ('l1', 1, 'sbf-seed1')]
     """
+    if root.exists() and not root.is_dir():
+        raise RunError(f"{root} is a file; name a folder for the runs (--run)")
     entrants: list[Entrant] = []
     for seed in seeds:
         folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
