@@ -413,6 +413,8 @@ def test_scores_below_zero_and_of_any_size_keep_their_order() -> None:
     for factor in (1e-30, 1.0, 1e30):
         pruner.rank({"0": factor * np.array([-5.0, 3, -4, 2, -3, 1, -2, -1])})
         assert pruner.plan().keep["0"] == (1, 3, 5, 7)
+    pruner.rank({"0": torch.tensor([9.0, 1, 8, 2, 7, 3, 6, 4], requires_grad=True)})
+    assert pruner.plan().keep["0"] == (0, 2, 4, 6)
     close = -1e6 + 1e-6 * np.array([5.0, 1, 6, 2, 7, 3, 8, 4])  # single precision would not tell them apart
     pruner.rank({"0": np.append(close[:-1], 1e6)})
     assert pruner.plan().keep["0"] == (2, 4, 6, 7)

@@ -38,4 +38,4 @@ def comparable(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np
 
 
 def _doubles(given: Tensor | NDArray[np.floating]) -> NDArray[np.floating]:
-    return np.array(given.detach().double().cpu() if isinstance(given, Tensor) else given, np.float64)
+    return np.array(given.detach().double().cpu().numpy() if isinstance(given, Tensor) else given, np.float64)
