@@ -204,6 +204,7 @@ def test_methods_stand_in_the_order_of_their_means() -> None:
     def run(method: str, share: float, accuracy: float, dense: float | None = None) -> dict[str, Any]:
         return {
             "method": method,
+            "seed": accuracy,
             "share": share,
             "accuracy": accuracy,
             "dense_accuracy": dense,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import PruningError
@@ -149,7 +150,7 @@ def _absolute(model: nn.Module) -> nn.Module:
             if name.rpartition(".")[2] == "running_mean":
                 buffer.zero_()
     for module in mirror.modules():
-        if isinstance(module, _CENTRING):
+        if isinstance(module, _CENTRING) or (isinstance(module, _NormBase) and module.running_var is None):
             module.forward = partial(_scaled, module)  # type: ignore[method-assign]
     return mirror
 
