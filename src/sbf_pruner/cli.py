@@ -124,13 +124,13 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     recipe = load_recipe(known_recipe(arguments.recipe), [*_aimed(arguments.target), *arguments.set])
 
-    from .contest import enter, leave, standings
+    from .contest import check_methods, enter, leave, standings
     from .terminal.contest import contest_lines
     from .terminal.progress import progress, told
     from .training.schedule import total_epochs
 
     root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
-    entrants = enter(recipe, methods, seeds, root)
+    check_methods(entrants := enter(recipe, methods, seeds, root))
     try:
         for place, entrant in enumerate(entrants, 1):
             _teller(arguments)(f"run {place} of {len(entrants)}: {entrant.folder.path}")

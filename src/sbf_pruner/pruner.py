@@ -8,7 +8,7 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
+from .scoring.elsewhere import Given, comparable
 from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze_model
 from .scoring.gates import Gates
@@ -221,7 +222,7 @@ class Pruner:
         self.graph.check_connected(masks)
         self._hold(masks)
 
-    def rank(self, scores: Mapping[str, Tensor | NDArray[np.floating]]) -> None:
+    def rank(self, scores: Given) -> None:
         """Take scores from elsewhere, one for each filter, the higher the better, and set the gates from them.
 
         They say which filters go first; how many go is the budget's to say.
@@ -229,18 +230,11 @@ class Pruner:
         self._check_attached()
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
-        values = {name: torch.as_tensor(given).detach().double().cpu() for name, given in scores.items()}
-        if wrong := sorted(values.keys() ^ self.gates.spans.keys()):
-            raise PruningError(f"scores are wanted for exactly the layers that can be pruned; look at {wrong[0]}")
-        for name, span in self.gates.spans.items():
-            if values[name].shape != (span.stop - span.start,) or not values[name].isfinite().all():
-                raise PruningError(
-                    f"{name}: {span.stop - span.start} finite scores are wanted, one for each filter"
-                )
-        flat = torch.cat([values[name] for name in self.gates.spans])
-        flat = flat - flat.min().clamp_max(0)  # where limits are weighed against each other, scores are divided
-        self._take(flat / flat.max().clamp_min(torch.finfo(flat.dtype).tiny))
-        self.land()
+        values = comparable(scores, {name: layer.filters for name, layer in self.graph.layers.items()})
+        # As they came: what is held is of single precision, in which neighbours may become equal.
+        landing = self.aim.choose(values, progress=self.progress)
+        self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
+        self._hold(landing.masks)
 
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""

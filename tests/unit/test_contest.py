@@ -18,6 +18,7 @@ SETTINGS = [
     *("data.name=synthetic", "data.samples=64", "data.image_size=8", "data.channels=1", "data.batch_size=16"),
     *("model.num_classes=4", "phases.warmup=1", "phases.cycles=1", "phases.finetune=1", "scores.lr=1e-3"),
 ]
+AIMED = ["budget.macs=0.5", "budget.steer=true", "scores.balance=cost"]  # what --target macs=0.5 stands for
 WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
@@ -97,14 +98,43 @@ def test_stopped_it_goes_on_where_it_was(
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_methods_may_be_added_and_named_in_another_order(root: Path) -> None:
+    recipe = load_recipe("digits", [*SETTINGS, *AIMED])
+    found = enter(recipe, ["chip", "taylor", "sbf"], [0, 7], root)
+    assert [(one.folder.path.name, one.dense_from and one.dense_from.name) for one in found] == [
+        *(("sbf-seed0", None), ("chip-seed0", "sbf-seed0"), ("taylor-seed0", "sbf-seed0")),
+        *(("chip-seed7", None), ("taylor-seed7", "chip-seed7"), ("sbf-seed7", "chip-seed7")),
+    ]
+    assert [one.recipe.dense_control for one in found] == [True, False, False] * 2
+
+
+def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lame(subject: Any) -> Any:
+        raise ZeroDivisionError("no such thing")
+
+    monkeypatch.setattr("sbf_pruner.methods.loss.first_order", lame)
+    assert main(compare(tmp_path / "run")) == 2
+    assert capsys.readouterr().err == (
+        "sbf: method taylor cannot look at this network (ZeroDivisionError: no such thing); choose one that judges "
+        "by weights alone, such as l1\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: Path) -> None:
     recipe = load_recipe("digits", SETTINGS)
     with pytest.raises(RecipeError, match="method: l1 tells which filters go first"):
         enter(recipe, ["sbf", "l1"], [0], tmp_path)
     other = load_recipe("digits", [*SETTINGS, "budget.macs=0.3"])
-    with pytest.raises(RunError, match=r"sbf-seed0 was run with .* resume it as it is"):
+    with pytest.raises(
+        RunError, match=r"sbf-seed0 was run with .* resume it as it is.*\(in a comparison: remove .*sbf-seed0"
+    ):
         enter(other, ["chip", "sbf"], [0], root)
     assert not list(tmp_path.iterdir()) and not (root / "chip-seed0").exists()
+    with pytest.raises(RunError, match=r"comparison.json is a file; name a folder for the runs"):
+        enter(other, ["chip", "sbf"], [0], root / "comparison.json")
 
 
 WRONG = {

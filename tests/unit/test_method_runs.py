@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runs import EPOCHS, Small, small_recipe
-from sbf_pruner.errors import RecipeError
+from sbf_pruner.errors import PruningError, RecipeError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.methods.subject import Subject
 from sbf_pruner.methods.weights import absolute
@@ -144,6 +144,13 @@ def test_gates_that_are_learned_open_or_closed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_soft_method_without_cycles_is_cut_at_once(tmp_path: Path) -> None:
+    own = {"warmup": 1, "cycles": 0, "finetune": 1}
+    found = {name: ranked_run(tmp_path / name, name, changes={"phases": own}) for name in ("sfp", "l2")}
+    assert found["sfp"].plan == found["l2"].plan
+    assert "go at once, when the warm-up is over." in (found["sfp"].folder / "report.html").read_text()
+
+
 def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:
     other = ranked_run(tmp_path / "fpgm", "fpgm", dense_from=first.folder)
     alone = ranked_run(tmp_path / "alone", "fpgm")
@@ -152,8 +159,13 @@ def test_methods_share_a_dense_stage(first: Result, tmp_path: Path) -> None:
 
 
 def test_a_network_that_comes_trained_is_cut_at_once(tmp_path: Path) -> None:
-    result = ranked_run(tmp_path / "run", "l2", changes={"phases": {"warmup": 0, "finetune": 1}})
+    result = ranked_run(
+        tmp_path / "run",
+        "l2",
+        changes={"phases": {"warmup": 0, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}},
+    )
     assert {r["phase"] for r in records(result)} == {"finetune"}
+    assert "The filters go at once, before the first epoch." in (result.folder / "report.html").read_text()
     assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
 
 
@@ -169,10 +181,23 @@ def test_report_and_terminal_say_who_chose(first: Result) -> None:
     assert f"They were chosen by {told}, the same part of every layer" in page
     assert f"No scores are learned: filters are chosen by {told}." in page
     assert "The filters go at once, when the warm-up is over." in page and "filters chosen by l1" in page
-    assert "come out of the scores" not in page and "<b>cycles</b>" not in page
+    assert (
+        "a phase of scores ends, and this run has none" in page
+        and "come out of the scores" not in page
+        and "<b>cycles</b>" not in page
+    )
     assert any(f", chosen by {told}" in line for line in summary_lines(first.summary, "runs/l1"))
     run = read_run(first.folder)
     assert [(s.kind, s.epochs) for s in run.schedule] == [("warmup", 2), ("finetune", EPOCHS - 2)]
+
+
+def test_a_method_that_cannot_judge_the_network_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    plain = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 4)
+    )
+    with pytest.raises(PruningError, match=r"^method slimming: no layer has a norm with scales behind it; choose"):
+        fit(plain, small_recipe(method="slimming", **ASKED), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_size_it_is_refused() -> None:

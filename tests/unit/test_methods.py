@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError
-from sbf_pruner.methods import METHODS, Method
+from sbf_pruner.inputs import call
+from sbf_pruner.methods import METHODS
 from sbf_pruner.methods.contribution import largest_part
 from sbf_pruner.methods.loss import first_order, pairs
 from sbf_pruner.methods.maps import lost_without, rank
 from sbf_pruner.methods.origins import NOBODY, read_filters
+from sbf_pruner.methods.propagation import _absolute as absolute_copy
 from sbf_pruner.methods.propagation import infinite_selection, propagated
-from sbf_pruner.methods.ranking import ranked
+from sbf_pruner.methods.ranking import ranked, rehearse
 from sbf_pruner.methods.subject import Subject
 from sbf_pruner.methods.weights import absolute, distance, euclidean, norm_scale
 from zoo import ZOO, fresh_inputs
@@ -113,18 +115,33 @@ def nuclear(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix).sum(-1)
 
 
+def check_lost(rows: Tensor) -> None:
+    found = lost_without(rows)
+    for number in range(rows.shape[1]):
+        without = rows.clone()
+        without[:, number] = 0
+        expected = nuclear(rows) - nuclear(without)
+        torch.testing.assert_close(found[:, number], expected, rtol=1e-6, atol=1e-7 * float(nuclear(rows).max()))
+
+
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16), (8, 8), (5, 1), (1, 5), (48, 49)])
 def test_what_goes_with_a_row_of_a_matrix(shape: tuple[int, int]) -> None:
     rows = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).relu()
     rows[1, 0] = rows[1, -1]  # two alike
     rows[2, 0] = 0
-    found = lost_without(rows)
-    for number in range(shape[0]):
-        without = rows.clone()
-        without[:, number] = 0
-        expected = nuclear(rows) - nuclear(without)
-        torch.testing.assert_close(found[:, number], expected, rtol=1e-4, atol=1e-4 * float(nuclear(rows).max()))
+    check_lost(rows)
     assert torch.equal(lost_without(torch.zeros(1, 3, 4)), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e160])
+def test_what_goes_with_a_row_of_a_hard_matrix(size: float) -> None:
+    torch.manual_seed(0)
+    wide, tall = torch.randn(20, 50, dtype=torch.float64), torch.randn(50, 20, dtype=torch.float64)
+    spread = 10 ** torch.linspace(-6, 6, 20, dtype=torch.float64)
+    some = torch.rand(20, 1, dtype=torch.float64) @ torch.rand(1, 50, dtype=torch.float64)  # of rank 1
+    for hard in (wide * spread[:, None], tall * spread, wide[:4].repeat(5, 1), some, torch.ones_like(some)):
+        check_lost(size * hard[None])
+    assert lost_without((wide * 0).index_fill(0, torch.tensor([3]), size)[None])[0].count_nonzero() == 1
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------
@@ -246,8 +263,8 @@ def test_every_method_lands_on_the_size_asked_for_and_leaves_the_network_alone(k
     subject = Subject(model, graph, [(images, labels)])
     whole = sbf.measure(model, images).macs
     plans = {}
-    for name, method in JUDGED.items():
-        scores = ranked(method, subject)
+    for name in JUDGED:
+        scores = ranked(name, subject)
         assert {layer: values.shape for layer, values in scores.items()} == {
             layer: (held.filters,) for layer, held in graph.layers.items()
         }
@@ -263,6 +280,119 @@ def test_every_method_lands_on_the_size_asked_for_and_leaves_the_network_alone(k
     assert any(a != b for a, b in itertools.pairwise(plans.values()))
 
 
+HARD = ["TwoInputs", "DictInput", "NestedInput", "MultiOutput", "AuxiliaryHead", "KeywordCalls", "DynamicWeight"]
+HARD += [
+    "NoNorm",
+    "LayerNorm",
+    "Linear3d",
+    "WeightNorm",
+    "WeightNormHook",
+    "SharedModule",
+    "BareParameter",
+    "Unused",
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", HARD)
+def test_a_method_judges_every_filter_or_says_in_a_sentence_why_not(kind: str) -> None:
+    model, inputs = ZOO[kind]()
+    inputs = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
+    graph = sbf.trace(model.eval(), inputs)
+    outputs, refused = call(model, inputs), set()
+    outputs = outputs if isinstance(outputs, Tensor) else outputs[0]
+    labels = torch.zeros(outputs.shape[:1] + outputs.shape[2:], dtype=torch.int64)
+    for name, method in JUDGED.items():
+        try:
+            scores = ranked(name, Subject(model, graph, [(inputs, labels)]))
+        except PruningError as error:
+            assert str(error).startswith(f"method {name}") and str(error).endswith("; choose another method")
+            refused.add(name)
+            continue
+        assert {layer: len(values) for layer, values in scores.items()} == {
+            layer: held.filters for layer, held in graph.layers.items()
+        }
+        assert not method.across or any(values.any() for values in scores.values())
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert refused <= ({"taylor", "ccp"} if kind == "MultiOutput" else {"slimming"})
+
+
+def test_no_activation_bends_what_is_propagated() -> None:
+    net, other = chain(), chain()
+    net[2], net[4] = nn.ReLU6(), nn.Tanh()
+    expected, found = propagated(subject_of(other, IMAGES)), None
+    for scale in (1.0, 1e9):
+        with torch.no_grad():
+            net[0].weight *= scale  # which a norm undoes but for a factor that all filters share
+        found = propagated(subject_of(net, IMAGES))
+        assert all(values.all() for values in found.values())
+    assert {name: values.shape for name, values in (found or {}).items()} == {
+        n: v.shape for n, v in expected.items()
+    }
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As torchvision and timm have it: for maps, whose channels come second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("norm", [LayerNorm2d(5), nn.GroupNorm(1, 5), nn.InstanceNorm2d(5, affine=True)])
+def test_norms_only_scale_what_is_propagated(norm: nn.Module) -> None:
+    net = chain()
+    net[1] = norm.double()
+    with torch.no_grad():
+        norm.weight[:] = scales = torch.tensor([0.0, 1.0, -2.0, 3.0, 4.0])
+        norm.bias.fill_(5.0)
+    maps = torch.rand(2, 5, 7, 7, dtype=torch.float64)
+    torch.testing.assert_close(absolute_copy(net)[1](maps), maps * scales.abs()[:, None, None])
+    assert propagated(subject_of(net, IMAGES))["3"].all()
+    assert torch.equal(norm.weight, scales)
+
+
+def test_equal_features_share_their_rank() -> None:
+    torch.manual_seed(0)
+    dead = torch.zeros(40, 2, dtype=torch.float64)
+    live = torch.rand(40, 3, dtype=torch.float64)
+    importance = infinite_selection(torch.cat([dead, live], 1))
+    assert importance[0] == pytest.approx(float(importance[1])) and importance[:2].max() < importance[2:].min()
+    shuffled = torch.cat([dead, live], 1)[torch.randperm(40)]
+    torch.testing.assert_close(infinite_selection(shuffled), importance)  # the order of images says nothing
+
+
+def test_a_weight_that_is_made_of_others_is_judged_as_it_is_used() -> None:
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3))
+    net = nn.Sequential(conv, nn.ReLU(), nn.Conv2d(6, 2, 1)).eval()
+    with torch.no_grad():
+        conv.parametrizations.weight.original0 *= torch.arange(1.0, 7)[:, None, None, None]
+    subject = Subject(net, sbf.trace(net, torch.zeros(1, 3, 8, 8)), [])
+    assert euclidean(subject)["0"] == pytest.approx(conv.weight.detach().double().flatten(1).norm(dim=1).numpy())
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(PruningError, match=r"^method sfp: the weight of 0 is computed from others.*choose another"):
+        rehearse("sfp", subject)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_weights_that_are_not_finite_are_said_to_be_so() -> None:
+    net = chain()
+    subject = subject_of(net, IMAGES, LABELS)
+    with torch.no_grad():
+        net[0].weight[2] = torch.nan
+    for name in JUDGED.keys() - {"random", "slimming"}:
+        with pytest.raises(PruningError, match=f"^method {name}[: ].*; (choose|look)"):
+            ranked(name, subject)
+
+
+def test_large_layers_are_judged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = subject_of(chain(), IMAGES, LABELS)
+    whole = {name: ranked(name, subject) for name in ("pfp", "chip", "hrank")}
+    monkeypatch.setattr("sbf_pruner.methods.subject.AT_ONCE", 300)
+    for name, expected in whole.items():
+        found = ranked(name, subject)
+        assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())
+
+
 def _hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks, *module._forward_pre_hooks]
 
@@ -271,7 +401,7 @@ def test_where_filters_are_compared_within_layers_all_layers_lose_the_same_part(
     net = nn.Sequential(nn.Conv2d(3, 40, 1), nn.ReLU(), nn.Conv2d(40, 20, 1), nn.ReLU(), nn.Conv2d(20, 2, 1))
     images = torch.rand(2, 3, 4, 4)
     pruner = sbf.Pruner(net, images, budget=sbf.Budget(macs=0.3))
-    pruner.rank(ranked(METHODS["l1"], Subject(net, pruner.graph, [])))
+    pruner.rank(ranked("l1", Subject(net, pruner.graph, [])))
     kept = {name: len(filters) for name, filters in pruner.plan().keep.items()}
     assert kept["0"] / 40 == pytest.approx(kept["2"] / 20, abs=0.06) and kept["0"] < 24
     largest = absolute(Subject(net, pruner.graph, []))["0"].argsort()[-kept["0"] :]
@@ -284,6 +414,13 @@ def test_scores_below_zero_and_of_any_size_keep_their_order() -> None:
     for factor in (1e-30, 1.0, 1e30):
         pruner.rank({"0": factor * np.array([-5.0, 3, -4, 2, -3, 1, -2, -1])})
         assert pruner.plan().keep["0"] == (1, 3, 5, 7)
+    pruner.rank({"0": torch.tensor([9.0, 1, 8, 2, 7, 3, 6, 4], requires_grad=True)})
+    assert pruner.plan().keep["0"] == (0, 2, 4, 6)
+    close = -1e6 + 1e-6 * np.array([5.0, 1, 6, 2, 7, 3, 8, 4])  # single precision would not tell them apart
+    pruner.rank({"0": np.append(close[:-1], 1e6)})
+    assert pruner.plan().keep["0"] == (2, 4, 6, 7)
+    pruner.rank({"0": 1e307 * np.array([-10.0, 3, 2, 1, 10, 0, 0, 4])[::-1]})
+    assert pruner.plan().keep["0"] == (0, 3, 5, 6)
 
 
 REFUSED = {
@@ -302,10 +439,10 @@ def test_scores_that_do_not_fit_are_refused_and_change_nothing(case: str) -> Non
     pruner = sbf.Pruner(net, torch.rand(2, 3, 4, 4), budget=sbf.Budget(macs=macs) if macs else None)
     with pytest.raises(PruningError, match=message):
         pruner.rank(scores)
-    assert pruner.alive() == (8, 8)
+    assert pruner.alive() == (8, 8) and pruner.scores()["0"].tolist() == [1.0] * 8
 
 
 def test_a_layer_that_is_never_called_is_worth_nothing() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
     subject = Subject(net.eval(), sbf.trace(net, torch.zeros(1, 3, 4, 4)), [])
-    assert ranked(Method("maps.rank", "", across=True), subject)["0"].tolist() == [0.0] * 8
+    assert ranked("taylor", subject)["0"].tolist() == [0.0] * 8

@@ -6,15 +6,26 @@ before the first one starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from ..errors import RecipeError, RunError
+from ..graph.build import trace
+from ..methods import OWN
+from ..methods.ranking import REHEARSED, rehearse, shown
+from ..methods.subject import Subject
+from ..training.data import load_data
+from ..training.feed import Feed
 from ..training.finished import build_dense
 from ..training.folder import RunFolder
 from ..training.loop import Result, fit
-from ..training.recipe import Recipe
+from ..training.recipe import Recipe, load_recipe
 from ..training.run import Report
+from ..training.start import check_fit
 
 
 @dataclass(frozen=True)
@@ -32,18 +43,21 @@ class Entrant:
 
     def run(self, report: Report | None = None) -> Result:
         """Run it, or what is left of it."""
-        return fit(
-            build_dense(self.recipe),
-            self.recipe,
-            run=self.folder.path,
-            resume=self.folder.begun,
-            dense_from=self.dense_from,
-            report=report,
-        )
+        with _no_force(self.folder):
+            return fit(
+                build_dense(self.recipe),
+                self.recipe,
+                run=self.folder.path,
+                resume=self.folder.begun,
+                dense_from=self.dense_from,
+                report=report,
+            )
 
 
 def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
     """All runs, those of a seed one after another: the first of them trains what they share.
+
+    Where one of them was begun as such by an earlier comparison, it stays the first.
 
     >>> import tempfile
     >>> from ..training.recipe import load_recipe
@@ -53,15 +67,55 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
     >>> [(one.method, one.recipe.seed, one.dense_from and one.dense_from.name) for one in found]
     [('sbf', 0, None), ('l1', 0, 'sbf-seed0'), ('sbf', 1, None), ('l1', 1, 'sbf-seed1')]
     """
+    if root.exists() and not root.is_dir():
+        raise RunError(f"{root} is a file; name a folder for the runs (--run)")
     entrants: list[Entrant] = []
     for seed in seeds:
-        shared: Path | None = None
-        for method in methods:
+        folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
+        first = next((m for m in methods if _leads(folders[m], recipe.dense_control)), methods[0])
+        for method in (first, *(method for method in methods if method != first)):
             # The dense control of a seed is the same whoever prunes: it is trained once.
-            control = recipe.dense_control and shared is None
+            control = recipe.dense_control and method == first
             own = replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
-            folder = RunFolder(root / f"{method}-seed{seed}")
-            folder.check(own, resume=folder.begun, force=False)
-            entrants.append(Entrant(own, folder, shared if recipe.phases.warmup else None))
-            shared = shared or folder.path
+            folder = folders[method]
+            with _no_force(folder):
+                folder.check(own, resume=folder.begun, force=False)
+            shared = folders[first].path if recipe.phases.warmup and method != first else None
+            entrants.append(Entrant(own, folder, shared))
     return entrants
+
+
+def check_methods(entrants: Sequence[Entrant]) -> None:
+    """Raise a PruningError if one of the methods to come cannot judge the network: before any has trained."""
+    names = sorted({one.method for one in entrants if one.method != OWN and not one.folder.begun})
+    if not names:
+        return
+    recipe = entrants[0].recipe
+    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+    images = shown(Feed(recipe, data, torch.device("cpu")).train.epoch(0), REHEARSED)
+    model = build_dense(recipe)
+    check_fit(model, images[0][0], data)
+    graph = trace(model, images[0][0], recipe.guards.ignore)
+    for name in names:
+        rehearse(name, Subject(model, graph, images))
+
+
+def _leads(folder: RunFolder, control: bool) -> bool:
+    """Is it a run that others may have taken their dense stage from?"""
+    if not folder.begun:
+        return False
+    try:
+        return load_recipe(folder.recipe).dense_control == control
+    except RecipeError:  # which is said when the folder is looked at more closely
+        return False
+
+
+@contextmanager
+def _no_force(folder: RunFolder) -> Iterator[None]:
+    """What is wrong with a folder is told with a remedy that a comparison has."""
+    try:
+        yield
+    except RunError as error:
+        if "--force" not in str(error):
+            raise
+        raise RunError(f"{error} (in a comparison: remove {folder.path}, or compare in another folder)") from error

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .origins import NOBODY, read_filters
-from .subject import Scores, Subject
+from .subject import Scores, Subject, pieces
 
 _POSITIONS = 8  # in the maps of each batch
 
@@ -32,7 +32,8 @@ def largest_part(subject: Subject) -> Scores:
         for node, numbers in read_filters(subject.graph, name):
             if node.layer in parts:
                 mine = numbers != NOBODY
-                np.maximum.at(largest, numbers[mine], parts[node.layer][mine])
+                with np.errstate(invalid="ignore"):  # what is not finite is told by whoever asked
+                    np.maximum.at(largest, numbers[mine], parts[node.layer][mine])
         found[name] = np.where(np.isinf(largest), 1.0, largest)
     return found
 
@@ -42,16 +43,17 @@ def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
     random = np.random.default_rng(subject.seed)
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def see(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            inputs = _batched(module, args[0] if args else named["input"])
             for _ in range(_POSITIONS):
-                part = part_of_each(*_met(module, args[0].detach(), random))
+                part = part_of_each(*_met(module, inputs, random))
                 found[name] = torch.maximum(found[name], part) if name in found else part
 
         return see
 
     asked = [(name, m) for name, m in subject.model.named_modules() if isinstance(m, _ConvNd | nn.Linear)]
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in asked]
+    hooks = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in asked]
     try:
         subject.look()
     finally:
@@ -69,8 +71,18 @@ def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
     >>> part_of_each(torch.tensor([[[[1.0], [-3.0]]]]), torch.tensor([[[[1.0], [1.0]], [[6.0], [2.0]]]]))
     tensor([0.5000, 0.7500])
     """
-    added = torch.einsum("ngck,gock->ngoc", inputs, weight).abs()
-    return (added / added.sum(3, keepdim=True).clamp_min(torch.finfo(added.dtype).tiny)).amax((0, 2)).flatten()
+    tiny = torch.finfo(inputs.dtype).tiny
+    found = []
+    for part in pieces(inputs, weight[..., 0].numel()):
+        added = torch.einsum("ngck,gock->ngoc", part, weight).abs()
+        found.append((added / added.sum(3, keepdim=True).clamp_min(tiny)).amax((0, 2)).flatten())
+    return torch.stack(found).amax(0)
+
+
+def _batched(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What a layer reads, behind a dimension of samples also where there was only one without it."""
+    least = 2 if isinstance(module, nn.Linear) else 2 + len(module.kernel_size)  # type: ignore[arg-type]
+    return inputs.detach().unsqueeze(0) if inputs.dim() < least else inputs.detach()
 
 
 def _met(module: nn.Module, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -2,30 +2,38 @@
 
 A `Subject` enters; a score for each filter leaves.  The last features are ranked by infinite feature selection
 (Roffo et al., 2015).  A neuron is then as important as those that read it, each times the absolute weight between
-them: which is the gradient of a network with absolute weights, no biases and positive inputs, where activations
-such as ReLU let everything pass.  That network is made, and asked.
+them: which is the gradient of a network with absolute weights and no biases at inputs just above 0, where every
+activation lets them pass, ReLU6 and tanh too, and norms only scale.  That network is made, and asked.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import PruningError
+from ..inputs import call, map_tensors, real_copy
 from .origins import readers
 from .subject import Scores, Subject
 
 _MIXING = 0.5  # of the deviation of two features against how little they go together
 _REACH = 0.9  # of the largest factor with which the sum over all paths is finite
+_ABOVE = 1e-150  # an input that no activation bends, however deep
+_CENTRING = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def propagated(subject: Subject) -> Scores:
     """The importance of each filter, as a part of its layer's mean: depth alone changes the size."""
-    last = readers(subject.graph)[-1].layer
-    importance = infinite_selection(_features(subject, last))
+    last, features = _last_features(subject)
+    importance = infinite_selection(features)
     model = _absolute(subject.model)
     found: dict[str, Tensor] = {}
 
@@ -33,18 +41,18 @@ def propagated(subject: Subject) -> Scores:
         def add(slope: Tensor) -> None:
             found[name] = found.get(name, 0) + subject.per_filter(name, slope).sum(0).abs()
 
-        given.register_hook(add)
+        if given.requires_grad:  # else it does not depend on the images
+            given.register_hook(add)
 
-    images = subject.batches[0][0][:1]
-    mirror = Subject(model, subject.graph, subject.batches)
-    with mirror.watched(see), torch.enable_grad():
-        kept: list[Tensor] = []
-        hook = model.get_submodule(last).register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-        model(torch.ones_like(images, dtype=torch.float64).requires_grad_())
-        hook.remove()
-        (_pooled(kept[0]) * importance).sum().backward()
+    images = map_tensors(subject.batches[0][0], _barely)
+    mirror, kept = Subject(model, subject.graph, subject.batches), []
+    with mirror.watched(see), torch.enable_grad(), _read_by(model, [last], lambda _, inputs: kept.append(inputs)):
+        call(model, images)
+        (_by_channel(model, last, kept[-1]) * importance).sum().backward()
     if not all(bool(values.isfinite().all()) for values in found.values()):
-        raise PruningError("method nisp: the network is too deep for its weights to be multiplied; choose another")
+        raise PruningError("the network is too deep for its weights to be multiplied")
+    if not any(bool(values.any()) for values in found.values()):
+        raise PruningError(f"what {last} reads depends on no filter where weights are absolute")
     tiny = torch.finfo(torch.float64).tiny
     return {name: (values / values.mean().clamp_min(tiny)).cpu().numpy() for name, values in found.items()}
 
@@ -56,38 +64,83 @@ def infinite_selection(features: Tensor) -> Tensor:
     >>> infinite_selection(torch.stack([wide, steady, wide.square()], 1).double()).argmin()
     tensor(1)
     """
-    deviation = features.std(0)
-    deviation = deviation / deviation.max().clamp_min(torch.finfo(deviation.dtype).tiny)
-    ranks = features.argsort(0).argsort(0).double()
-    alike = torch.corrcoef(ranks.T).nan_to_num(0.0).abs().view(len(deviation), -1)
+    tiny = torch.finfo(features.dtype).tiny
+    deviation = features.std(0, correction=0)
+    deviation = deviation / deviation.max().clamp_min(tiny)
+    alike = torch.corrcoef(_ranks(features.T)).view(len(deviation), -1).abs()
+    alike = alike.nan_to_num(1.0)  # one that never changes tells nothing that others do not
     joined = _MIXING * torch.maximum(deviation[:, None], deviation) + (1 - _MIXING) * (1 - alike)
-    radius = torch.linalg.eigvals(joined).abs().max().clamp_min(torch.finfo(deviation.dtype).tiny)
+    radius = torch.linalg.eigvalsh(joined).abs().max().clamp_min(tiny)
     one = torch.eye(len(joined), dtype=joined.dtype, device=joined.device)
-    return (torch.linalg.inv(one - _REACH / radius * joined) - one).sum(1)
+    return torch.linalg.solve(one - _REACH / radius * joined, torch.ones_like(deviation)) - 1
 
 
-def _features(subject: Subject, last: str) -> Tensor:
-    """What the last layer reads, images by channels."""
-    kept: list[Tensor] = []
+def _ranks(rows: Tensor) -> Tensor:
+    """The place of each number in its row; those that are equal share theirs, as the zeros behind a ReLU are.
 
-    def see(module: nn.Module, args: Any) -> None:
-        kept.append(_pooled(args[0]).double())
+    >>> _ranks(torch.tensor([[3.0, 0.0, 0.0, 5.0]]))
+    tensor([[2.5000, 1.0000, 1.0000, 3.5000]], dtype=torch.float64)
+    """
+    rows = rows.contiguous()
+    ordered = rows.sort(1).values
+    first, behind = (torch.searchsorted(ordered, rows, right=right) for right in (False, True))
+    return (first + behind).double() / 2
 
-    hook = subject.model.get_submodule(last).register_forward_pre_hook(see)
-    try:
+
+def _last_features(subject: Subject) -> tuple[str, Tensor]:
+    """The last layer that the network calls, and what it reads: images by channels."""
+    names = [node.layer for node in readers(subject.graph)]
+    kept: dict[str, list[Tensor]] = defaultdict(list)
+
+    def see(name: str, inputs: Tensor) -> None:
+        kept[name].append(_by_channel(subject.model, name, inputs).double())
+
+    with _read_by(subject.model, names, see):
         subject.look()
+    # A head that is there for training alone is not called now.
+    last = next((name for name in reversed(names) if name in kept), None)
+    if last is None:
+        raise PruningError("no convolution or linear layer is called as a module, so there are no last features")
+    return last, torch.cat(kept[last])
+
+
+@contextmanager
+def _read_by(model: nn.Module, names: Sequence[str], see: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """While it is open, what these layers read is shown, where they are modules."""
+    modules = dict(model.named_modules())
+
+    def watch(name: str) -> RemovableHandle:
+        def show(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            see(name, args[0] if args else named["input"])
+
+        return modules[name].register_forward_pre_hook(show, with_kwargs=True)
+
+    hooks = [watch(name) for name in dict.fromkeys(names) if name in modules]
+    try:
+        yield
     finally:
-        hook.remove()
-    return torch.cat(kept)
+        for hook in hooks:
+            hook.remove()
 
 
-def _pooled(inputs: Tensor) -> Tensor:
+def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
+    """The mean over all positions, samples by channels."""
+    if isinstance(model.get_submodule(name), nn.Linear):  # reads the last dimension
+        inputs = inputs.movedim(-1, 1) if inputs.dim() > 2 else inputs
     return inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs
 
 
+def _barely(inputs: Tensor) -> Tensor:
+    """Of one sample, inputs just above 0; whole numbers as they are."""
+    inputs = inputs[:1]
+    if not inputs.is_floating_point():
+        return inputs
+    return torch.full_like(inputs, _ABOVE, dtype=torch.float64).requires_grad_()
+
+
 def _absolute(model: nn.Module) -> nn.Module:
-    """A copy with absolute weights and scales, and nothing that is added."""
-    mirror = copy.deepcopy(model).double().eval()
+    """A copy with absolute weights and scales, nothing that is added, and norms that scale alone."""
+    mirror = real_copy(model).double().eval()
     with torch.no_grad():
         for name, parameter in mirror.named_parameters():
             parameter.requires_grad_(False).abs_()
@@ -96,4 +149,18 @@ def _absolute(model: nn.Module) -> nn.Module:
         for name, buffer in mirror.named_buffers():
             if name.rpartition(".")[2] == "running_mean":
                 buffer.zero_()
+    for module in mirror.modules():
+        if isinstance(module, _CENTRING) or (isinstance(module, _NormBase) and module.running_var is None):
+            module.forward = partial(_scaled, module)  # type: ignore[method-assign]
     return mirror
+
+
+def _scaled(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What a norm that would take the mean away does beside that."""
+    weight: Tensor | None = getattr(module, "weight", None)
+    if weight is None:
+        return inputs
+    # Many a network has a LayerNorm of its own that works on maps, where channels come second.
+    if type(module).forward is nn.LayerNorm.forward or inputs.shape[1] != weight.numel():
+        return inputs * weight
+    return inputs * weight.view(-1, *[1] * (inputs.dim() - 2))

@@ -6,14 +6,18 @@ A method and a `Subject` enter; a score for each filter leaves, the higher the b
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import Method
+from ..errors import PruningError
+from . import METHODS
 from .subject import Batch, Scores, Subject
+
+REHEARSED = 2  # images
 
 
 def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
@@ -32,29 +36,62 @@ def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
     return found
 
 
-def ranked(method: Method, subject: Subject) -> Scores:
-    """The scores of a method, as it compares them.
+def ranked(name: str, subject: Subject) -> Scores:
+    """The scores of a method, as it compares them; a PruningError where it cannot judge this network.
 
     Where a method compares within layers, a score becomes the filter's place among those of its layer, from just
     above 0 to 1: whatever is below some level is then the same part of every layer.
 
     >>> import torch
     >>> from torch import nn
-    >>> from . import METHODS
     >>> from ..graph.build import trace
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 2, 1))
     >>> _ = nn.init.constant_(net[0].weight, 1.0)
     >>> net[0].weight.data[2] = 0.5
-    >>> subject = Subject(net.eval(), trace(net, torch.zeros(1, 1, 4, 4)), [])
-    >>> ranked(METHODS["l1"], subject)["0"].tolist()
+    >>> ranked("l1", Subject(net.eval(), trace(net, torch.zeros(1, 1, 4, 4)), []))["0"].tolist()
     [1.0, 0.75, 0.25, 0.5]
     """
-    file, _, name = method.judge.partition(".")
-    judge: Callable[[Subject], Scores] = getattr(importlib.import_module(f".{file}", __package__), name)
-    judged = judge(subject)
-    nothing = {name: np.zeros(layer.filters) for name, layer in subject.graph.layers.items()}
-    scores = {name: judged.get(name, none) for name, none in nothing.items()}  # not called: worth nothing
-    return scores if method.across else {name: _places(values) for name, values in scores.items()}
+    nothing = {layer: np.zeros(held.filters) for layer, held in subject.graph.layers.items()}
+    scores = nothing | _judged(name, subject)  # not called: worth nothing
+    for layer, values in scores.items():
+        if not np.isfinite(values).all():
+            raise PruningError(
+                f"method {name}: what it makes of {layer} is not finite; look whether the network's weights and "
+                "outputs still are, or choose another method"
+            )
+    return scores if METHODS[name].across else {layer: _places(values) for layer, values in scores.items()}
+
+
+def rehearse(name: str, subject: Subject) -> None:
+    """Raise the PruningError now that a method would raise of this network when its time has come."""
+    if METHODS[name].learned:
+        return
+    ranked(name, subject)
+    if METHODS[name].soft:
+        with _named(name):
+            subject.check_stored()
+
+
+def _judged(name: str, subject: Subject) -> Scores:
+    file, _, function = METHODS[name].judge.partition(".")
+    judge: Callable[[Subject], Scores] = getattr(importlib.import_module(f".{file}", __package__), function)
+    with _named(name):
+        return judge(subject)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Whatever goes wrong while it is open becomes a sentence that names the method."""
+    try:
+        yield
+    except PruningError as error:
+        raise PruningError(f"method {name}: {error}; choose another method") from error
+    except Exception as error:  # a user's network may fail in any way
+        cause = " ".join(str(error).split())
+        raise PruningError(
+            f"method {name} cannot look at this network ({type(error).__name__}: {cause}); choose one that judges "
+            "by weights alone, such as l1"
+        ) from error
 
 
 def _places(values: NDArray[np.floating]) -> NDArray[np.floating]:

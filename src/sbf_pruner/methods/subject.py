@@ -17,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ..errors import PruningError
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask
+from ..inputs import call, map_tensors
 
-Batch = tuple[Tensor, Tensor]  # images and labels
+Batch = tuple[Any, Tensor]  # images, or all that the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
+AT_ONCE = 2**25  # numbers that are made of images at a time: large maps would fill the memory
 See = Callable[[str, Tensor], None]  # a layer, and what it gives
 
 
@@ -37,25 +41,46 @@ class Subject:
     seed: int = 0
 
     def rows(self, name: str) -> Tensor:
-        """The weights of a layer in double precision, one row for each filter."""
-        return self._by_group(name).reshape(self.graph.layers[name].filters, -1).double()
+        """The weights of a layer as it uses them, in double precision, one row for each filter."""
+        weight = self._by_group(name, self._used(name))
+        return weight.reshape(self.graph.layers[name].filters, -1).double()
+
+    def check_stored(self) -> None:
+        """Raise a PruningError where a weight is no parameter itself: without one, weight_norm divides by zero."""
+        for name, layer in self.graph.layers.items():
+            if not layer.nodes[0].stored:
+                raise PruningError(
+                    f"the weight of {name} is computed from others, so its filters cannot be emptied"
+                )
 
     @torch.no_grad()
     def empty(self, keep: Mapping[str, Mask]) -> None:
         """Set the weights of all filters but these to zero, where they are; they may grow again."""
+        self.check_stored()
         for name, mask in keep.items():
-            weight = self._by_group(name)
+            weight = self._by_group(name, self._stored(name))
             kept = torch.from_numpy(mask.copy()).to(weight).view(*weight.shape[:2])
             weight *= kept.view(*kept.shape, *[1] * (weight.dim() - 2))
 
-    def _by_group(self, name: str) -> Tensor:
-        """The stored weights of a layer, seen as groups, filters of the group, and the weights of each."""
-        layer = self.graph.layers[name]
+    def _stored(self, name: str) -> Tensor:
         held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
-        weight, groups = held[layer.weight].detach(), layer.groups
+        return held[self.graph.layers[name].weight].detach()
+
+    def _used(self, name: str) -> Tensor:
+        """The weight that a layer's module shows, where it makes one of what is stored (weight_norm); else that."""
+        stored, module = self._stored(name), dict(self.model.named_modules()).get(name)
+        if module is None or self.graph.layers[name].nodes[0].stored:
+            return stored
+        made = [hook for hook in module._forward_pre_hooks.values() if hasattr(hook, "compute_weight")]
+        used = made[0].compute_weight(module) if made else getattr(module, "weight", None)
+        return used.detach() if isinstance(used, Tensor) and used.shape == stored.shape else stored
+
+    def _by_group(self, name: str, weight: Tensor) -> Tensor:
+        """The weights of a layer, seen as groups, filters of the group, and the weights of each."""
+        layer = self.graph.layers[name]
         if layer.nodes[0].transposed:  # stored as inputs, then the filters of one group
-            return weight.unflatten(0, (groups, -1)).transpose(1, 2)
-        return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (groups, -1))
+            return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2)
+        return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (layer.groups, -1))
 
     @contextmanager
     def watched(self, see: See) -> Iterator[None]:
@@ -87,7 +112,7 @@ class Subject:
     def look(self) -> None:
         """Pass the images through the model, for hooks to see."""
         for images, _ in self.batches:
-            self.model(images)
+            call(self.model, images)
 
     def sensitivities(self) -> dict[str, Tensor]:
         """The derivative of each image's loss by a factor before each filter: images by filters, for every layer.
@@ -99,14 +124,37 @@ class Subject:
         def see(name: str, given: Tensor) -> None:
             # What comes behind may change it in place.
             value = given.detach().clone()
-            given.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
+            if given.requires_grad:  # else it does not depend on the images
+                given.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
 
         for images, labels in self.batches:
             calls = {name: len(held) for name, held in found.items()}
             with self.watched(see), torch.enable_grad():
-                # Whatever is frozen: a gradient of the images passes through all of the network.
-                outputs = self.model(images.detach().requires_grad_())
-                F.cross_entropy(outputs, labels, reduction="sum").backward()
+                # Whatever is frozen: a gradient of the images passes through all of it, and none stays behind.
+                images = map_tensors(images, _followed)
+                outputs = call(self.model, images)
+                if not isinstance(outputs, Tensor):
+                    raise PruningError("the network gives several outputs, and the loss needs logits alone")
+                loss = F.cross_entropy(outputs, labels, reduction="sum")
+                torch.autograd.grad(loss, [x for x in tree_leaves(images) if _slopes(x)], allow_unused=True)
             for name, first in calls.items():  # a layer that is called twice has two parts in the loss
                 found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
         return {name: torch.cat(held).double() for name, held in found.items() if held}
+
+
+def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:
+    """Samples in as few parts as may be, where `each` makes so many numbers.
+
+    >>> [len(part) for part in pieces(torch.zeros(5), AT_ONCE // 2)]
+    [2, 2, 1]
+    """
+    yield from inputs.split(max(AT_ONCE // each, 1))
+
+
+def _followed(inputs: Tensor) -> Tensor:
+    """The same, so that a gradient of it can be taken; of whole numbers there is none."""
+    return inputs.detach().requires_grad_() if inputs.is_floating_point() else inputs
+
+
+def _slopes(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad

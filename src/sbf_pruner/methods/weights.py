@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..errors import PruningError
 from .subject import Scores, Subject
 
 
@@ -36,7 +37,8 @@ def distance(subject: Subject) -> Scores:
 def norm_scale(subject: Subject) -> Scores:
     """The absolute scale of the norm behind a filter (network slimming: Liu et al., 2017).
 
-    A layer without such a norm cannot be judged so; its filters go when no others are left.
+    A layer without such a norm cannot be judged so; its filters go when no others are left.  A network that has
+    none at all is refused.
     """
     modules = dict(subject.model.named_modules())
     scales: Scores = {}
@@ -44,7 +46,9 @@ def norm_scale(subject: Subject) -> Scores:
         scale = getattr(modules[layer.site.module], "weight", None)
         if layer.site.kind == "affine" and scale is not None and scale.shape == (layer.filters,):
             scales[name] = scale.detach().abs().double().cpu().numpy()
-    beyond = max((float(values.max()) for values in scales.values()), default=0.0) + 1.0
+    if not scales:
+        raise PruningError("no layer has a norm with scales behind it")
+    beyond = max(float(values.max()) for values in scales.values()) + 1.0
     return {name: scales.get(name, np.full(layer.filters, beyond)) for name, layer in subject.graph.layers.items()}
 
 

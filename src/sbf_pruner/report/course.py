@@ -141,10 +141,11 @@ def _caption(run: Run) -> str:
     weights = "are trained with them" if joint else "stand still"
     if run.method is None:
         how = f"In the shaded phases the scores are trained and the weights {weights}."
-    elif run.method in METHODS and METHODS[run.method].soft:
+    elif run.method in METHODS and METHODS[run.method].soft and any(phase.cycle for phase in run.schedule):
         how = "After every epoch of the cycles filters are emptied, and may come back; at their end they go."
     else:
-        how = "The filters go at once, when the warm-up is over."
+        dense = any(phase.kind == "warmup" for phase in run.schedule)
+        how = f"The filters go at once, {'when the warm-up is over' if dense else 'before the first epoch'}."
     said = f"Epochs 1 to {run.epochs}. {how}"
     if run.control:
         said += " The dense control is another network, trained for as many epochs."

@@ -226,6 +226,8 @@ def _explain_missing(run: Run) -> None:
             said = "No residual block was measured: none has a branch that ends in a prunable layer."
         elif scored and not run.scores:
             said = f"{older}how blocks refine."
+        elif run.method is not None:
+            said = "How blocks refine is measured whenever a phase of scores ends, and this run has none."
         else:
             said = "How blocks refine is measured whenever a phase of scores ends, and none has ended yet."
         run.missing["refinement"] = said

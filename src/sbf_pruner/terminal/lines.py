@@ -46,7 +46,7 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     method = summary.get("method", OWN)  # older summaries do not say: there was only one
     by = "" if method == OWN else f", chosen by {told(method)}"
     lines.append(f"filters kept: {after:,} of {before:,}{by}")
-    if scored and before and before == after:
+    if scored and method == OWN and before and before == after:
         lines.append(
             "nothing was removed; ask for a size (--target macs=0.5), or raise scores.lr or scores.penalty"
         )

@@ -19,7 +19,7 @@ from torch import nn
 from ..environment import environment
 from ..export import save
 from ..methods import METHODS
-from ..methods.ranking import ranked, shown
+from ..methods.ranking import REHEARSED, ranked, rehearse, shown
 from ..methods.subject import Scores, Subject
 from ..pruner import Pruner
 from ..report import leave_report
@@ -87,6 +87,7 @@ class Run:
             self.given_accuracy = judge(engine, self.feed)[0].accuracy
         if stage is not None:  # before anything is written: it may be of another network
             self.networks.take_over(stage.weights)
+        self._check_method()
         self._check_timer()
         self.folder.begin(self.recipe)
         self.recording.begin()
@@ -196,6 +197,12 @@ class Run:
         if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
             self.networks.check_timer()
 
+    def _check_method(self) -> None:
+        """Can the recipe's method judge this network?  It is to be known before anything is trained."""
+        if not is_scored(self.recipe):
+            images = shown(self.feed.train.epoch(0), REHEARSED)
+            rehearse(self.recipe.method, Subject(self.networks.bare_copy(), self.networks.pruner.graph, images))
+
     def _keep_dense(self) -> None:
         """Write down the dense network, for other runs and for the later phases, if they learn from it."""
         weights = self.networks.dense.state_dict()
@@ -220,9 +227,9 @@ class Run:
 
     def _ranked(self, network: nn.Module) -> Scores:
         """What the recipe's method says of a network now."""
-        method = METHODS[self.recipe.method]
-        images = shown(self.feed.train.epoch(self.done), method.images)
-        return ranked(method, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
+        name = self.recipe.method
+        images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
+        return ranked(name, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
