@@ -7,9 +7,6 @@ and a small sample of images, and of positions in them, counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,22 +40,16 @@ def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
     random = np.random.default_rng(subject.seed)
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            inputs = _batched(module, args[0] if args else named["input"])
-            for _ in range(_POSITIONS):
-                part = part_of_each(*_met(module, inputs, random))
-                found[name] = torch.maximum(found[name], part) if name in found else part
+    asked = {name: m for name, m in subject.model.named_modules() if isinstance(m, _ConvNd | nn.Linear)}
 
-        return see
+    def see(name: str, inputs: Tensor) -> None:
+        inputs = _batched(asked[name], inputs)
+        for _ in range(_POSITIONS):
+            part = part_of_each(*_met(asked[name], inputs, random))
+            found[name] = torch.maximum(found[name], part) if name in found else part
 
-    asked = [(name, m) for name, m in subject.model.named_modules() if isinstance(m, _ConvNd | nn.Linear)]
-    hooks = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in asked]
-    try:
+    with subject.reading(list(asked), see):
         subject.look()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {name: part.cpu().numpy() for name, part in found.items()}
 
 

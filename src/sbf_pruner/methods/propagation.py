@@ -9,15 +9,11 @@ activation lets them pass, ReLU6 and tanh too, and norms only scale.  That netwo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import PruningError
 from ..inputs import call, map_tensors, real_copy
@@ -46,7 +42,7 @@ def propagated(subject: Subject) -> Scores:
 
     images = map_tensors(subject.batches[0][0], _barely)
     mirror, kept = Subject(model, subject.graph, subject.batches), []
-    with mirror.watched(see), torch.enable_grad(), _read_by(model, [last], lambda _, inputs: kept.append(inputs)):
+    with mirror.watched(see), mirror.reading([last], lambda _, inputs: kept.append(inputs)), torch.enable_grad():
         call(model, images)
         (_by_channel(model, last, kept[-1]) * importance).sum().backward()
     if not all(bool(values.isfinite().all()) for values in found.values()):
@@ -95,32 +91,13 @@ def _last_features(subject: Subject) -> tuple[str, Tensor]:
     def see(name: str, inputs: Tensor) -> None:
         kept[name].append(_by_channel(subject.model, name, inputs).double())
 
-    with _read_by(subject.model, names, see):
+    with subject.reading(names, see):
         subject.look()
     # A head that is there for training alone is not called now.
     last = next((name for name in reversed(names) if name in kept), None)
     if last is None:
         raise PruningError("no convolution or linear layer is called as a module, so there are no last features")
     return last, torch.cat(kept[last])
-
-
-@contextmanager
-def _read_by(model: nn.Module, names: Sequence[str], see: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """While it is open, what these layers read is shown, where they are modules."""
-    modules = dict(model.named_modules())
-
-    def watch(name: str) -> RemovableHandle:
-        def show(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            see(name, args[0] if args else named["input"])
-
-        return modules[name].register_forward_pre_hook(show, with_kwargs=True)
-
-    hooks = [watch(name) for name in dict.fromkeys(names) if name in modules]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:

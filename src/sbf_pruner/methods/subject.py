@@ -8,7 +8,7 @@ behind the norm, before an addition makes it one of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..inputs import call, map_tensors
 Batch = tuple[Any, Tensor]  # images, or all that the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
 AT_ONCE = 2**25  # numbers that are made of images at a time: large maps would fill the memory
-See = Callable[[str, Tensor], None]  # a layer, and what it gives
+See = Callable[[str, Tensor], object]  # a layer, and what it gives or reads
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,30 @@ class Subject:
 
     @contextmanager
     def watched(self, see: See) -> Iterator[None]:
-        """While it is open, every call of a layer is shown."""
+        """While it is open, what every layer gives is shown, call by call."""
         modules = dict(self.model.named_modules())
-        hooks = []
-        for name, layer in self.graph.layers.items():
+        with ExitStack() as hooks:
+            for name, layer in self.graph.layers.items():
 
-            def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> None:
-                see(name, given)
+                def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> None:
+                    see(name, given)
 
-            hooks.append(modules[layer.site.module].register_forward_hook(show))
-        try:
+                hooks.enter_context(modules[layer.site.module].register_forward_hook(show))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    @contextmanager
+    def reading(self, names: Sequence[str], see: See) -> Iterator[None]:
+        """While it is open, what these layers read is shown, call by call, where they are modules."""
+        modules = dict(self.model.named_modules())
+        with ExitStack() as hooks:
+            for name in dict.fromkeys(names):
+
+                def show(module: nn.Module, args: Any, named: dict[str, Any], name: str = name) -> None:
+                    see(name, args[0] if args else named["input"])
+
+                if name in modules:
+                    hooks.enter_context(modules[name].register_forward_pre_hook(show, with_kwargs=True))
+            yield
 
     def upright(self, name: str, given: Tensor) -> Tensor:
         """What a layer gives with its filters in the second dimension, behind the samples."""
