@@ -59,6 +59,10 @@ def test_all_that_may_be_equal_is_equal(root: Path) -> None:
     means = [one["mean"] for one in result["methods"]]
     assert means == sorted(means, reverse=True)
     page = (root / "comparison.html").read_text()
+    for one in result["methods"]:
+        cells = (f"digits-{one['method']}", "2", f"{one['mean']:.2f} %", f"{one['deviation']:.2f}")
+        first, *rest = (f">{cell}</t" for cell in cells)
+        assert first in page and "<td" + "d><td".join(rest) in page
     assert "4 runs beside each other" in page and "digits-taylor, seed 3" in page
 
 

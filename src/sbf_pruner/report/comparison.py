@@ -16,6 +16,7 @@ from .data import Run
 from .kept import bars, numbers
 from .numbers import DASH, change, count, milliseconds, percent, short, tiny
 from .page import HEADLINE, figure_parts, page
+from .seeds import over_seeds
 from .settings import spelled
 from .timed import found, where
 
@@ -39,6 +40,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     figures = [
         _against(entries, "macs", "multiply-accumulates"),
         _against(entries, "params", "parameters"),
+        *filter(None, [over_seeds(runs)]),
         _table(entries),
         *_kept(entries),
         _settings(entries),
