@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import tomllib
 from html.parser import HTMLParser
 from itertools import accumulate
 from pathlib import Path
@@ -16,11 +17,12 @@ import pytest
 from runs import EPOCHS, small_run
 from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
 from sbf_pruner.errors import RunError
+from sbf_pruner.phases import planned
 from sbf_pruner.report import leave_report, write_report
 from sbf_pruner.report.chart import Scale, Table
 from sbf_pruner.report.comparison import comparison_page
 from sbf_pruner.report.course import course
-from sbf_pruner.report.data import LayerKept, Run, read_run, schedule
+from sbf_pruner.report.data import LayerKept, Run, read_run
 from sbf_pruner.report.headline import headline, sentence
 from sbf_pruner.report.kept import kept
 from sbf_pruner.report.network import marked, network
@@ -184,7 +186,7 @@ def test_a_last_line_cut_short_does_not_count(folder: Path, tmp_path: Path) -> N
 def test_the_schedule_is_the_one_that_is_run(name: str, overrides: tuple[str, ...]) -> None:
     recipe = load_recipe(name, overrides)
     expected = [(p.kind, p.cycle, p.first_epoch, p.epochs) for p in phases(recipe)]
-    assert [(s.kind, s.cycle, s.first, s.epochs) for s in schedule(recipe.to_dict())] == expected
+    assert [(s.kind, s.cycle, s.first, s.epochs) for s in planned(tomllib.loads(recipe.to_toml()))] == expected
 
 
 def refused(match: str, folder: Path) -> None:

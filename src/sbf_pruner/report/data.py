@@ -17,22 +17,13 @@ from ..drawing.scene import Box, from_json
 from ..errors import RunError
 from ..files import read_lines
 from ..methods import METHODS, OWN, told
+from ..phases import Planned, planned
 from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
 Record = dict[str, Any]
 
 SCORED = ("score", "joint")  # the phases that train scores
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A phase: epochs in which the same thing is trained in the same way."""
-
-    kind: str  # "warmup", "score", "weights", "joint", "finetune" or "control"
-    cycle: int
-    first: int  # number of its first epoch, from 0
-    epochs: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Run:
     folder: Path
     name: str
     recipe: Record
-    schedule: list[Stretch]
+    schedule: list[Planned]
     records: list[Record] = field(default_factory=list)  # of the network that is pruned
     control: list[Record] = field(default_factory=list)
     summary: Record | None = None
@@ -101,7 +92,7 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
     """
     path = Path(folder)
     recipe = _recipe(path)
-    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, schedule(recipe))
+    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, planned(recipe))
     records = read_lines(path / "metrics.jsonl")
     run.records = [r for r in records if r["phase"] != "control"]
     run.control = [r for r in records if r["phase"] == "control"]
@@ -122,33 +113,6 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
     run.time = asked_time(path, recipe, run.summary)
     _explain_missing(run)
     return run
-
-
-def schedule(recipe: Mapping[str, Any]) -> list[Stretch]:
-    """The phases of a resolved recipe in order, as the run goes through them."""
-    lengths, joint = recipe["phases"], recipe.get("scores", {}).get("joint", False)
-    cycles, tuned = lengths["cycles"], lengths["finetune"]
-    method = recipe.get("method", OWN)
-    soft, learned = (method in METHODS and getattr(METHODS[method], kind) for kind in ("soft", "learned"))
-    if method != OWN and not soft and not learned:
-        cycles, tuned = 0, tuned + cycles * (lengths["score"] + lengths["weights"])
-    planned = [("warmup", 0, lengths["warmup"])]
-    for cycle in range(1, cycles + 1):
-        if soft or learned:
-            planned.append(("weights" if soft else "score", cycle, lengths["score"] + lengths["weights"]))
-        elif joint:
-            planned.append(("joint", cycle, lengths["score"] + lengths["weights"]))
-        else:
-            planned += [("score", cycle, lengths["score"]), ("weights", cycle, lengths["weights"])]
-    planned.append(("finetune", 0, tuned))
-    if recipe.get("dense_control"):
-        planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
-    found, first = [], 0
-    for kind, cycle, epochs in planned:
-        if epochs:
-            found.append(Stretch(kind, cycle, first, epochs))
-        first += epochs
-    return found
 
 
 def _recipe(path: Path) -> Record:

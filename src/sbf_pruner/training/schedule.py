@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from ..methods import METHODS, OWN
+from ..phases import Kind, planned
 from .recipe import Recipe
 from .sections import OptimizerConfig
-
-Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
 
 
 @dataclass(frozen=True)
@@ -50,37 +48,12 @@ class Phase:
 def phases(recipe: Recipe) -> list[Phase]:
     """The phases of a run in order; those without epochs are left out.
 
-    The control is trained for as many epochs as the pruned network in all its phases together.  Where another
-    method chooses filters, the epochs of the cycles are all of weights, if it needs them, or added to fine-tuning.
-
     >>> from .recipe import load_recipe
     >>> short = load_recipe("digits", ["phases.cycles=1"])
     >>> [phase.kind for phase in phases(short)]
     ['warmup', 'score', 'weights', 'finetune', 'control']
     """
-    lengths = recipe.phases
-    planned: list[tuple[Kind, int, int]] = [("warmup", 0, lengths.warmup)]
-    cycles, tuned = lengths.cycles, lengths.finetune
-    if not is_scored(recipe) and not is_soft(recipe):
-        cycles, tuned = 0, tuned + cycles * (lengths.score + lengths.weights)
-    for cycle in range(1, cycles + 1):
-        if recipe.method != OWN:
-            kind: Kind = "weights" if is_soft(recipe) else "score"
-            planned.append((kind, cycle, lengths.score + lengths.weights))
-        elif recipe.scores.joint:
-            planned.append(("joint", cycle, lengths.score + lengths.weights))
-        else:
-            planned += [("score", cycle, lengths.score), ("weights", cycle, lengths.weights)]
-    planned.append(("finetune", 0, tuned))
-    if recipe.dense_control:
-        planned.append(("control", 0, sum(epochs for _, _, epochs in planned)))
-    found: list[Phase] = []
-    first = 0
-    for kind, cycle, epochs in planned:
-        if epochs:
-            found.append(Phase(kind, cycle, epochs, first))
-        first += epochs
-    return found
+    return [Phase(*each) for each in planned(recipe.to_dict())]
 
 
 def is_scored(recipe: Recipe) -> bool:
