@@ -49,7 +49,7 @@ def choices(result: dict[str, Any] | None, jobs: Path = JOBS) -> str:
         f"Accuracy after the last epoch on {parts} of the training images, which were held out of training; mean ± "
         "deviation (number of seeds). Removed are parameters / MACs, in percent of the dense network.",
         "",
-        "| tried | ratio | validation accuracy | removed |",
+        "| tried | network | validation accuracy | removed |",
         "|---|---|---|---|",
         *rows,
     ]
@@ -59,9 +59,9 @@ def choices(result: dict[str, Any] | None, jobs: Path = JOBS) -> str:
 def _row(run: Run, group: Sequence[dict[str, Any]]) -> str:
     recipe = Recipe.load(run.recipe, run.overrides)
     kind = run.recipe.rpartition("-")[2]
-    ratio = f"{NETWORKS.get(recipe.model.name, recipe.model.name)}, {RATIOS.get(kind, kind)}"
+    network = f"{NETWORKS.get(recipe.model.name, recipe.model.name)}, {RATIOS.get(kind, kind)}"
     mark = "" if not group or is_of(group[0], run.recipe, run.overrides) else EARLIER
-    return f"| {told(run.overrides)}{mark} | {ratio} | {_figures(run.group, group)} |"
+    return f"| {told(run.overrides)}{mark} | {network} | {_figures(run.group, group)} |"
 
 
 def _figures(name: str, group: Sequence[dict[str, Any]]) -> str:
@@ -77,12 +77,16 @@ def told(overrides: Sequence[str]) -> str:
     'cutout 8 in the dense stage and fine-tuning, no teacher'
     >>> told(["warmup.cutout=8", "finetune.cutout=0", "distill.alpha=0.5", "scores.speed=2e-3"])
     "cutout 8 in the dense stage, no cutout in fine-tuning, the teacher's part 0.5, `scores.speed=2e-3`"
+    >>> told(["phases.warmup=220", "warmup.cutout=16"])
+    '220 epochs in the dense stage, cutout 16 in the dense stage'
     """
     said: dict[str, list[str]] = {}  # what is set, and the phases it is set in
     for change in overrides:
         key, _, value = change.partition("=")
         section, _, setting = key.partition(".")
-        if section in PHASES:
+        if section == "phases" and setting in PHASES:
+            said[f"{value} epochs in {PHASES[setting]}"] = []
+        elif section in PHASES:
             said.setdefault(_amount(setting, value), []).append(PHASES[section])
         elif key == "distill.alpha":
             said[_amount("teacher", value).replace("teacher ", "the teacher's part ")] = []
