@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anatomy import dissect
 from limits import gather
 from saving import save_result
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ def run(
         yield {"plain": time_engine(PlainEngine, setting, device, setting.eager_steps)}
         release()
     if "captured" in sections:
-        yield {"captured": time_engine(CapturedEngine, setting, device, setting.steps)}
+        yield {"captured": time_engine(CapturedEngine, setting, device, setting.steps, dissected=True)}
         yield {"weight_gradients": chosen_ways()}
         release()
     timed: dict[str, Any] = {}
@@ -147,16 +148,23 @@ def goals(figures: dict[str, Any]) -> dict[str, float]:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def time_engine(kind: type[Engine], setting: Setting, device: torch.device, steps: int) -> dict[str, float]:
-    """Milliseconds of a weight step and of a score step on the dense network, and seconds of an evaluation."""
+def time_engine(
+    kind: type[Engine], setting: Setting, device: torch.device, steps: int, *, dissected: bool = False
+) -> dict[str, Any]:
+    """Milliseconds of a weight step and of a score step on the dense network, and seconds of an evaluation.
+
+    Where it is dissected, also what kinds of kernels the time of a step goes to.
+    """
     torch.manual_seed(0)
     model = resolve(setting.model).to(device)
     pruner = Pruner(model, torch.zeros(1, 3, setting.side, setting.side, device=device))
     engine = kind(model, device, pruner)
-    found = weight_steps(engine, setting, steps)
+    found: dict[str, Any] = weight_steps(engine, setting, steps, dissected=dissected)
     batches = made_up(setting, setting.batch * steps, device)
     with pruner.scoring():
         first, times = timed_epochs(lambda epoch: engine.score_epoch(batches, epoch), setting.repeats, device)
+        if dissected:
+            found["score_kernels"] = dissect(lambda: engine.score_epoch(batches, 0), steps, device)
     found |= {"score_ms": 1e3 * statistics.median(times) / steps, "score_ready_seconds": first}
     pictures = made_up(setting, setting.evaluated, device, training=False)
     first, times = timed_epochs(lambda epoch: engine.evaluate(pictures), setting.repeats, device)
@@ -177,13 +185,16 @@ def time_finetuning(way: str, setting: Setting, device: torch.device, path: Path
     return parts | {"widths": conv_widths(padded.network)} | weight_steps(engine, setting, setting.steps)
 
 
-def weight_steps(engine: Engine, setting: Setting, steps: int) -> dict[str, float]:
+def weight_steps(engine: Engine, setting: Setting, steps: int, *, dissected: bool = False) -> dict[str, Any]:
     batches = made_up(setting, setting.batch * steps, engine.device)
     optimizer = make_optimizer(engine.network, OptimizerConfig(lr=0.1))
-    first, times = timed_epochs(
-        lambda epoch: engine.train_epoch(batches, epoch, optimizer, [1e-3] * steps), setting.repeats, engine.device
-    )
-    return {"weight_ms": 1e3 * statistics.median(times) / steps, "weight_ready_seconds": first}
+
+    def epoch(index: int) -> Tally:
+        return engine.train_epoch(batches, index, optimizer, [1e-3] * steps)
+
+    first, times = timed_epochs(epoch, setting.repeats, engine.device)
+    found = {"weight_ms": 1e3 * statistics.median(times) / steps, "weight_ready_seconds": first}
+    return found | ({"weight_kernels": dissect(lambda: epoch(0), steps, engine.device)} if dissected else {})
 
 
 def timed_epochs(epoch: Callable[[int], Tally], repeats: int, device: torch.device) -> tuple[float, list[float]]:

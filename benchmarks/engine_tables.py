@@ -33,6 +33,8 @@ def engine(result: dict[str, Any] | None) -> str:
     ratio = plain["evaluation_seconds"] / fast["evaluation_seconds"]
     wanted = f"{result['limits']['evaluation_seconds'][1]} s"
     lines.append(f"| evaluation, 10,000 images | {' | '.join(seconds)} | {ratio:.1f} | {wanted} |")
+    if "weight_kernels" in fast:
+        lines += ["", "Where the time of a captured step goes, milliseconds (kernels):", "", *_kernels(fast)]
     if cut := result.get("finetune"):
         lines += ["", "Fine-tuning of what is left, against a weight step of the dense network:", ""]
         lines += ["| what goes | MACs left | MACs trained | times as fast | goal |", "|---|---|---|---|---|"]
@@ -47,6 +49,16 @@ def engine(result: dict[str, Any] | None) -> str:
         f"{goals['bfloat16_loss_difference']:.0e}.",
     ]
     return "\n".join([*lines, *origin(result)])
+
+
+def _kernels(fast: dict[str, Any]) -> list[str]:
+    """A row per kind of kernel, those that a weight step spends most on first."""
+    steps = [fast[f"{key}_kernels"]["kinds"] for key in STEPS]
+    lines = [f"| | {' | '.join(STEPS.values())} |", "|---|---|---|"]
+    for kind in dict.fromkeys(kind for step in steps for kind in step):
+        cells = (f"{step[kind]['ms']:.2f} ({step[kind]['kernels']:.0f})" if kind in step else "-" for step in steps)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
 
 
 def imagenet_scale(result: dict[str, Any] | None) -> str:
