@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from sbf_pruner import Recipe
 
@@ -19,8 +21,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import tables  # noqa: E402
+from anatomy import dissect  # noqa: E402
 from choice_tables import choices  # noqa: E402
 from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
+from engine_tables import engine  # noqa: E402
 from jobs import read_runs  # noqa: E402
 from method_tables import cifar10_methods, methods  # noqa: E402
 
@@ -157,10 +161,26 @@ def test_a_sweep_that_held_nothing_out_or_was_not_run_shows_nothing(tmp_path: Pa
         choices(chosen(choice("base", 0, None, MEDIUM)), tmp_path / "jobs.toml")
 
 
-@pytest.mark.parametrize("name", ["choice_tables", "pictures"])
+@pytest.mark.parametrize("name", ["anatomy", "choice_tables", "pictures"])
 def test_examples_in_the_benchmarks_hold(name: str) -> None:
     tried = doctest.testmod(importlib.import_module(name))
     assert tried.attempted and not tried.failed
+
+
+def test_where_the_time_of_a_step_goes() -> None:
+    images, weight = torch.rand(4, 3, 8, 8), torch.rand(6, 3, 3, 3)
+    found = dissect(lambda: [F.conv2d(images, weight) for _ in range(4)], 2, torch.device("cpu"))
+    assert next(iter(found["kinds"])) == "convolutions"
+    assert found["kinds"]["convolutions"]["kernels"] % 2 == 0  # two convolutions a step, each of several calls
+    by_kind = sum(kind["ms"] for kind in found["kinds"].values())
+    assert by_kind == pytest.approx(sum(found["costliest"].values()))
+    result = json.loads((ROOT / "benchmarks" / "results" / "engine.json").read_text())
+    result["captured"] |= {
+        "weight_kernels": {"kinds": {"reductions": {"ms": 1.26, "kernels": 110.0}}},
+        "score_kernels": {"kinds": {"other": {"ms": 0.5, "kernels": 9.0}}},
+    }
+    lines = engine(result).splitlines()
+    assert "| reductions | 1.26 (110) | - |" in lines and "| other | - | 0.50 (9) |" in lines
 
 
 def test_the_picture_shows_every_layer() -> None:
