@@ -50,7 +50,8 @@ class Remap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._moves and self.dim == 1 and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return _Moved.apply(x, self.forth, self.back)
+            # What is turned here comes out with its channels last, which is what a GPU wants.
+            return _Moved.apply(x.movedim(1, -1), self.forth, self.back).movedim(-1, 1)
         # A map with one channel or one pixel is both; it must stay plain, because the model may call view on it.
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         if last and self.dim == 1:
@@ -90,9 +91,10 @@ class GatePlace(Remap):
 
 
 class _Moved(torch.autograd.Function):
-    """A remap as a look-up in both directions, which a compiler fuses with its neighbours.
+    """A remap of the last dimension as a look-up in both directions, which a compiler fuses with its neighbours.
 
-    An addition at an index, which is what either direction's gradient would be otherwise, it cannot fuse.
+    An addition at an index, which is what either direction's gradient would be otherwise, it cannot fuse.  It must
+    not give a view: the model may write over what comes out (`x += shortcut`).
     """
 
     @staticmethod
@@ -107,8 +109,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _looked_up(x: Tensor, table: Tensor) -> Tensor:
-    rows = x.movedim(1, -1)  # so that what comes out has its channels last too, which is what a GPU wants
-    return torch.where(table >= 0, rows.index_select(-1, table.clamp_min(0)), 0).movedim(-1, 1)
+    return torch.where(table >= 0, x.index_select(-1, table.clamp_min(0)), 0)
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,13 @@ class Pruner:
     def gated(self) -> Iterator[Pruner]:
         """Train the weights: scores are frozen, and every filter is either there or not."""
         self._check_attached()
+        within = self.gates.mode == "soft"  # a look at the gates in a score phase, which then goes on
         self.gates.mode = "hard"
-        yield self
+        try:
+            yield self
+        finally:
+            if within:
+                self.gates.mode = "soft"
 
     def steer(self) -> None:
         """Let the penalty follow the budget, a few times during a score phase; its end does it too."""

@@ -57,6 +57,7 @@ def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGr
 
 
 @uncollected()
+@torch.inference_mode(False)  # the result is to be trained, and operators have other names there
 def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
     masks = plan.masks(graph)
     graph.check_connected(masks)

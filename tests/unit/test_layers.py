@@ -53,6 +53,23 @@ def test_remap_compiled_is_the_same(source):
     assert torch.equal(results[0][1], results[1][1])
 
 
+def test_what_a_compiled_remap_gives_may_be_written_over():
+    """As a residual block does that adds its shortcut in place."""
+    torch._dynamo.reset()
+    remap = Remap([2, -1, 0], inputs=3)
+
+    def block(x):
+        out = remap(x)
+        out += x
+        return out.square().sum()
+
+    x = torch.rand(2, 3, 4, 5, requires_grad=True)
+    expected, found = (
+        torch.autograd.grad(form(x), x)[0] for form in (block, torch.compile(block, backend="aot_eager"))
+    )
+    assert torch.equal(expected, found)
+
+
 def test_remap_along_the_last_dimension():
     x = torch.arange(6.0).view(1, 2, 3)
     assert torch.equal(Remap([2, -1], dim=2, inputs=3)(x), torch.tensor([[[2.0, 0], [5, 0]]]))

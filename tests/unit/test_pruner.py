@@ -271,6 +271,17 @@ def test_a_gated_model_compiles_whole_and_follows_its_gates() -> None:
     torch.testing.assert_close(compiled(IMAGES), model(IMAGES))
 
 
+def test_a_look_at_the_gates_leaves_a_score_phase_as_it_was() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    with pruner.scoring():
+        soft = model(IMAGES)
+        with pruner.gated():
+            assert not torch.equal(model(IMAGES), soft)
+        assert torch.equal(model(IMAGES), soft) and soft.requires_grad
+
+
 def test_ignored_layers_are_not_scored() -> None:
     pruner = Pruner(network(), IMAGES, ignore=["layer1.*", "conv1"])
     assert not any(name.startswith("layer1.") for name in pruner.graph.layers)

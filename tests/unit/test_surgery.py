@@ -35,6 +35,14 @@ def test_weights_are_rows_and_columns_of_the_old_ones():
     assert torch.equal(small[11].fc.bias, model[11].fc.bias)
 
 
+def test_a_network_cut_in_inference_mode_can_be_trained():
+    model, inputs = ZOO["Plain"]()
+    with torch.inference_mode():
+        small = extract(model, inputs, Plan({"4": [0, 2, 3]}))
+    small(inputs).sum().backward()
+    assert small[4].weight.grad.shape[0] == 3
+
+
 def test_flattened_maps_take_their_pixels_along():
     model, inputs = ZOO["FlattenLinear"]()
     small = extract(model, inputs, Plan({"features.4": [1, 3]}))

@@ -76,6 +76,11 @@ def test_operators_know_their_line():
     assert conv.where.startswith("test_trace.py:")
 
 
+def test_where_no_line_is_the_users_it_is_the_one_that_asked():
+    graph = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 8, 8))
+    assert re.fullmatch(r"aten.sigmoid at test_trace.py:\d+ turns a removed channel .*", graph.skipped["0"])
+
+
 def test_in_place_operators_give_a_new_value():
     def function(conv, x):
         x = conv(x)

@@ -31,6 +31,7 @@ from .weighted import Contract, Norm
 
 
 @uncollected()
+@torch.inference_mode(False)  # in which operators have other names
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and the reasons for the others.
 

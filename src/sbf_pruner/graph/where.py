@@ -6,6 +6,7 @@ reads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ import torch
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _QUIET = (
     os.path.join(os.path.dirname(torch.__file__), ""),
+    contextlib.__file__,  # whose frames stand around those of a decorated function
     *(os.path.join(_PACKAGE, room) for room in ("graph", "inputs", "layers")),
 )
 
