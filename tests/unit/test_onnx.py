@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import sbf_pruner as sbf
@@ -90,8 +91,14 @@ def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path):
         def forward(self, x):
             return x * (2 if x.sum() > 0 else 3)
 
+    class Paired(nn.Conv2d):
+        def forward(self, x):
+            return F.linear(super().forward(x).view(2, -1), torch.ones(1, 8))
+
     with pytest.raises(PruningError, match="Odd cannot be written as ONNX"):
         to_onnx(Odd(), torch.rand(2, 3), tmp_path / "net.onnx")
+    with pytest.raises(PruningError, match=r"Paired .* \(a size in its forward fixes the batch\)"):
+        to_onnx(Paired(3, 8, 4), torch.rand(2, 3, 4, 4), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
 
 

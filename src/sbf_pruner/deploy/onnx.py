@@ -42,12 +42,11 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
                 network, args, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
             )
     except Exception as error:
-        raise PruningError(
-            f"{type(model).__name__} cannot be written as ONNX ({first_line(error)}); its batch must be free to "
-            "have any size, and every operator must be one that torch.onnx knows"
-        ) from error
+        raise _unwritten(model, first_line(error)) from error
     assert program is not None
     proto = _stripped(program.model_proto)
+    if any(_fixed_batch(held) for held in proto.graph.input):  # which torch does without a word
+        raise _unwritten(model, "a size in its forward fixes the batch")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
@@ -91,6 +90,18 @@ def require() -> ModuleType:
         if importlib.util.find_spec(name) is None:
             raise PruningError(f"exporting to ONNX needs {name}; run: {EXTRA}")
     return importlib.import_module("onnxruntime")
+
+
+def _unwritten(model: nn.Module, why: str) -> PruningError:
+    return PruningError(
+        f"{type(model).__name__} cannot be written as ONNX ({why}); its batch must be free to have any size, and "
+        "every operator must be one that torch.onnx knows"
+    )
+
+
+def _fixed_batch(held: Any) -> bool:
+    sizes = held.type.tensor_type.shape.dim
+    return bool(sizes) and not sizes[0].dim_param
 
 
 def _stripped(proto: Any) -> Any:
