@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types tests slow bench clean help
+.PHONY: demo test lint types tests slow bench docs clean help
 
 demo: $(READY)  ## train, score, prune and fine-tune a network on the embedded digits
 	$(BIN)/sbf run digits --run runs/demo --force
@@ -33,6 +33,11 @@ bench: $(READY)  ## measure again what the documents claim (coverage of all netw
 	$(BIN)/python benchmarks/coverage.py --stale
 	$(BIN)/python benchmarks/vs_torch_pruning.py --stale
 	$(BIN)/python benchmarks/tables.py
+
+# Not --quiet: what is not said is not counted, and nothing would be strict.
+docs: $(READY)  ## the documents as a site, in build/docs; a broken link or anchor stops it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Installed once, and again when what is to be installed changes.
 $(READY): pyproject.toml constraints.txt

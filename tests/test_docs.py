@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,48 @@ def test_the_first_example_leaves_a_network_worth_having() -> None:
     assert min(kept) > 4 and sum(kept) < 64
 
 
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    broken = [
-        f"{page.name}: {target}"
-        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8"))
-        if not (page.parent / target).exists()
-    ]
+    broken = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", prose(page)):
+            target, _, anchor = link.partition("#")
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.name}: {link}")
     assert broken == []
+
+
+def test_every_page_is_in_the_nav_and_leads_nowhere_else() -> None:
+    """`make docs` says so too, with a real site; this needs no more than what the tests have."""
+    nav = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    pages = [page for page in PAGES if page.parent.name == "docs"]
+    assert sorted(nav) == [page.name for page in pages]
+    first = (ROOT / "docs" / "index.md").read_text("utf-8")
+    assert [name for name in nav if name != "index.md" and f"]({name})" not in first] == []
+    assert [page.name for page in pages if "](../" in prose(page)] == [], "a site holds what is in its folder"
+
+
+def test_a_list_stands_by_itself() -> None:
+    """Without an empty line before it, it is one on some pages and a paragraph on others."""
+    begins, before = r"(?:[-*]|\d+\.) ", r"(?:[-*] |\d+\. | |#|<!--)"
+    found = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        for above, line in pairwise(prose(page).splitlines())
+        if re.match(begins, line) and above and not re.match(before, above)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
