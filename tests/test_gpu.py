@@ -3,12 +3,14 @@
 import copy
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from sbf_pruner.cli import main
 from sbf_pruner.graph.build import trace
@@ -17,8 +19,13 @@ from sbf_pruner.methods.ranking import ranked
 from sbf_pruner.methods.subject import Subject
 from sbf_pruner.models import resolve
 from sbf_pruner.stopwatch.source import get_model, here
+from sbf_pruner.team import Team
+from sbf_pruner.training.captured import CapturedEngine
+from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training.sections import OptimizerConfig
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = pytest.mark.gpu
@@ -69,6 +76,35 @@ def test_a_run_that_was_killed_comes_to_the_same_metric(way: str, tmp_path: Path
         assert summary["cut_error"] < 1e-10 and summary["environment"]["gpu"]
     accuracies = [result.summary["pruned"]["accuracy"] for result in (whole, resumed)]
     assert accuracies[0] == pytest.approx(accuracies[1], abs=3.0)
+
+
+class Messaging(Team):
+    """A team of one that sends its messages all the same."""
+
+    alone = False  # type: ignore[assignment]
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_messages_between_processes_are_captured_with_a_step() -> None:
+    """One GPU cannot show more: that a graph with them is captured, and that they lose nothing on the way."""
+    found = []
+    for team in (Team(), Messaging()):
+        torch.manual_seed(0)
+        split = Split(torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
+        batches = Batches(split, 32, (0.5,) * 3, (0.25,) * 3, device="cuda", augment=Augment(crop=4, flip=True))
+        model = resolve("resnet20").cuda()
+        engine = CapturedEngine(model, "cuda", team=team)
+        optimizer = make_optimizer(model, OptimizerConfig(lr=0.01))
+        tallies = [engine.train_epoch(batches, epoch, optimizer, [0.01, 0.01]) for epoch in range(2)]
+        found.append([tally.loss for tally in tallies])
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.learned])

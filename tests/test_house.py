@@ -14,8 +14,20 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 
 # In the order data flows; see the architecture.
 ROOMS = [
-    *("errors", "figures", "files", "inputs", "layers", "attached", "graph", "plan", "stored", "budget", "latency"),
-    *("scoring", "slicing", "surgery", "trial", "pruner", "methods", "phases", "timing", "measuring"),
+    *("errors", "figures", "files", "inputs", "layers", "attached", "team", "graph", "plan", "stored", "budget"),
+    *(
+        "latency",
+        "scoring",
+        "slicing",
+        "surgery",
+        "trial",
+        "pruner",
+        "methods",
+        "phases",
+        "integrations",
+        "timing",
+        "measuring",
+    ),
     *("environment", "models", "manifest", "program", "export", "overview", "drawing", "report", "deploy"),
     *("stopwatch", "training", "frontier", "contest", "bundle", "bench", "terminal", "arguments", "words", "cli"),
 ]

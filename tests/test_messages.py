@@ -58,6 +58,15 @@ def test_compiled():
         trace(model, IMAGE)
 
 
+def test_wrapped():
+    with says(
+        PruningError,
+        "the model is wrapped in DataParallel; give what is inside it (model.module), and train the weights "
+        "through the wrapper as before",
+    ):
+        trace(nn.DataParallel(nn.Sequential(nn.Conv2d(3, 4, 1))), IMAGE)
+
+
 def test_untraceable():
     with says(
         TraceError,

@@ -29,7 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: _Commands) -> None:
     run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
-    run.description = "Train, score, prune and fine-tune a network as a recipe says."
+    said = "Train, score, prune and fine-tune a network as a recipe says."
+    run.description = f"{said} Started by torchrun, several processes share it."
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
     _add_changes(run)
     run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .methods import METHODS, OWN
-from .words import json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
+from .terminal.voice import check_shared, is_first, one_voice, said, teller
+from .words import again, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
     from .training.recipe import Recipe
@@ -34,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
+    with one_voice():
+        return _answered(arguments, given)
+
+
+def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     try:
+        check_shared(arguments.command)
         code = _COMMANDS[arguments.command](arguments, given)
         sys.stdout.flush()
         return code
@@ -48,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        if not is_first():  # it is this process's alone, and would be lost
+            raise
         print(f"sbf: {error.strerror or error}{_named(error)}", file=sys.stderr)
         return 1
 
@@ -63,7 +72,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.schedule import total_epochs
 
     folder = RunFolder.of(recipe, arguments.run)
-    folder.check(recipe, resume=arguments.resume, force=arguments.force)
+    if is_first():
+        folder.check(recipe, resume=arguments.resume, force=arguments.force)
     model = build_dense(recipe)
     try:
         with (
@@ -72,8 +82,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             watched(
                 report,
                 folder.path,
-                live=arguments.live,
-                tensorboard=arguments.tensorboard,
+                live=arguments.live if is_first() else None,
+                tensorboard=arguments.tensorboard and is_first(),
                 fresh=not arguments.resume,
             ) as reports,
         ):
@@ -87,7 +97,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 report=reports,
             )
     except KeyboardInterrupt:
-        hint = f"; go on with: {_again(given)}" if folder.begun else ""
+        hint = f"; go on with: {again(given)}" if folder.begun else ""
         print(f"sbf: stopped{hint}", file=sys.stderr)
         return 130
     if arguments.json:
@@ -133,7 +143,7 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     check_methods(entrants := enter(recipe, methods, seeds, root))
     try:
         for place, entrant in enumerate(entrants, 1):
-            _teller(arguments)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
+            teller(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
             with (
                 told("sbf_pruner.training", quiet=arguments.quiet),
                 progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report,
@@ -241,7 +251,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         )
     else:
         subject = Subject.of_run(arguments.subject)
-    result = bench(subject, settings, _teller(arguments))
+    result = bench(subject, settings, teller(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
     kept = Path(arguments.subject) / "bench.json" if arguments.save else None
     _write({facts: text, kept: text})
@@ -260,7 +270,7 @@ def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
     usual = shape(usual_input(arguments.subject))
     network, example, ignore = known_by(arguments.subject, shapes, options, usual)
-    model = measured(network, example, ignore, request, _teller(arguments))
+    model = measured(network, example, ignore, request, teller(quiet=arguments.quiet))
     result = latency(arguments.subject, model)
     text = json.dumps(result, indent=2)
     _write({out: json.dumps(model.to_dict(), indent=1), facts: text})
@@ -278,7 +288,7 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
     clock = {"runtime": arguments.runtime, "batch": arguments.batch}
     request = Request(arguments.of, at, arguments.batches, arguments.device, **clock)
-    result = frontier(arguments.run, request, _teller(arguments))
+    result = frontier(arguments.run, request, teller(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
     _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
     return _show(arguments, text, frontier_lines(result, pretty=sys.stdout.isatty()))
@@ -298,7 +308,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         threads=arguments.threads,
         force=arguments.force,
     )
-    manifest = export_run(arguments.run, arguments.to, request, _teller(arguments))
+    manifest = export_run(arguments.run, arguments.to, request, teller(quiet=arguments.quiet))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
     return 0
 
@@ -310,27 +320,13 @@ def _write(files: Mapping[Path | None, str]) -> None:
     for path, text in files.items():
         if path is not None:
             write_text(path, text if text.endswith("\n") else f"{text}\n")
-            _said(f"wrote {path}")
+            said(f"wrote {path}")
 
 
 def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:
     """The result on stdout: as JSON where that was asked for and no file named, else as a table."""
     print(text if arguments.json == STDOUT else "\n".join(lines))
     return 0
-
-
-def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """What tells how the work goes on: nothing if asked to be quiet."""
-    return (lambda line: None) if arguments.quiet else _said
-
-
-def _said(line: str) -> None:
-    print(f"sbf: {line}", file=sys.stderr, flush=True)
-
-
-def _again(given: Sequence[str]) -> str:
-    """The command that goes on with what this one began."""
-    return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])
 
 
 def _named(error: OSError) -> str:

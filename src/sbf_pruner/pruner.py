@@ -43,6 +43,7 @@ from .scoring.projection import Projection
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .surgery import extract
+from .team import Team
 from .trial import note_insisted
 
 BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
@@ -143,6 +144,7 @@ class Pruner:
         self._check_attached()
         if not self.projection.in_phase:
             self.projection.begin_phase(self._weights())
+            Team.present().follow([parameter.detach() for parameter in self.score_parameters])
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
@@ -171,13 +173,11 @@ class Pruner:
     def gated(self) -> Iterator[Pruner]:
         """Train the weights: scores are frozen, and every filter is either there or not."""
         self._check_attached()
-        within = self.gates.mode == "soft"  # a look at the gates in a score phase, which then goes on
-        self.gates.mode = "hard"
+        before, self.gates.mode = self.gates.mode, "hard"
         try:
             yield self
-        finally:
-            if within:
-                self.gates.mode = "soft"
+        finally:  # a score phase in which this was a look at the gates goes on
+            self.gates.mode = "soft" if before == "soft" else "hard"
 
     def steer(self) -> None:
         """Let the penalty follow the budget, a few times during a score phase; its end does it too."""
@@ -189,11 +189,15 @@ class Pruner:
         return self.pressure.on(self.gates.soft)
 
     def step(self) -> None:
-        """Move the scores along the gradient that backward left, and forget it."""
+        """Move the scores along the gradient that backward left, and forget it.
+
+        Where `torch.distributed` is set up, along its mean over all processes.
+        """
         if self.optimizer is None:
             raise PruningError("step() belongs inside `with pruner.scoring():`")
         if self.gates.soft.grad is None:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
+        Team.present().average([self.gates.soft.grad])
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
         self._soft_scores().backward(self.gates.soft.grad)

@@ -6,6 +6,7 @@ Text enters; values leave, or one sentence that says what to write instead.  Not
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,3 +101,8 @@ def known_recipe(name: str | None) -> str:
             f"no bundled recipe is called {name!r}; {hint}{', '.join(known)}; a file must end in .toml"
         )
     return name
+
+
+def again(given: Sequence[str]) -> str:
+    """The command that goes on with what this one began."""
+    return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])

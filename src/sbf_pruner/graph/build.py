@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..errors import PruningError, nearest
@@ -49,6 +50,11 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
         raise PruningError(f"a model is an nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise PruningError("the model is already compiled; prune the original one and compile the result")
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        raise PruningError(
+            f"the model is wrapped in {type(model).__name__}; give what is inside it (model.module), and train the "
+            "weights through the wrapper as before"
+        )
     _check_changeable(model)
     found = record(model, example_inputs)
     if not any(op.name == "aten.convolution" for op in found.ops):

@@ -59,6 +59,8 @@ METHODS = {
     "pfp": Method("contribution.largest_part", "its part in what the next layers make", across=True, images=128),
     "taylor": Method("loss.first_order", "the change of the loss, to the first order", across=True, images=2048),
     "ccp": Method("loss.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
+    "dcp": Method("discrimination.taken_back", "how early an empty layer takes it back", images=256),
+    "gal": Method("adversary.outlasting", "how long its mask holds out against a penalty", across=True, images=512),
     "dmc": Method(
         "",
         "a gate that is learned open or closed, straight through",

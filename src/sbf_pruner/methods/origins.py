@@ -1,12 +1,14 @@
 """Whose filter is it that a later layer reads?
 
 A channel graph enters; for every convolution and linear layer the filters of other layers that its input channels
-are leave.  A channel that is made of several filters of one layer counts as that of none.
+are leave, and what is said of channels is told of them.  A channel that is made of several filters of one layer
+counts as that of none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +49,26 @@ def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[Contract, NDA
             numbers |= one[place].astype(np.int64) << digit
         if told.any():
             yield node, np.where(told, numbers, NOBODY)
+
+
+def read_values(
+    graph: ChannelGraph, values: Mapping[str, NDArray[np.floating]]
+) -> dict[str, np.ma.MaskedArray[Any, np.dtype[np.floating]]]:
+    """What each reader's input channels are worth, told of the filters that they are: readers by filters.
+
+    A filter that a reader gets several times counts as the best of them, and one that it does not get is masked.
+    """
+    found = {}
+    for name, layer in graph.layers.items():
+        rows = [np.full(layer.filters, -np.inf)]  # also where nobody reads it
+        for node, numbers in read_filters(graph, name):
+            if node.layer in values:
+                mine = numbers != NOBODY
+                rows.append(np.full(layer.filters, -np.inf))
+                with np.errstate(invalid="ignore"):  # what is not finite is told by whoever asked
+                    np.maximum.at(rows[-1], numbers[mine], values[node.layer][mine])
+        found[name] = np.ma.masked_equal(np.stack(rows), -np.inf)
+    return found
 
 
 def _arrived(graph: ChannelGraph, name: str, chosen: Mask) -> list[Mask]:

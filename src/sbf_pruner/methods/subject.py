@@ -27,7 +27,7 @@ from ..inputs import call, map_tensors
 Batch = tuple[Any, Tensor]  # images, or all that the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
 AT_ONCE = 2**25  # numbers that are made of images at a time: large maps would fill the memory
-See = Callable[[str, Tensor], object]  # a layer, and what it gives or reads
+See = Callable[[str, Tensor], Tensor | None]  # a layer, and what it gives or reads
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Subject:
 
     @contextmanager
     def watched(self, see: See) -> Iterator[None]:
-        """While it is open, what every layer gives is shown, call by call."""
+        """While it is open, what every layer gives is shown, call by call; what is returned takes its place."""
         modules = dict(self.model.named_modules())
         with ExitStack() as hooks:
             for name, layer in self.graph.layers.items():
 
-                def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> None:
-                    see(name, given)
+                def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> Tensor | None:
+                    return see(name, given)
 
                 hooks.enter_context(modules[layer.site.module].register_forward_hook(show))
             yield

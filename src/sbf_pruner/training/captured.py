@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..pruner import Pruner
 from ..scoring.folded import Folded
+from ..team import Team
 from .average import Average
 from .convolutions import TunableConvolutions
 from .data import Batches
@@ -40,9 +41,10 @@ class CapturedEngine(Engine):
         network: nn.Module,
         device: torch.device | str,
         pruner: Pruner | None = None,
+        team: Team | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        super().__init__(network, device, pruner)
+        super().__init__(network, device, pruner, team)
         self._fast = self.device.type == "cuda"
         self._dtype = dtype if self._fast else torch.float32
         self._loss = self._plain_loss
@@ -78,8 +80,10 @@ class CapturedEngine(Engine):
                 optimizers.append(scored.optimizer)
                 more += _score_tensors(scored)
             changed = Changed(self.network, optimizers, more)
-            self._keep_only(optimizer, Step(batches, work, changed, rate, self._inside(folded)))
-        return self._steps[optimizer].epoch(epoch, rates, self.after_step)
+            self._keep_only(optimizer, Step(batches, work, changed, rate, self._inside(folded), self.team))
+        tally = self._steps[optimizer].epoch(epoch, rates, self.after_step)
+        self._agree(average)
+        return tally
 
     def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
         assert self.pruner is not None and self.pruner.optimizer is not None
@@ -90,7 +94,7 @@ class CapturedEngine(Engine):
             assert folded is not None
             changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
-            self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded)))
+            self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded), self.team))
         return self._steps[optimizer].epoch(epoch, after_step=self.after_step)
 
     @torch.no_grad()
@@ -102,7 +106,7 @@ class CapturedEngine(Engine):
         if gates != self._evaluated_with:  # a graph does not see that gates stand in other places now
             self._evaluated_with, self._evaluations = gates, {}
         if batches not in self._evaluations:
-            self._evaluations[batches] = Evaluation(batches, self._judge, self._folded())
+            self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
         return self._evaluations[batches].run()
 
     def _keep_only(self, key: Any, step: Step) -> None:
@@ -149,6 +153,7 @@ class CapturedEngine(Engine):
                 scored.gates.soft.grad += folded.both_gradients()
             elif folded is not None:
                 folded.weight_gradients()
+            self._share_gradients()
             optimizer.step()
             if scored is not None:
                 scored.step()
@@ -216,6 +221,8 @@ def _answers(teacher: Teacher, images: Tensor, dtype: torch.dtype) -> Tensor:
         return teacher.answers(images.to(dtype))
 
 
-def make_engine(network: nn.Module, device: torch.device, pruner: Pruner | None = None) -> Engine:
+def make_engine(
+    network: nn.Module, device: torch.device, pruner: Pruner | None = None, team: Team | None = None
+) -> Engine:
     """The engine that suits a device."""
-    return (CapturedEngine if device.type == "cuda" else Engine)(network, device, pruner)
+    return (CapturedEngine if device.type == "cuda" else Engine)(network, device, pruner, team)

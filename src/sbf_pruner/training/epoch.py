@@ -26,8 +26,8 @@ from .teacher import Teacher
 class Epochs:
     """The epochs of a run, one at a time; `kept` is where its checkpoints lie."""
 
-    def __init__(self, recipe: Recipe, feed: Feed, kept: Path) -> None:
-        self._recipe, self._feed, self._kept = recipe, feed, kept
+    def __init__(self, recipe: Recipe, feed: Feed, kept: Path, rank: int = 0) -> None:
+        self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
 
     def run(
         self, phase: Phase, number: int, engine: Engine, descent: Descent | None, teacher: Teacher | None
@@ -35,7 +35,7 @@ class Epochs:
         """Train epoch `number` of the run and tell what it came to; without a `descent` it is one of scores."""
         began = time.perf_counter()
         epoch, last = number - phase.first_epoch, number + 1 == phase.end
-        torch.manual_seed(_mixed(self._recipe.seed, number))
+        torch.manual_seed(_mixed(self._recipe.seed, number, self._rank))
         tally, rate = self._train(phase, number, engine, descent, teacher)
         test = held_out = None
         if last or (epoch + 1) % self._recipe.evaluate_every == 0:
@@ -105,6 +105,6 @@ def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:
     return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """One seed for the global stream (dropout) of an epoch, other than the one its order is drawn from."""
-    return int(np.random.SeedSequence((seed, epoch, 1)).generate_state(1)[0])
+def _mixed(seed: int, epoch: int, rank: int) -> int:
+    """A process's seed for the global stream (dropout) of an epoch, other than the one its order is drawn from."""
+    return int(np.random.SeedSequence((seed, epoch, 1 + rank)).generate_state(1)[0])

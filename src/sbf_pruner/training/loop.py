@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .folder import RunFolder
 from .recipe import Recipe, load_recipe
 from .run import Report, Run
 from .start import choose_device, cpu_threads
+from .together import books, check_shared, join, same_weights
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ def fit(
     or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
     With `dense_from` the warm-up of another run, of the same network, data and seed, is taken over.
 
+    Called by every process that torchrun has started, it shares each batch among them; the first one writes the
+    folder and calls `report`.
+
     >>> import tempfile
     >>> from .recipe import load_recipe
     >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
@@ -68,26 +73,33 @@ def fit(
     True
     """
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    folder = RunFolder.of(recipe, run)
-    folder.check(recipe, resume=resume, force=force)
-    if resume and folder.finished:
-        small = load(folder.path, lambda: copy.deepcopy(model))
-        return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), folder.path, True)
-    goes_on = resume and (folder.checkpoints / NAME).is_file()
-    stage = None if dense_from is None or goes_on else read_dense_stage(dense_from, recipe)
-    device = choose_device(recipe.device)
-    streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
-    with streams, cpu_threads(recipe.threads):
-        data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        ahead = Run(model, recipe, data, device, folder, report, goes_on)
-        with folder.taken():
-            # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
-            folder.check(recipe, resume=resume, force=force)
-            if resume and (folder.finished or goes_on != (folder.checkpoints / NAME).is_file()):
-                raise RunError(f"another process went on with the run in {folder.path} meanwhile; resume it again")
-            if goes_on:
-                ahead.restore()
-            else:
-                ahead.begin(stage, again=resume)
-            small, summary = ahead.go()
-        return Result(small, ahead.networks.plan, summary, folder.path)
+    team, asked = join(), RunFolder.of(recipe, run)
+    check = partial(asked.check, recipe, resume=resume, force=force)
+    with books(team, asked, check, resume=resume) as folder:
+        if resume and folder.finished:
+            small = load(folder.path, lambda: copy.deepcopy(model))
+            return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
+        goes_on = resume and (folder.checkpoints / NAME).is_file()
+        stage = None
+        if dense_from is not None and not goes_on:
+            stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
+        device = choose_device(recipe.device)
+        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
+        with streams, cpu_threads(recipe.threads):
+            data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+            check_shared(recipe, len(data.train), team)
+            told = report if team.leads else None
+            ahead = Run(same_weights(model, team), recipe, data, device, folder, told, goes_on, team)
+            with folder.taken():
+                # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
+                folder.check(recipe, resume=resume, force=force)
+                if resume and (folder.finished or goes_on != (folder.checkpoints / NAME).is_file()):
+                    raise RunError(
+                        f"another process went on with the run in {folder.path} meanwhile; resume it again"
+                    )
+                if goes_on:
+                    ahead.restore()
+                else:
+                    ahead.begin(stage, again=resume)
+                small, summary = ahead.go()
+            return Result(small, ahead.networks.plan, summary, asked.path)

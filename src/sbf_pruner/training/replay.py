@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..team import Team
 from .data import Batches
 from .engine import AfterStep, Tally, hits
 
@@ -77,8 +78,9 @@ class Step:
         changed: Changed,
         rate: Tensor | None = None,
         inside: AbstractContextManager[Any] | None = None,
+        team: Team | None = None,
     ) -> None:
-        self.batches, self.work, self.rate = batches, work, rate
+        self.batches, self.work, self.rate, self.team = batches, work, rate, team or Team()
         self.inside = inside or nullcontext()
         device, self.steps = batches.device, len(batches)
         self.take = torch.compile(batches.take) if device.type == "cuda" else batches.take
@@ -112,6 +114,7 @@ class Step:
                 if after_step is not None:
                     after_step(step, self.steps)
         self.next = index + 1, self._draw(index + 1)  # while the device is busy
+        self.team.add_up(self.sums)
         loss, hits, penalty = (self.sums / self.drawn["order"].numel()).tolist()
         return Tally(loss, 100 * hits, penalty)
 
@@ -121,6 +124,7 @@ class Step:
         images, labels = self.take(
             **{name: choice.index_select(0, self.at)[0] for name, choice in self.drawn.items()}
         )
+        images, labels = self.team.part(images), self.team.part(labels)
         loss, outputs, penalty = self.work(images, labels)
         told = hits(outputs, labels).double()
         self.sums += torch.stack([loss.double() * len(labels), told, penalty.double() * len(labels)])
@@ -140,12 +144,18 @@ class Evaluation:
     The last batch is filled up with its last image; what is there only to fill up does not count.
     """
 
-    def __init__(self, batches: Batches, judge: Judge, inside: AbstractContextManager[Any] | None = None) -> None:
-        self.batches, self.judge = batches, judge
+    def __init__(
+        self,
+        batches: Batches,
+        judge: Judge,
+        inside: AbstractContextManager[Any] | None = None,
+        team: Team | None = None,
+    ) -> None:
+        self.batches, self.judge, self.team = batches, judge, team or Team()
         self.inside = inside or nullcontext()
         self.count = len(batches.labels)
         rows = torch.arange(len(batches) * min(batches.batch_size, self.count), device=batches.device)
-        self.rows = rows.view(len(batches), -1)
+        self.rows = self.team.part(rows.view(len(batches), -1).T).T
         self.at = torch.zeros(1, dtype=torch.int64, device=batches.device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=batches.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -160,6 +170,7 @@ class Evaluation:
         with self.inside:  # entering brings the gated pairs up to date
             for _ in range(len(self.rows)):
                 self._once() if self.graph is None else self.graph.replay()
+        self.team.add_up(self.sums)
         loss, hits = (self.sums / self.count).tolist()
         return Tally(loss, 100 * hits)
 

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from ..environment import environment
+from ..errors import RunError
 from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import REHEARSED, ranked, rehearse, shown
 from ..methods.subject import Scores, Subject
 from ..pruner import Pruner
 from ..report import leave_report
+from ..team import Team
 from .captured import make_engine
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Data
@@ -56,11 +58,12 @@ class Run:
         folder: RunFolder,
         report: Report | None,
         goes_on: bool = False,
+        team: Team | None = None,
     ) -> None:
-        self.recipe, self.device, self.folder = recipe, device, folder
+        self.recipe, self.device, self.folder, self.team = recipe, device, folder, team or Team()
         self.report = report or (lambda record: None)
         self.told, self.feed = data.told(), Feed(recipe, data, device)
-        self.epochs = Epochs(recipe, self.feed, folder.checkpoints)
+        self.epochs = Epochs(recipe, self.feed, folder.checkpoints, self.team.rank)
         images = self.feed.images
         self.networks = Networks(model, recipe, data, images, device, folder.latency if goes_on else None)
         self.recording = Recording(folder, self.networks, images, device)
@@ -134,11 +137,15 @@ class Run:
             if self.done < phase.end:
                 self._run_phase(phase)
         small = self.networks.pruned()
+        return small, self.team.from_first(partial(self._leave, small))
+
+    def _leave(self, small: nn.Module) -> dict[str, Any]:
+        """Write what stays of the run."""
         save(small, self.folder.path)
         summary = self._summary(small)
         leave_report(self.folder.path, summary)
         self.folder.write_summary(summary)
-        return small, summary
+        return summary
 
     def _run_phase(self, phase: Phase) -> None:
         network, pruner = self.networks.of(phase)
@@ -164,6 +171,7 @@ class Run:
                         if phase.cycle == self.recipe.phases.cycles:
                             self.networks.come_in_time()
                         self.networks.gates_changed()
+                        self._check_agreed(phase)
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_dense()
@@ -203,6 +211,11 @@ class Run:
             images = shown(self.feed.train.epoch(0), REHEARSED)
             rehearse(self.recipe.method, Subject(self.networks.bare_copy(), self.networks.pruner.graph, images))
 
+    def _check_agreed(self, phase: Phase) -> None:
+        """Scores are the same in all processes, and so must be what they keep: from here on widths may differ."""
+        if not self.team.all_say(dict(self.networks.plan.keep)):
+            raise RunError(f"the processes keep different filters after phase {phase}; start over in one process")
+
     def _keep_dense(self) -> None:
         """Write down the dense network, for other runs and for the later phases, if they learn from it."""
         weights = self.networks.dense.state_dict()
@@ -229,7 +242,8 @@ class Run:
         """What the recipe's method says of a network now."""
         name = self.recipe.method
         images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
-        return ranked(name, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
+        subject = Subject(network, self.networks.pruner.graph, images, self.recipe.seed)
+        return self.team.from_first(partial(ranked, name, subject))
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
@@ -269,20 +283,22 @@ class Run:
             "data": self.told,
             **self.recording.finish(small),
             **({} if self.dense_from is None else {"dense_from": self.dense_from}),
+            **({} if self.team.alone else {"processes": self.team.size}),
             "seconds": round(self._seconds(), 1),
             "environment": environment(self.device),
         }
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
         """Accuracy after the last epoch; none of the validation split where there is no such split."""
-        test, held_out = judge(self._engine(network), self.feed)
+        self.engines = {}
+        test, held_out = judge(make_engine(network, self.device, team=Team()), self.feed)  # the others are waiting
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
         """One engine per network, from phase to phase: what it has compiled stays valid."""
         key = id(network), pruner is not None
         if key not in self.engines:
-            self.engines = {key: make_engine(network, self.device, pruner)}
+            self.engines = {key: make_engine(network, self.device, pruner, self.team)}
         return self.engines[key]
 
     def _seconds(self) -> float:

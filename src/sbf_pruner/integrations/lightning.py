@@ -1,0 +1,46 @@
+"""A callback for Lightning's `Trainer`: scores and weights in turns.
+
+`Turns` enter; a callback leaves.  It is saved with the trainer's checkpoints, and goes on from them.  Lightning
+itself is imported only when a callback is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import PruningError
+from .turns import Turns
+
+
+def pruning_callback(turns: Turns) -> Any:
+    """What calls `turns` as a trainer goes through its epochs."""
+
+    class PruningCallback(_base()):  # type: ignore[misc]
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            turns.epoch_begins(trainer.current_epoch)
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            turns.after_backward()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            turns.end()
+
+        def state_dict(self) -> dict[str, Any]:
+            return turns.state_dict()
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            turns.load_state_dict(state_dict)
+
+    return PruningCallback()
+
+
+def _base() -> type:
+    for name in ("lightning.pytorch", "pytorch_lightning"):  # one library, published under two names
+        try:
+            found: type = importlib.import_module(name).Callback
+        except ModuleNotFoundError:
+            continue
+        return found
+    raise PruningError("there is no Lightning here; run: pip install lightning")

@@ -1,0 +1,101 @@
+"""Scores and weights in turns, for a training loop that somebody else has written.
+
+A pruner and the lengths of its phases enter; as the loop tells of its epochs and backward passes, the phases are
+entered and left.  What holds: an epoch's phase follows from its number alone, so a loop that goes on from a
+checkpoint goes on in the right one; the loop's own optimiser may step in every epoch, for what is frozen has no
+gradient and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..errors import PruningError
+from ..phases import Planned, planned
+from ..pruner import Pruner
+
+
+class Turns:
+    """The phases of a pruner, one after another: a warm-up, cycles of scores and weights, then fine-tuning.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> images, optimizer = torch.rand(2, 3, 16, 16), torch.optim.SGD(net.parameters(), 0.01)
+    >>> turns = Turns(Pruner(net, images, penalty=0.1, lr=0.1), warmup=1, cycles=1, score=1, weights=1)
+    >>> for epoch in range(4):
+    ...     _ = turns.epoch_begins(epoch)
+    ...     optimizer.zero_grad()
+    ...     net(images).square().mean().backward()
+    ...     turns.after_backward()
+    ...     optimizer.step()
+    ...     print(turns.phase)
+    warmup
+    score 1
+    weights 1
+    finetune
+    >>> turns.end()
+    >>> small = turns.pruner.extract()
+    """
+
+    def __init__(self, pruner: Pruner, *, warmup: int, cycles: int, score: int = 1, weights: int = 2) -> None:
+        lengths = {"warmup": warmup, "cycles": cycles, "score": score, "weights": weights}
+        for name, epochs in lengths.items():
+            if epochs < (name in ("cycles", "score")):
+                raise PruningError(f"{name} = {epochs}: a loop in turns needs at least one; write more")
+        self.pruner, self.cycles = pruner, cycles
+        self._phases = planned({"phases": {**lengths, "finetune": 0}})
+        self._epoch: int | None = None
+        self._now: Planned | None = None
+        self._open: AbstractContextManager[Pruner] | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is trained now, and in which cycle."""
+        if self._now is None:
+            return "finetune"
+        return f"{self._now.kind} {self._now.cycle}" if self._now.cycle else self._now.kind
+
+    @property
+    def scores_now(self) -> bool:
+        """Do the scores move, while the weights stand still?"""
+        return self._now is not None and self._now.kind == "score"
+
+    def epoch_begins(self, epoch: int) -> str:
+        """Tell that an epoch begins, numbered from 0; returns its phase."""
+        self._epoch = epoch
+        now = next((p for p in self._phases if p.first <= epoch < p.first + p.epochs), None)
+        if self._open is None or now != self._now:
+            self.end()
+            self._now = now
+            if self.scores_now:
+                assert now is not None
+                self.pruner.progress = now.cycle / self.cycles  # a budget closes in from cycle to cycle
+            self._open = self.pruner.scoring() if self.scores_now else self.pruner.gated()
+            self._open.__enter__()
+        return self.phase
+
+    def after_backward(self) -> None:
+        """Tell that the loss has been sent back: where the scores are trained, they move."""
+        if self.scores_now:
+            self.pruner.penalty().backward()
+            self.pruner.step()
+
+    def end(self) -> None:
+        """Tell that the training is over, or that nothing of the last phase is to come: the scores become gates."""
+        if self._open is not None:
+            left, self._open = self._open, None
+            left.__exit__(None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, also in the middle of a score phase."""
+        return {"epoch": self._epoch, "pruner": self.pruner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.end()
+        self.pruner.load_state_dict(state["pruner"])
+        if state["epoch"] is not None:  # a score phase that is not over has yet to set the gates
+            self.epoch_begins(state["epoch"])

@@ -1,0 +1,46 @@
+"""How the command speaks, and that only one of several processes does: torchrun starts it many times.
+
+Lines, and what torchrun has written in the environment, enter; text on stderr, silence, or a refusal leaves.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+from ..errors import RunError
+
+
+def is_first() -> bool:
+    """Is this the process that speaks?"""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """While entered, all processes but the first are silent."""
+    if is_first():
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def check_shared(command: str) -> None:
+    """Raise a RunError if several processes were started for what one of them does."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1 and command != "run":
+        raise RunError(f"sbf {command} works in one process, and {count} were started; leave torchrun out")
+
+
+def said(line: str) -> None:
+    """Say how the work goes on; results alone are for stdout."""
+    print(f"sbf: {line}", file=sys.stderr, flush=True)
+
+
+def teller(*, quiet: bool) -> Callable[[str], None]:
+    """What tells how the work goes on: nothing if asked to be quiet."""
+    return (lambda line: None) if quiet else said

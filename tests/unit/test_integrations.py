@@ -1,0 +1,132 @@
+"""Somebody else's training loop, told of phases by `Turns`, trains what a loop written for the pruner would."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sbf_pruner import Budget, Pruner, PruningError
+from sbf_pruner.integrations import Turns
+from sbf_pruner.integrations.lightning import pruning_callback
+
+EPOCHS = 7  # a warm-up of 1, twice 1 of scores and 1 of weights, and 2 to fine-tune
+IMAGES, LABELS = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+
+
+def made() -> tuple[nn.Module, Pruner, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(80, 4)
+    )
+    pruner = Pruner(net, IMAGES[:1], penalty=0.05, speed=0.05, budget=Budget(macs=0.5))
+    return net, pruner, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    return F.cross_entropy(net(IMAGES), LABELS)
+
+
+def by_hand() -> tuple[nn.Module, Pruner]:
+    net, pruner, optimizer = made()
+
+    def descend() -> None:
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+
+    descend()
+    for cycle in (1, 2):
+        pruner.progress = cycle / 2
+        with pruner.scoring():
+            (loss_of(net) + pruner.penalty()).backward()
+            pruner.step()
+        with pruner.gated():
+            descend()
+    for _ in range(2):
+        descend()
+    return net, pruner
+
+
+def strangers_epoch(net: nn.Module, turns: Turns, optimizer: torch.optim.Optimizer, epoch: int) -> str:
+    """It knows nothing of scores, and steps its optimiser whatever happens."""
+    phase = turns.epoch_begins(epoch)
+    optimizer.zero_grad()
+    loss_of(net).backward()
+    turns.after_backward()
+    optimizer.step()
+    return phase
+
+
+def assert_same(net: nn.Module, pruner: Pruner, expected: tuple[nn.Module, Pruner]) -> None:
+    assert pruner.plan() == expected[1].plan()
+    for found, held in zip(net.state_dict().values(), expected[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(found, held)
+    for name, scores in expected[1].scores().items():
+        torch.testing.assert_close(pruner.scores()[name], scores)
+
+
+def test_turns_train_what_a_loop_written_for_them_would() -> None:
+    net, pruner, optimizer = made()
+    turns = Turns(pruner, warmup=1, cycles=2, score=1, weights=1)
+    phases = [strangers_epoch(net, turns, optimizer, epoch) for epoch in range(EPOCHS)]
+    assert phases == ["warmup", "score 1", "weights 1", "score 2", "weights 2", "finetune", "finetune"]
+    turns.end()
+    assert_same(net, pruner, by_hand())
+    assert pruner.extract()(IMAGES).shape == (8, 4)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_turns_go_on_from_a_checkpoint_of_any_epoch(cut: int) -> None:
+    net, pruner, optimizer = made()
+    turns = Turns(pruner, warmup=1, cycles=2, score=1, weights=1)
+    for epoch in range(cut):
+        strangers_epoch(net, turns, optimizer, epoch)
+    kept = turns.state_dict(), net.state_dict(), optimizer.state_dict()
+    again, other, descent = made()
+    went_on = Turns(other, warmup=1, cycles=2, score=1, weights=1)
+    went_on.load_state_dict(kept[0])
+    again.load_state_dict(kept[1])
+    descent.load_state_dict(kept[2])
+    for epoch in range(cut, EPOCHS):
+        strangers_epoch(again, went_on, descent, epoch)
+    went_on.end()
+    assert_same(again, other, by_hand())
+
+
+def test_lengths_that_leave_nothing_to_do_are_refused() -> None:
+    pruner = made()[1]
+    with pytest.raises(PruningError, match="cycles = 0: a loop in turns needs at least one"):
+        Turns(pruner, warmup=1, cycles=0)
+    with pytest.raises(PruningError, match="warmup = -1"):
+        Turns(pruner, warmup=-1, cycles=1)
+
+
+def test_a_callback_of_lightning_makes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("lightning.pytorch")
+    library.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", library)
+    net, pruner, optimizer = made()
+    callback = pruning_callback(Turns(pruner, warmup=1, cycles=2, score=1, weights=1))
+    assert isinstance(callback, library.Callback)
+    for epoch in range(EPOCHS):
+        callback.on_train_epoch_start(SimpleNamespace(current_epoch=epoch), net)
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        callback.on_after_backward(None, net)
+        optimizer.step()
+        callback.load_state_dict(callback.state_dict())  # what is saved is what goes on
+    callback.on_train_end(None, net)
+    assert_same(net, pruner, by_hand())
+
+
+def test_without_lightning_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(PruningError, match="there is no Lightning here; run: pip install lightning"):
+        pruning_callback(Turns(made()[1], warmup=0, cycles=1))
