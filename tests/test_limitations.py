@@ -98,6 +98,7 @@ LEFT_ALONE: dict[str, nn.Module] = {
 REFUSED: dict[str, Callable[[], Any]] = {
     "no convolution": lambda: (nn.Linear(8, 2), IMAGE),
     "compiled": lambda: (torch.compile(Net()), IMAGE),
+    "wrapped": lambda: (nn.DataParallel(Net()), IMAGE),
     "scripted": lambda: (torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 1))), IMAGE),
     "lazy": lambda: (nn.Sequential(nn.ReLU(), nn.LazyConv2d(4, 1)), IMAGE),
     "numpy": lambda: (between(lambda x: torch.from_numpy(x.detach().numpy())), IMAGE),
