@@ -8,7 +8,7 @@ the next, so a run killed at any moment and resumed ends, on the CPU, with bit f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..environment import environment
 from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import REHEARSED, ranked, rehearse, shown
-from ..methods.subject import Scores, Subject
+from ..methods.subject import Batch, Scores, Subject
 from ..pruner import Pruner
 from ..report import leave_report
 from .captured import make_engine
@@ -201,7 +201,7 @@ class Run:
         """Can the recipe's method judge this network?  It is to be known before anything is trained."""
         if not is_scored(self.recipe):
             images = shown(self.feed.train.epoch(0), REHEARSED)
-            rehearse(self.recipe.method, Subject(self.networks.bare_copy(), self.networks.pruner.graph, images))
+            rehearse(self.recipe.method, self._subject(self.networks.bare_copy(), images))
 
     def _keep_dense(self) -> None:
         """Write down the dense network, for other runs and for the later phases, if they learn from it."""
@@ -229,7 +229,11 @@ class Run:
         """What the recipe's method says of a network now."""
         name = self.recipe.method
         images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
-        return ranked(name, Subject(network, self.networks.pruner.graph, images, self.recipe.seed))
+        return ranked(name, self._subject(network, images))
+
+    def _subject(self, network: nn.Module, images: Sequence[Batch]) -> Subject:
+        pruner = self.networks.pruner
+        return Subject(network, pruner.graph, images, self.recipe.seed, pruner.aim)
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
