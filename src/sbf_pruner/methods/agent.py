@@ -33,6 +33,7 @@ _SAMPLED = 64  # steps that are learned from at a time
 _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 
 
+@torch.enable_grad()
 def best_walk(subject: Subject) -> Scores:
     """Scores that land on the network of the best walk."""
     masked, aim, way = Masked(subject), aim_of(subject), Way(subject.graph)

@@ -30,6 +30,7 @@ _HIDDEN = 64
 _LEARNED = 4  # steps of the predictor in each of the gates
 
 
+@torch.enable_grad()
 def learned_gates(subject: Subject) -> Scores:
     """What the gate of each filter has come to: above 0 it is open more often than closed."""
     masked, random = Masked(subject), np.random.default_rng(subject.seed)

@@ -63,11 +63,10 @@ class Masked:
         """The accuracy on a batch with these gates, one for each filter, and the slope of the loss by them."""
         felt = self.gates.soft.copy_(gates).requires_grad_()
         self.gates.mode = "soft"
-        with torch.enable_grad():
-            outputs = self._outputs(batch)
-            loss = F.cross_entropy(outputs, batch[1])
-            # In what does not depend on any filter there is no slope.
-            slope = torch.autograd.grad(loss, felt, allow_unused=True)[0] if loss.requires_grad else None
+        outputs = self._outputs(batch)
+        loss = F.cross_entropy(outputs, batch[1])
+        # In what does not depend on any filter there is no slope.
+        slope = torch.autograd.grad(loss, felt, allow_unused=True)[0] if loss.requires_grad else None
         felt.requires_grad_(False)
         accuracy = float(_hits(outputs, batch[1]).double().mean())
         return accuracy, torch.zeros_like(gates) if slope is None else slope.to(gates)
