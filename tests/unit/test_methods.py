@@ -314,7 +314,7 @@ def test_a_method_judges_every_filter_or_says_in_a_sentence_why_not(kind: str) -
         }
         assert not method.across or any(values.any() for values in scores.values())
         assert all(parameter.grad is None for parameter in model.parameters())
-    assert refused <= ({"taylor", "ccp"} if kind == "MultiOutput" else {"slimming"})
+    assert refused <= ({"taylor", "ccp", "amc", "nppm"} if kind == "MultiOutput" else {"slimming"})
 
 
 def test_no_activation_bends_what_is_propagated() -> None:

@@ -72,5 +72,7 @@ METHODS = {
             "budget.steer": True,
         },
     ),
+    "amc": Method("agent.best_walk", "its weights, in layers whose widths an agent chose", across=True, images=256),
+    "nppm": Method("foretold.learned_gates", "a gate that raises the accuracy foretold", across=True, images=2048),
     "random": Method("weights.chance", "chance"),
 }

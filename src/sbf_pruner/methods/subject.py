@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..budget.aim import Aim
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask
@@ -39,6 +40,8 @@ class Subject:
     batches: Sequence[Batch]
     """the images it may look at and their labels, where the model is"""
     seed: int = 0
+    aim: Aim | None = None
+    """what is to be left, for those who have to know"""
 
     def rows(self, name: str) -> Tensor:
         """The weights of a layer as it uses them, in double precision, one row for each filter."""
@@ -142,14 +145,19 @@ class Subject:
             with self.watched(see), torch.enable_grad():
                 # Whatever is frozen: a gradient of the images passes through all of it, and none stays behind.
                 images = map_tensors(images, _followed)
-                outputs = call(self.model, images)
-                if not isinstance(outputs, Tensor):
-                    raise PruningError("the network gives several outputs, and the loss needs logits alone")
-                loss = F.cross_entropy(outputs, labels, reduction="sum")
+                loss = F.cross_entropy(logits(self.model, images), labels, reduction="sum")
                 torch.autograd.grad(loss, [x for x in tree_leaves(images) if _slopes(x)], allow_unused=True)
             for name, first in calls.items():  # a layer that is called twice has two parts in the loss
                 found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
         return {name: torch.cat(held).double() for name, held in found.items() if held}
+
+
+def logits(model: nn.Module, images: Any) -> Tensor:
+    """What a network gives for images; a PruningError where that is more than one tensor."""
+    outputs = call(model, images)
+    if not isinstance(outputs, Tensor):
+        raise PruningError("the network gives several outputs, and the loss needs logits alone")
+    return outputs
 
 
 def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:

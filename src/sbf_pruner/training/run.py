@@ -8,7 +8,7 @@ the next, so a run killed at any moment and resumed ends, on the CPU, with bit f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ..errors import RunError
 from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import REHEARSED, ranked, rehearse, shown
-from ..methods.subject import Scores, Subject
+from ..methods.subject import Batch, Scores, Subject
 from ..pruner import Pruner
 from ..report import leave_report
 from ..team import Team
@@ -209,7 +209,7 @@ class Run:
         """Can the recipe's method judge this network?  It is to be known before anything is trained."""
         if not is_scored(self.recipe):
             images = shown(self.feed.train.epoch(0), REHEARSED)
-            rehearse(self.recipe.method, Subject(self.networks.bare_copy(), self.networks.pruner.graph, images))
+            rehearse(self.recipe.method, self._subject(self.networks.bare_copy(), images))
 
     def _check_agreed(self, phase: Phase) -> None:
         """Scores are the same in all processes, and so must be what they keep: from here on widths may differ."""
@@ -242,8 +242,11 @@ class Run:
         """What the recipe's method says of a network now."""
         name = self.recipe.method
         images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
-        subject = Subject(network, self.networks.pruner.graph, images, self.recipe.seed)
-        return self.team.from_first(partial(ranked, name, subject))
+        return self.team.from_first(partial(ranked, name, self._subject(network, images)))
+
+    def _subject(self, network: nn.Module, images: Sequence[Batch]) -> Subject:
+        pruner = self.networks.pruner
+        return Subject(network, pruner.graph, images, self.recipe.seed, pruner.aim)
 
     def _keep_scored(self) -> None:
         """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
