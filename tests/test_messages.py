@@ -127,7 +127,9 @@ def test_a_lazy_module_that_has_not_run(norm):
 
 def test_scripted():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.ReLU()), nn.Conv2d(4, 2, 1))
-    with says(PruningError, "1 is scripted and cannot be cut; prune what was scripted, then compile or export that"):
+    with says(
+        PruningError, "1 is scripted and cannot be cut; prune what was scripted, then compile or export that"
+    ):
         trace(model, IMAGE)
 
 

@@ -77,7 +77,9 @@ def _check_changeable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         name = path or "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            raise PruningError(f"{name} is scripted and cannot be cut; prune what was scripted, then compile or export that")
+            raise PruningError(
+                f"{name} is scripted and cannot be cut; prune what was scripted, then compile or export that"
+            )
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             kind = type(module).__name__
             raise PruningError(f"{name} ({kind}) has no weights yet; run the model once on inputs, then prune it")
