@@ -106,5 +106,5 @@ class Team:
 
 
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
