@@ -131,7 +131,7 @@ TOGETHER = [
     ("cutout",),
     ("mixup", "teacher", "fade"),
     ("cutout", "ema", "teacher", "joint"),
-    ("cutout", "mixup", "ema", "teacher", "fade"),
+    ("cutout", "mixup", "ema", "teacher", "fade", "mirrored"),
 ]
 
 
@@ -144,7 +144,11 @@ def test_a_whole_run_comes_to_the_same_bits_through_either_engine(
     changes = {
         "data": {**data, "crop": 1, "flip": True},
         "scores": {"joint": "joint" in parts, "speed": 0.3, "penalty": 0.02},
-        "distill": {"alpha": 0.6 * ("teacher" in parts), "fade": "fade" in parts, "during": "cycles"},
+        "distill": {
+            "alpha": 0.6 * ("teacher" in parts),
+            "during": "cycles",
+            **{name: name in parts for name in ("fade", "mirrored")},
+        },
         **dict.fromkeys(("warmup", "finetune"), phase),
         "weights": {"optimizer": "adam", "lr": 1e-3, **phase},
     }

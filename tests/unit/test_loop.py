@@ -324,6 +324,7 @@ EVERYTHING: dict[str, Any] = {
     "finetune__decay_all": False,
     "distill__alpha": 0.7,
     "distill__fade": True,
+    "distill__mirrored": True,
     "distill__during": "cycles",
 }
 

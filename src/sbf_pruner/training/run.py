@@ -259,7 +259,8 @@ class Run:
     def _set_teacher(self, weights: dict[str, Any]) -> None:
         network = self.networks.bare_copy()
         network.load_state_dict(weights)
-        self.teacher = Teacher(network, self.recipe.distill.alpha, self.recipe.distill.temperature)
+        distill = self.recipe.distill
+        self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
     def _save(self, descent: Descent | None, *, closed: bool) -> None:
         """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""

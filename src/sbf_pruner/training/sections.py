@@ -299,6 +299,10 @@ class DistillConfig(Section):
         ),
     )
     temperature: float = field(default=4.0, metadata=about("divides both networks' logits", above=0))
+    mirrored: bool = field(
+        default=False,
+        metadata=about("show the dense network each image and its mirror image, and go by the mean of its answers"),
+    )
     fade: bool = field(
         default=False,
         metadata=about("let alpha fall to 0 over fine-tuning, along a cosine: the last word have the labels"),

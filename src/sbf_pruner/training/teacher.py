@@ -14,18 +14,24 @@ from torch import Tensor, nn
 class Teacher:
     """A network that is only listened to: in evaluation mode, without gradients."""
 
-    def __init__(self, network: nn.Module, alpha: float, temperature: float) -> None:
-        self.network, self.temperature = network, temperature
+    def __init__(self, network: nn.Module, alpha: float, temperature: float, *, mirrored: bool = False) -> None:
+        self.network, self.temperature, self.mirrored = network, temperature, mirrored
         device = next((parameter.device for parameter in network.parameters()), None)
         # Filled in place as it fades: a captured step sees that.
         self.alpha = torch.tensor(alpha, device=device)
 
     def answers(self, images: Tensor) -> Tensor:
-        """The teacher's logits."""
+        """The teacher's logits; where it looks at mirror images too, the mean of both.
+
+        >>> Teacher(nn.Flatten(), 0.5, 4.0, mirrored=True).answers(torch.tensor([[[[1.0, 3.0]]]]))
+        tensor([[2., 2.]])
+        """
+        seen = torch.cat([images, images.flip(-1)]) if self.mirrored else images
         with torch.no_grad():
-            outputs = self.network(images.contiguous(memory_format=torch.channels_last))
+            outputs = self.network(seen.contiguous(memory_format=torch.channels_last))
         assert isinstance(outputs, Tensor)
-        return outputs.float()
+        outputs = outputs.float()
+        return outputs.unflatten(0, (2, -1)).mean(0) if self.mirrored else outputs
 
     def mixed(self, loss: Tensor, outputs: Tensor, answers: Tensor) -> Tensor:
         """`(1 - alpha) loss + alpha T^2 KL(teacher || student)`; T^2 keeps the gradient's size as T grows.
