@@ -77,8 +77,8 @@ def told(overrides: Sequence[str]) -> str:
     'cutout 8 in the dense stage and fine-tuning, no teacher'
     >>> told(["warmup.cutout=8", "finetune.cutout=0", "distill.alpha=0.5", "scores.speed=2e-3"])
     "cutout 8 in the dense stage, no cutout in fine-tuning, the teacher's part 0.5, `scores.speed=2e-3`"
-    >>> told(["phases.warmup=220", "warmup.cutout=16"])
-    '220 epochs in the dense stage, cutout 16 in the dense stage'
+    >>> told(["phases.warmup=220", "warmup.weight_decay=1e-3", "distill.mirrored=true"])
+    '220 epochs in the dense stage, weight decay 1e-3 in the dense stage, the teacher asked about mirror images too'
     """
     said: dict[str, list[str]] = {}  # what is set, and the phases it is set in
     for change in overrides:
@@ -90,6 +90,8 @@ def told(overrides: Sequence[str]) -> str:
             said.setdefault(_amount(setting, value), []).append(PHASES[section])
         elif key == "distill.alpha":
             said[_amount("teacher", value).replace("teacher ", "the teacher's part ")] = []
+        elif change == "distill.mirrored=true":
+            said["the teacher asked about mirror images too"] = []
         elif key != HELD_OUT:
             said[f"`{change}`"] = []
     words = [f"{what} in {' and '.join(where)}" if where else what for what, where in said.items()]
@@ -97,4 +99,5 @@ def told(overrides: Sequence[str]) -> str:
 
 
 def _amount(setting: str, value: str) -> str:
-    return f"{setting} {value}" if value not in ("0", "0.0", "false") else f"no {setting}"
+    named = setting.replace("_", " ")
+    return f"{named} {value}" if value not in ("0", "0.0", "false") else f"no {named}"

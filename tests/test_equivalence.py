@@ -23,6 +23,7 @@ from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
+from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 
 nets = pytest.mark.parametrize("name", ZOO)
@@ -36,12 +37,12 @@ class Case(NamedTuple):
 
 
 @functools.cache
-def case(name: str) -> Case:
-    """A network with 20 random plans and what was extracted; made once, changed by nobody."""
+def case(name: str, plans: int = 12) -> Case:
+    """A network with random plans and what was extracted; made once, changed by nobody."""
     model, inputs = ZOO[name]()
     pruner = Pruner(model, inputs)
     made = []
-    for plan in random_plans(pruner.graph):
+    for plan in random_plans(pruner.graph, plans):
         pruner.gate(plan)
         made.append((plan, pruner.plan(), pruner.extract()))
     return Case(pruner, model, inputs, made)
@@ -56,11 +57,16 @@ def half(pruner_or_graph) -> Plan:
 # -- the same function ----------------------------------------------------------------------------------
 
 
+# Training or not, under how many plans, and every how manieth of them is tried.
+WAYS = {"eval": (False, 12, 1), "train": (True, 12, 3), "eval often": (False, 40, 1), "train often": (True, 40, 1)}
+
+
 @nets
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_masked_equals_extracted(name, training):
-    pruner, _, _, made = case(name)
-    for number, (plan, settled, small) in enumerate(made):
+@pytest.mark.parametrize("way", mostly_slow(WAYS, ("eval", "train")))
+def test_masked_equals_extracted(name, way):
+    training, plans, every = WAYS[way]
+    pruner, _, _, made = case(name, plans)
+    for number, (plan, settled, small) in list(enumerate(made))[::every]:
         pruner.gate(plan)
         assert pruner.plan() == settled
         try:

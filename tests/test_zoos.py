@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import coverage  # noqa: E402
 import zoos  # noqa: E402
 
+from shares import mostly_slow  # noqa: E402
+
 # Networks, and the share of their convolutions' filters that can be pruned at least.
 FAST = {
     "torchvision:resnet18": 0.99,  # additions
@@ -32,7 +34,10 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize("name", FAST)
+QUICK = ("torchvision:shufflenet_v2_x0_5", "torchvision:mobilenet_v3_small", "timm:resnest14d")
+
+
+@pytest.mark.parametrize("name", mostly_slow(FAST, QUICK))
 def test_a_network_of_the_zoos_is_cut_exactly(name: str) -> None:
     row = coverage.work(name)
     assert row["ok"], row.get("error_text") or row["error"]

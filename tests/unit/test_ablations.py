@@ -12,6 +12,7 @@ from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
 from sbf_pruner.training.loop import fit
 from sbf_pruner.training.recipe import Recipe, load_recipe
+from shares import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -66,7 +67,7 @@ def test_gates_behind_sums_cannot_be_padded(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["half-joint", "half-after-addition"])
+@pytest.mark.parametrize("name", mostly_slow(["half-joint", "half-after-addition"], ["half-after-addition"]))
 def test_a_job_runs(name: str, tmp_path: Path) -> None:
     made = recipe(jobs()[name][0], *TINY)
     model = resolve(made.model.name, num_classes=4)

@@ -23,6 +23,7 @@ from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
+from shares import mostly_slow
 from zoo import randomise
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -96,7 +97,7 @@ def test_a_closed_gate_takes_what_the_shortcut_carries_too(empty: str) -> None:
 
 def test_gated_and_cut_networks_are_equal_and_cost_what_was_counted(tmp_path: Path) -> None:
     pruner = Pruner(network(), IMAGES)
-    for number, plan in enumerate(random_plans(pruner.graph, 8)):
+    for number, plan in enumerate(random_plans(pruner.graph, 4)):
         pruner.gate(plan)
         small = pruner.extract()
         for training in (False, True):
@@ -146,7 +147,7 @@ def test_both_engines_train_it_alike(joint: bool) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["soft", "hard"])
+@pytest.mark.parametrize("mode", mostly_slow(["soft", "hard"], ["soft"]))
 def test_a_compiler_follows_the_gates_on_the_sums(mode: str) -> None:
     """As the captured engine compiles it: whole, and with the gates' gradients."""
     model = network().train()

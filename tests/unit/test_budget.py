@@ -303,7 +303,7 @@ def test_what_no_filter_changes_counts_too(name, of):
         model, inputs = ZOO[name]()
         pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
         dense = getattr(measure(extract(model, inputs, Plan({})), inputs), of)
-        for seed in range(3):
+        for seed in range(2):
             landing = pruner.aim.choose(scores(pruner.graph, seed))
             pruner.gate(Plan.from_masks(landing.masks))
             left = getattr(measure(pruner.extract(), inputs), of)
@@ -513,7 +513,8 @@ def test_steering_survives_a_stop():
 
 # -- runs ----------------------------------------------------------------------------------------------------
 
-SHORT = ["phases.warmup=1", "phases.cycles=3", "phases.score=1", "phases.weights=1", "phases.finetune=0",
+SHORT = ["data.name=synthetic", "data.samples=320", "data.image_size=8", "data.channels=1",
+         "phases.warmup=1", "phases.cycles=3", "phases.score=1", "phases.weights=1", "phases.finetune=0",
          "dense_control=false", "budget.settled=1", "budget.steer=true", "scores.balance=cost"]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from sbf_pruner.deploy.widths import groups
 from sbf_pruner.errors import PruningError
 from sbf_pruner.inputs import call
 from sbf_pruner.models import resolve
+from shares import mostly_slow
 from zoo import ZOO, Block, fresh_inputs, randomise
 
 FORMS = [
@@ -92,8 +93,9 @@ def halved(name="resnet20", every=2, size=8):
     return model, sbf.extract(model, image, sbf.Plan(keep), graph).eval(), image
 
 
-def test_resnet56_in_every_form():
-    _, small, image = halved("resnet56")
+@pytest.mark.parametrize("name", mostly_slow(["resnet20", "resnet56"], ["resnet20"]))
+def test_a_resnet_in_every_form(name):
+    _, small, image = halved(name)
     before = snapshot(small)
     forms = [Form(branches, 16, 8, shortcuts=True) for branches in BRANCHES]
     forms += [Form(branches, channels_last=True, in_place=True) for branches in BRANCHES]

@@ -25,6 +25,7 @@ from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
+from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
     "name": "tiny",
@@ -419,7 +420,9 @@ def test_a_joint_run_has_one_phase_a_cycle_and_lands_as_any_other(joint: Result)
     assert "the weights are trained with them" in page and "scores and weights 2" in page
 
 
-@pytest.mark.parametrize("epoch", [4, 6, 9, 10, 11])  # within and at the end of both cycles, in the fine-tuning
+@pytest.mark.parametrize(
+    "epoch", mostly_slow([4, 6, 9, 10, 11], [4, 9, 11])
+)  # within and at the end of both cycles, in the fine-tuning
 def test_a_joint_run_killed_ends_with_the_same_bits(
     epoch: int, joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,7 +499,9 @@ def assert_same_run(result: Result, straight: Result) -> None:
 
 
 # 1, 2: warm-up; 3, 4: scores; 5, 6: weights; 7, 10: second cycle; 11, 12: fine-tuning; 13 to 24: control
-@pytest.mark.parametrize("epoch", [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24])
+@pytest.mark.parametrize(
+    "epoch", mostly_slow([1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24], [1, 4, 6, 11, 18, 24])
+)
 def test_a_run_killed_after_any_epoch_ends_with_the_same_bits(epoch: int, straight: Result, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(epoch))
@@ -992,7 +997,7 @@ def undropped() -> Tiny:
     return made
 
 
-@pytest.mark.parametrize("epoch", [10, 11, 12, 13])
+@pytest.mark.parametrize("epoch", mostly_slow([10, 11, 12, 13], [10, 12]))
 def test_a_padded_run_killed_ends_with_the_same_bits(epoch: int, padded: Result, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(finetune_on="padded"), run=tmp_path / "run", report=kill_after(epoch))

@@ -17,6 +17,7 @@ from sbf_pruner.deploy.onnx import run, session, to_onnx
 from sbf_pruner.errors import PruningError
 from sbf_pruner.inputs import call, map_tensors
 from sbf_pruner.models import resolve
+from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 
 pytest.importorskip("onnxruntime")
@@ -59,7 +60,7 @@ TEN = [
 ]
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize("name", mostly_slow(TEN, ("OptionA", "Concat", "SqueezeExcite")))
 def test_a_compact_network_is_as_much_smaller_in_the_file_as_it_is_said_to_be(name, tmp_path):
     model, inputs = ZOO[name]()
     model, inputs = model.float().eval(), map_tensors(inputs, torch.Tensor.float)

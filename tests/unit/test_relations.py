@@ -71,7 +71,7 @@ def test_a_first_filter_is_worth_what_extraction_saves(name):
     appraiser = Appraiser(graph)
     whole = {layer: range(each.filters) for layer, each in graph.layers.items()}
     dense = sbf.measure(sbf.extract(model, inputs, sbf.Plan(whole)), inputs)
-    for layer in [layer for layer, each in graph.layers.items() if each.filters > 1][:4]:
+    for layer in [layer for layer, each in graph.layers.items() if each.filters > 1][:2]:
         plan = sbf.Plan({**whole, layer: whole[layer][1:]})
         small = sbf.measure(sbf.extract(model, inputs, plan), inputs)
         worth = appraiser.first_filter(layer)

@@ -207,6 +207,7 @@ def test_on_another_machine_nothing_is_timed():
 # -- whole runs ----------------------------------------------------------------------------------------------
 
 SHORT = [
+    *("data.name=synthetic", "data.samples=320", "data.image_size=8", "data.channels=1"),
     *("phases.warmup=1", "phases.cycles=2", "phases.score=1", "phases.weights=1", "phases.finetune=1"),
     *("dense_control=false", "budget.settled=1", "threads=1", "budget.latency=0.5", "budget.steer=true"),
     *("scores.balance=cost", "scores.speed=0.05"),
