@@ -37,7 +37,7 @@ def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixu
 def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
     """A teacher, an average, norms without decay and new statistics, holes, blends; scores of blocks, steered."""
     torch.manual_seed(1)
-    teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
+    teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0, mirrored=True)
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
     images, asked = torch.zeros(1, 3, 16, 16, device=device), Budget(macs=0.6)
