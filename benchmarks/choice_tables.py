@@ -78,7 +78,7 @@ def told(overrides: Sequence[str]) -> str:
     >>> told(["warmup.cutout=8", "finetune.cutout=0", "distill.alpha=0.5", "scores.speed=2e-3"])
     "cutout 8 in the dense stage, no cutout in fine-tuning, the teacher's part 0.5, `scores.speed=2e-3`"
     >>> told(["phases.warmup=220", "warmup.weight_decay=1e-3", "distill.mirrored=true"])
-    '220 epochs in the dense stage, weight decay 1e-3 in the dense stage, the teacher asked about mirror images too'
+    '220 epochs in the dense stage, weight decay 1e-3 in the dense stage, a teacher that is asked about mirror images'
     """
     said: dict[str, list[str]] = {}  # what is set, and the phases it is set in
     for change in overrides:
@@ -90,8 +90,8 @@ def told(overrides: Sequence[str]) -> str:
             said.setdefault(_amount(setting, value), []).append(PHASES[section])
         elif key == "distill.alpha":
             said[_amount("teacher", value).replace("teacher ", "the teacher's part ")] = []
-        elif change == "distill.mirrored=true":
-            said["the teacher asked about mirror images too"] = []
+        elif key == "distill.mirrored":
+            said[f"a teacher that {'is' if value == 'true' else 'is not'} asked about mirror images"] = []
         elif key != HELD_OUT:
             said[f"`{change}`"] = []
     words = [f"{what} in {' and '.join(where)}" if where else what for what, where in said.items()]
