@@ -77,8 +77,10 @@ def told(overrides: Sequence[str]) -> str:
     'cutout 8 in the dense stage and fine-tuning, no teacher'
     >>> told(["warmup.cutout=8", "finetune.cutout=0", "distill.alpha=0.5", "scores.speed=2e-3"])
     "cutout 8 in the dense stage, no cutout in fine-tuning, the teacher's part 0.5, `scores.speed=2e-3`"
-    >>> told(["phases.warmup=220", "warmup.weight_decay=1e-3", "distill.mirrored=true"])
-    '220 epochs in the dense stage, weight decay 1e-3 in the dense stage, a teacher that is asked about mirror images'
+    >>> told(["phases.warmup=220", "warmup.weight_decay=1e-3"])
+    '220 epochs in the dense stage, weight decay 1e-3 in the dense stage'
+    >>> told(["distill.mirrored=false"])
+    'a teacher that is not asked about mirror images'
     """
     said: dict[str, list[str]] = {}  # what is set, and the phases it is set in
     for change in overrides:
