@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from .scoring.elsewhere import Given, comparable
 from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze_model
 from .scoring.gates import Gates
+from .scoring.gradient import Gradient
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
@@ -101,7 +103,7 @@ class Pruner:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
-        self.activation, self.leak = activation, leak
+        self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
@@ -120,6 +122,7 @@ class Pruner:
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
         self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
         self.pressure.to(self.gates.soft)
+        self.gradient = Gradient(self.gates.soft)
         # Where gates are binary in score phases too, the scores behind them are kept beside them.
         self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
         branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
@@ -165,6 +168,7 @@ class Pruner:
                 self.projection.end_phase()
                 untune()
             self.gates.soft.requires_grad_(False).grad = None
+            self.gradient.tell()
             self.gates.mode = "hard"
             self.optimizer = None
             thaw()
@@ -188,21 +192,19 @@ class Pruner:
         """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
         return self.pressure.on(self.gates.soft)
 
-    def step(self) -> None:
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Move the scores along the gradient that backward left, and forget it.
 
-        Where `torch.distributed` is set up, along its mean over all processes.
+        Where `torch.distributed` is set up, along its mean over all processes.  A `scaler` that has scaled the loss
+        takes part as in a step of the weights; `scaler.update()` comes after it.
         """
         if self.optimizer is None:
             raise PruningError("step() belongs inside `with pruner.scoring():`")
-        if self.gates.soft.grad is None:
-            raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
-        Team.present().average([self.gates.soft.grad])
+        gradient = self.gradient.take(scaler)
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
-        self._soft_scores().backward(self.gates.soft.grad)
+        self._soft_scores().backward(gradient)
         self.optimizer.step()
-        self.gates.soft.grad = None
         self._refresh_scores()
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -300,11 +302,8 @@ class Pruner:
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
     def _soft_scores(self) -> Tensor:
-        def activation(logits: Tensor) -> Tensor:
-            return ACTIVATIONS[self.activation](logits, self.leak)
-
-        scores = activation(self.projection.logits())
-        return scores if self.blocks is None else scores * self.blocks.factors(activation)
+        scores = self.activation(self.projection.logits())
+        return scores if self.blocks is None else scores * self.blocks.factors(self.activation)
 
     @torch.no_grad()
     def _refresh_scores(self) -> None:

@@ -157,6 +157,22 @@ def test_an_exception_in_a_score_phase_leaves_a_usable_model() -> None:
         score_steps(pruner, 1)
 
 
+def test_a_loss_that_is_not_finite_moves_no_score_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, lr=1e-3, penalty=1e-2, projection="free")
+    with pruner.scoring():
+        (model(IMAGES * torch.nan).mean() + pruner.penalty()).backward()
+        pruner.step()
+        assert all((scores == 1).all() for scores in pruner.scores().values())
+        score_steps(pruner, 2)
+    assert all((scores < 1).any() and scores.isfinite().all() for scores in pruner.scores().values())
+    told = "1 of the steps of this score phase counted for nothing: the loss was not finite"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    with pruner.scoring():
+        score_steps(pruner, 1)
+    assert len(caplog.records) == 1
+
+
 def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     def run(stop: bool) -> Pruner:
         model = network()
