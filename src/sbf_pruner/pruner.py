@@ -30,6 +30,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
+from .graph.unchanged import tensors_of
 from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
@@ -292,7 +293,7 @@ class Pruner:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[Tensor]:
-        held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
+        held = tensors_of(self.model, self.graph)
         return [held[layer.weight].detach() for layer in self.graph.layers.values()]
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
@@ -341,8 +342,7 @@ class Pruner:
     def _check_attached(self) -> None:
         if not self._attached:
             raise PruningError("this pruner was detached; make a new one")
-        if self.gates.soft.device != next(self.model.parameters()).device:
-            raise PruningError("the model was moved to another device; move it first, then make the pruner")
+        self.gates.check(self.model)
 
 
 def _nothing() -> None:

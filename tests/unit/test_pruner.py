@@ -209,6 +209,53 @@ def test_a_deep_copy_has_gates_of_its_own() -> None:
     assert not torch.equal(model(IMAGES), expected)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_model_that_is_cast_is_scored_and_cut_in_its_new_type(kind: torch.dtype) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES[:1], lr=1e-3)
+    images = IMAGES.to(kind)
+    model.to(kind).eval()
+    with pruner.scoring():
+        (model(images).float().square().mean() + pruner.penalty()).backward()
+        pruner.step()
+    pruner.gate(half(pruner))
+    small = pruner.extract()
+    assert {p.dtype for p in small.parameters()} == {kind} and small.sbf_inputs.dtype == kind
+    tolerance = 1e-10 if kind == torch.float64 else 0.05
+    torch.testing.assert_close(small(images), model(images), rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_that_changed_shape_is_told_so_where_it_did() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    model.fc = nn.Linear(64, 3)
+    sentence = "fc.weight was 10x64 when the model was traced and is 3x64 now; make the pruner anew"
+    with pytest.raises(PruningError, match=sentence):
+        pruner.extract()
+    with pytest.raises(PruningError, match=sentence), pruner.scoring():
+        pass
+    del model.fc
+    with pytest.raises(PruningError, match=r"fc.weight was 10x64 when the model was traced and is gone"):
+        pruner.extract()
+
+
+def test_a_gate_that_went_with_its_module_is_missed_and_a_new_pruner_takes_over() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)  # what is inside is exchanged in place
+    with (
+        pytest.raises(PruningError, match="bn1 was replaced after the pruner was made"),
+        pruner.gated(),
+    ):
+        pass
+    state = pruner.state_dict()
+    again = Pruner(pruner.detach(), IMAGES)
+    again.load_state_dict(state)
+    assert again.plan() == pruner.plan()
+    torch.testing.assert_close(again.extract().eval()(IMAGES), model.eval()(IMAGES), rtol=1e-4, atol=1e-4)
+
+
 def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(720, 2)
