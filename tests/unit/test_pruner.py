@@ -82,6 +82,32 @@ def test_scoring_freezes_weights_and_statistics_even_if_the_model_is_put_in_trai
     assert not torch.equal(scores, torch.ones_like(scores))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_optimiser_that_steps_in_a_score_phase_finds_nothing_to_move(to_none: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    model(IMAGES).square().mean().backward()
+    optimizer.step()  # and its gradients stay where they are
+    before, pruner = state(model), Pruner(model, IMAGES)
+    with pruner.scoring():
+        for _ in range(2):
+            (model(IMAGES).square().mean() + pruner.penalty()).backward()
+            pruner.step()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    assert same(before, model)
+
+
+def test_weights_that_take_the_places_of_others_in_a_score_phase_are_trained_after_it() -> None:
+    model = network()
+    model.fc.requires_grad_(False)
+    pruner = Pruner(model, IMAGES)
+    with pruner.scoring():
+        model.load_state_dict(network().state_dict(), assign=True)
+        assert not any(p.requires_grad for p in model.parameters())
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"fc.weight", "fc.bias"}
+
+
 def test_gated_phases_leave_scores_alone_and_train_only_open_filters() -> None:
     model = network().train()
     pruner = Pruner(model, IMAGES)
