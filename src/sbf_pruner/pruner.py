@@ -9,7 +9,7 @@ exception leaves the model as usable as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
-from .graph.unchanged import tensors_of
+from .graph.unchanged import weights_now
 from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
@@ -43,13 +43,12 @@ from .scoring.gradient import Gradient
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
+from .scoring.saved import check_saved
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .surgery import extract
 from .team import Team
 from .trial import note_insisted
-
-BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
 class Pruner:
@@ -106,9 +105,9 @@ class Pruner:
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
         self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
-        filters = {name: layer.filters for name, layer in self.graph.layers.items()}
+        self.filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
-            self._weights(), list(filters.values()), even=bool(speed)
+            weights_now(model, self.graph), list(self.filters.values()), even=bool(speed)
         )
         if graph is None and budget is not None and budget.asked:
             with suppress(PruningError):  # which says no more than that nothing is known
@@ -121,7 +120,7 @@ class Pruner:
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
-        self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
+        self.gates = Gates(model, self.graph.sites, self.filters)  # last: what is refused leaves the model alone
         self.pressure.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # Where gates are binary in score phases too, the scores behind them are kept beside them.
@@ -147,14 +146,14 @@ class Pruner:
         """
         self._check_attached()
         if not self.projection.in_phase:
-            self.projection.begin_phase(self._weights())
+            self.projection.begin_phase(weights_now(self.model, self.graph))
             Team.present().follow([parameter.detach() for parameter in self.score_parameters])
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
             tune = None  # the phase goes on, and was tuned when it began
         self.gates.mode = "soft"
-        thaw = untune = _nothing
+        thaw = untune = ExitStack().close  # as long as there is nothing to undo
         try:
             if tune is not None:
                 with fresh_statistics(self.model) as untune:
@@ -242,7 +241,7 @@ class Pruner:
         self._check_attached()
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
-        values = comparable(scores, {name: layer.filters for name, layer in self.graph.layers.items()})
+        values = comparable(scores, self.filters)
         # As they came: what is held is of single precision, in which neighbours may become equal.
         landing = self.aim.choose(values, progress=self.progress)
         self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
@@ -277,7 +276,8 @@ class Pruner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
+        """Go on from where `state_dict` was taken, also towards another budget."""
+        check_saved(state, self.filters, blocks=self.blocks is not None)
         self.projection.load_state_dict(state["projection"])
         self.optimizer = None
         if state["optimizer"] is not None:
@@ -292,14 +292,10 @@ class Pruner:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _weights(self) -> list[Tensor]:
-        held = tensors_of(self.model, self.graph)
-        return [held[layer.weight].detach() for layer in self.graph.layers.values()]
-
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
         if self.blocks is not None:
-            groups.append({"params": [self.blocks.logits], "lr": self.speed or BLOCK_SPEED})
+            groups.append(self.blocks.group(self.speed))
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
     def _soft_scores(self) -> Tensor:
@@ -343,7 +339,3 @@ class Pruner:
         if not self._attached:
             raise PruningError("this pruner was detached; make a new one")
         self.gates.check(self.model)
-
-
-def _nothing() -> None:
-    """What undoes nothing."""

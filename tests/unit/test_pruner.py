@@ -223,6 +223,46 @@ def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     assert straight.plan() == resumed.plan()
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (
+            {},
+            {"ignore": ["conv1"]},
+            "has 16 filters to prune in conv1 where the model has 0; load it",
+        ),
+        ({"ignore": ["conv1"]}, {}, "has 0 filters to prune in conv1 where the model has 16"),
+        ({}, {"blocks": True}, "the state was saved with blocks=False; make the pruner so, too"),
+        ({"blocks": True}, {}, "the state was saved with blocks=True"),
+        (
+            {},
+            {"projection": "free"},
+            "holds nothing for 'logits' where .* it was saved from",
+        ),
+        ({"projection": "free"}, {}, "holds nothing for 'base'"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    saved: dict[str, object], loaded: dict[str, object], message: str
+) -> None:
+    state = Pruner(network(), IMAGES, **saved).state_dict()  # type: ignore[arg-type]
+    pruner = Pruner(network(), IMAGES, speed=0.1, penalty=1.0, **loaded)  # type: ignore[arg-type]
+    with pruner.scoring():
+        score_steps(pruner, 1)
+    before = pruner.scores()
+    for held, why in ((state, message), (network().state_dict(), "this is not the state of a pruner")):
+        with pytest.raises(PruningError, match=why):
+            pruner.load_state_dict(held)
+    assert all(torch.equal(before[name], scores) for name, scores in pruner.scores().items())
+
+
+def test_a_state_of_another_network_is_refused() -> None:
+    state = Pruner(network(), IMAGES, projection="free").state_dict()
+    pruner = Pruner(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 2, 3)), IMAGES, projection="free")
+    with pytest.raises(PruningError, match="the saved state has 0 filters to prune in 0 where the model has 9"):
+        pruner.load_state_dict(state)
+
+
 def test_a_deep_copy_has_gates_of_its_own() -> None:
     model = network().eval()
     pruner = Pruner(model, IMAGES)

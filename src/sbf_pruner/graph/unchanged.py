@@ -37,6 +37,12 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
     return held
 
 
+def weights_now(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
+    """The weight of every layer that can be pruned."""
+    held = tensors_of(model, graph)
+    return [held[layer.weight].detach() for layer in graph.layers.values()]
+
+
 def inputs_now(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> Any:
     """The example inputs, cast as the model was since it was traced.
 
