@@ -92,7 +92,9 @@ class Pruner:
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
-            raise PruningError("the model has a pruner already; detach() that one first")
+            raise PruningError(
+                "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy"
+            )
         for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
             if name not in known:
                 raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
@@ -145,6 +147,8 @@ class Pruner:
         `step()`.  The scores read the weights as they were when the phase began.
         """
         self._check_attached()
+        if self.gates.soft.requires_grad:
+            raise PruningError("a score phase is already under way; end it before the next one begins")
         if not self.projection.in_phase:
             self.projection.begin_phase(weights_now(self.model, self.graph))
             Team.present().follow([parameter.detach() for parameter in self.score_parameters])
@@ -167,8 +171,8 @@ class Pruner:
             if self.projection.in_phase:  # cut short: gates and statistics stay as they were
                 self.projection.end_phase()
                 untune()
-            self.gates.soft.requires_grad_(False).grad = None
             self.gradient.tell()
+            self.gates.soft.requires_grad_(False).grad = None
             self.gates.mode = "hard"
             self.optimizer = None
             thaw()
@@ -254,6 +258,8 @@ class Pruner:
 
     def extract(self) -> nn.Module:
         """A new, smaller module that computes what the gated model computes."""
+        if self.gates.soft.requires_grad:  # it would be frozen too, and cut by the gates of an earlier phase
+            raise PruningError("extract() belongs behind `with pruner.scoring():`, whose end sets the gates")
         return extract(self.model, self.example_inputs, self.plan(), self.graph)
 
     def detach(self) -> nn.Module:

@@ -135,6 +135,18 @@ def test_lengths_that_leave_nothing_to_do_are_refused() -> None:
         Turns(pruner, warmup=-1, cycles=1)
 
 
+def test_a_loop_that_leaves_out_a_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net, pruner, _ = made()
+    turns = Turns(pruner, warmup=0, cycles=1)
+    with pytest.raises(PruningError, match=r"told of no epoch yet; call epoch_begins\(epoch\) before it"):
+        turns.after_backward()
+    turns.epoch_begins(0)
+    loss_of(net).backward()
+    turns.end()
+    told = "no score moved in this score phase: step() was not called after backward()"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 def test_a_callback_of_lightning_makes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ModuleType("lightning.pytorch")
     library.Callback = type("Callback", (), {})  # type: ignore[attr-defined]

@@ -437,12 +437,25 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(arguments: dict[str
 def test_a_model_takes_one_pruner_and_a_step_belongs_into_a_phase() -> None:
     model = network()
     pruner = Pruner(model, IMAGES)
-    with pytest.raises(PruningError, match="detach"):
-        Pruner(model, IMAGES)
+    for taken in (model, copy.deepcopy(model)):
+        with pytest.raises(PruningError, match=r"or is a copy of one that had; detach\(\) that one first"):
+            Pruner(taken, IMAGES)
     with pytest.raises(PruningError, match="scoring"):
         pruner.step()
     with pytest.raises(PruningError, match="backward"), pruner.scoring():
         pruner.step()
+
+
+def test_a_score_phase_holds_no_other_and_nothing_is_extracted_in_it() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, speed=0.1)
+    with pruner.scoring():
+        with pytest.raises(PruningError, match="a score phase is already under way"), pruner.scoring():
+            pass
+        with pytest.raises(PruningError, match=r"extract\(\) belongs behind .* whose end sets the gates"):
+            pruner.extract()
+        score_steps(pruner, 1)  # it goes on
+    assert all(p.requires_grad for p in pruner.extract().parameters())
 
 
 def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:

@@ -81,6 +81,8 @@ class Turns:
 
     def after_backward(self, scaler: GradScaler | None = None) -> None:
         """Tell that the loss has been sent back, and what scaled it: where the scores are trained, they move."""
+        if self._epoch is None:
+            raise PruningError("after_backward() was told of no epoch yet; call epoch_begins(epoch) before it")
         if self.scores_now:
             penalty = self.pruner.penalty()
             (penalty if scaler is None else scaler.scale(penalty)).backward()

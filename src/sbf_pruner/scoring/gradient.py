@@ -24,6 +24,7 @@ class Gradient:
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
         self.lost = torch.zeros((), dtype=torch.int64, device=scores.device)  # steps, in the phase under way
+        self.taken = False  # in that phase, at least once
 
     def take(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
         """The gradient, which is gone from the scores then; all zeros where a part of it is not finite."""
@@ -38,11 +39,14 @@ class Gradient:
         found.masked_fill_(broken, 0)
         if scaler is None:  # to one that seeks its factor this is no news
             self.lost += broken
-        self.scores.grad = None
+        self.scores.grad, self.taken = None, True
         return found
 
     def tell(self) -> None:
-        """Say how many steps were lost in a phase that ends."""
+        """Say how many steps were lost in a phase that ends, or that there was none."""
+        if self.scores.grad is not None and not self.taken:
+            _log.warning("no score moved in this score phase: step() was not called after backward()")
         if lost := int(self.lost):
             _log.warning("%d of the steps of this score phase counted for nothing: the loss was not finite", lost)
         self.lost.zero_()
+        self.taken = False
