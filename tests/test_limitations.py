@@ -198,11 +198,13 @@ def test_a_network_with_modules_of_ours_is_compiled_and_exported_but_not_scripte
 def test_a_copy_has_gates_of_its_own_and_can_be_cut_with_the_plan() -> None:
     model = Net().double()
     pruner = sbf.Pruner(model, IMAGE.double())
-    average = copy.deepcopy(model)
+    twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
     pruner.gate(sbf.Plan({"conv": [1, 2]}))
     x = IMAGE.double()
-    assert not torch.equal(average(x), model(x))
-    torch.testing.assert_close(sbf.extract(average, x, pruner.plan())(x), model(x))
+    average.update_parameters(model)
+    for copied in (twin, average.module):
+        assert not torch.equal(copied(x), model(x))
+        torch.testing.assert_close(sbf.extract(copied, x, pruner.plan())(x), model(x))
 
 
 def test_weight_decay_moves_a_closed_filter_and_no_gradient_does() -> None:

@@ -374,7 +374,10 @@ def test_a_network_that_cannot_do_without_a_layer():
 def test_two_pruners():
     model, inputs = plain()
     Pruner(model, inputs)
-    with says(PruningError, "the model has a pruner already; detach() that one first"):
+    with says(
+        PruningError,
+        "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy",
+    ):
         Pruner(model, inputs)
 
 

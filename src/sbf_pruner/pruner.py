@@ -9,7 +9,8 @@ exception leaves the model as usable as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
+from .graph.unchanged import weights_now
 from .latency.model import bound
 from .plan import Plan
 from .scoring.activation import ACTIVATIONS
@@ -37,16 +39,16 @@ from .scoring.elsewhere import Given, comparable
 from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze_model
 from .scoring.gates import Gates
+from .scoring.gradient import Gradient
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
+from .scoring.saved import check_saved
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .surgery import extract
 from .team import Team
 from .trial import note_insisted
-
-BLOCK_SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
 
 
 class Pruner:
@@ -90,7 +92,9 @@ class Pruner:
         graph: ChannelGraph | None = None,
     ) -> None:
         if any(attached_hooks(model)):
-            raise PruningError("the model has a pruner already; detach() that one first")
+            raise PruningError(
+                "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy"
+            )
         for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
             if name not in known:
                 raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
@@ -101,11 +105,11 @@ class Pruner:
             reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
-        self.activation, self.leak = activation, leak
+        self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
-        filters = {name: layer.filters for name, layer in self.graph.layers.items()}
+        self.filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         self.projection: Projection = PROJECTIONS[projection](
-            self._weights(), list(filters.values()), even=bool(speed)
+            weights_now(model, self.graph), list(self.filters.values()), even=bool(speed)
         )
         if graph is None and budget is not None and budget.asked:
             with suppress(PruningError):  # which says no more than that nothing is known
@@ -118,8 +122,9 @@ class Pruner:
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
-        self.gates = Gates(model, self.graph.sites, filters)  # last: whatever is refused leaves the model alone
+        self.gates = Gates(model, self.graph.sites, self.filters)  # last: what is refused leaves the model alone
         self.pressure.to(self.gates.soft)
+        self.gradient = Gradient(self.gates.soft)
         # Where gates are binary in score phases too, the scores behind them are kept beside them.
         self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
         branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
@@ -142,15 +147,17 @@ class Pruner:
         `step()`.  The scores read the weights as they were when the phase began.
         """
         self._check_attached()
+        if self.gates.soft.requires_grad:
+            raise PruningError("a score phase is already under way; end it before the next one begins")
         if not self.projection.in_phase:
-            self.projection.begin_phase(self._weights())
+            self.projection.begin_phase(weights_now(self.model, self.graph))
             Team.present().follow([parameter.detach() for parameter in self.score_parameters])
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
             tune = None  # the phase goes on, and was tuned when it began
         self.gates.mode = "soft"
-        thaw = untune = _nothing
+        thaw = untune = ExitStack().close  # as long as there is nothing to undo
         try:
             if tune is not None:
                 with fresh_statistics(self.model) as untune:
@@ -164,6 +171,7 @@ class Pruner:
             if self.projection.in_phase:  # cut short: gates and statistics stay as they were
                 self.projection.end_phase()
                 untune()
+            self.gradient.tell()
             self.gates.soft.requires_grad_(False).grad = None
             self.gates.mode = "hard"
             self.optimizer = None
@@ -188,21 +196,19 @@ class Pruner:
         """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
         return self.pressure.on(self.gates.soft)
 
-    def step(self) -> None:
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Move the scores along the gradient that backward left, and forget it.
 
-        Where `torch.distributed` is set up, along its mean over all processes.
+        Where `torch.distributed` is set up, along its mean over all processes.  A `scaler` that has scaled the loss
+        takes part as in a step of the weights; `scaler.update()` comes after it.
         """
         if self.optimizer is None:
             raise PruningError("step() belongs inside `with pruner.scoring():`")
-        if self.gates.soft.grad is None:
-            raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
-        Team.present().average([self.gates.soft.grad])
+        gradient = self.gradient.take(scaler)
         # The network's graph ends at the scores; from there on it is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
-        self._soft_scores().backward(self.gates.soft.grad)
+        self._soft_scores().backward(gradient)
         self.optimizer.step()
-        self.gates.soft.grad = None
         self._refresh_scores()
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -239,7 +245,7 @@ class Pruner:
         self._check_attached()
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
-        values = comparable(scores, {name: layer.filters for name, layer in self.graph.layers.items()})
+        values = comparable(scores, self.filters)
         # As they came: what is held is of single precision, in which neighbours may become equal.
         landing = self.aim.choose(values, progress=self.progress)
         self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
@@ -252,6 +258,8 @@ class Pruner:
 
     def extract(self) -> nn.Module:
         """A new, smaller module that computes what the gated model computes."""
+        if self.gates.soft.requires_grad:  # it would be frozen too, and cut by the gates of an earlier phase
+            raise PruningError("extract() belongs behind `with pruner.scoring():`, whose end sets the gates")
         return extract(self.model, self.example_inputs, self.plan(), self.graph)
 
     def detach(self) -> nn.Module:
@@ -274,7 +282,8 @@ class Pruner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
+        """Go on from where `state_dict` was taken, also towards another budget."""
+        check_saved(state, self.filters, blocks=self.blocks is not None)
         self.projection.load_state_dict(state["projection"])
         self.optimizer = None
         if state["optimizer"] is not None:
@@ -289,22 +298,15 @@ class Pruner:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _weights(self) -> list[Tensor]:
-        held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
-        return [held[layer.weight].detach() for layer in self.graph.layers.values()]
-
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
         if self.blocks is not None:
-            groups.append({"params": [self.blocks.logits], "lr": self.speed or BLOCK_SPEED})
+            groups.append(self.blocks.group(self.speed))
         return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
 
     def _soft_scores(self) -> Tensor:
-        def activation(logits: Tensor) -> Tensor:
-            return ACTIVATIONS[self.activation](logits, self.leak)
-
-        scores = activation(self.projection.logits())
-        return scores if self.blocks is None else scores * self.blocks.factors(activation)
+        scores = self.activation(self.projection.logits())
+        return scores if self.blocks is None else scores * self.blocks.factors(self.activation)
 
     @torch.no_grad()
     def _refresh_scores(self) -> None:
@@ -342,9 +344,4 @@ class Pruner:
     def _check_attached(self) -> None:
         if not self._attached:
             raise PruningError("this pruner was detached; make a new one")
-        if self.gates.soft.device != next(self.model.parameters()).device:
-            raise PruningError("the model was moved to another device; move it first, then make the pruner")
-
-
-def _nothing() -> None:
-    """What undoes nothing."""
+        self.gates.check(self.model)

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from .graph.channels import ChannelGraph
 from .graph.masks import Layout, some
 from .graph.records import Value
+from .graph.unchanged import tensors_of
 from .graph.weighted import Contract
 from .inputs import memory_format
 
 
 def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
     """What is left of every stored tensor that loses something, by the identity of the whole one."""
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    held = tensors_of(model, graph)
     grouped = {n.weight: n for n in graph.nodes if isinstance(n, Contract) and n.groups > 1}
     found: dict[int, Tensor] = {}
     for name, value in graph.trace.states.items():
-        if value in layout.masks and name in held:
+        if value in layout.masks:
             old = held[name]
             new = _grouped(old, grouped[value], layout) if value in grouped else _boxed(old, value, layout)
             if new is not old:

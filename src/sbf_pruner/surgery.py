@@ -27,6 +27,7 @@ from .graph.masks import Flow, Layout, shrink
 from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
 from .graph.rehearsal import failure_in_training, first_surprise
+from .graph.unchanged import inputs_now
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, meta_copy, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
@@ -59,6 +60,7 @@ def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGr
 @uncollected()
 @torch.inference_mode(False)  # the result is to be trained, and operators have other names there
 def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
+    example_inputs = inputs_now(example_inputs, model, graph)
     masks = plan.masks(graph)
     graph.check_connected(masks)
     keep, flow = graph.settled(masks)

@@ -511,6 +511,38 @@ def test_steering_survives_a_stop():
     assert again.pressure.mix.parts == pruner.pressure.mix.parts
 
 
+@pytest.mark.parametrize("balance", ["area", "cost"])
+@pytest.mark.parametrize("before", [None, Budget(macs=0.8), Budget(params=0.8)], ids=str)
+def test_scores_go_on_towards_another_budget(before, balance):
+    torch.manual_seed(0)
+    net, images = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)), torch.rand(2, 3, 8, 8)
+
+    def score(pruner):
+        with pruner.scoring():
+            (net(images).square().mean() + pruner.penalty()).backward()
+            pruner.step()
+
+    pruner = Pruner(net, images, budget=before, speed=0.1, penalty=1e-3)
+    score(pruner)
+    state = pruner.state_dict()
+    pruner.detach()
+    again = Pruner(net, images, budget=Budget(macs=0.3), balance=balance, speed=0.1, penalty=1e-2)
+    dense = again.pressure.weights.clone()
+    again.load_state_dict(state)
+    assert torch.equal(again.pressure.weights, dense)  # of what was dear before, nothing is known here
+    if before is None:
+        assert float(again.pressure.strength) == pytest.approx(1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(again.scores().values(), pruner.scores().values(), strict=True))
+    again.land()
+    assert measure(again.extract(), images).macs <= 0.3 * measure(net, images).macs
+    score(again)
+    again.detach()
+    without = Pruner(net, images, speed=0.1, penalty=1e-2)  # and from there towards none
+    without.load_state_dict(again.state_dict())
+    assert without.plan() == again.plan() and float(without.pressure.strength) == pytest.approx(1e-2)
+    score(without)
+
+
 # -- runs ----------------------------------------------------------------------------------------------------
 
 SHORT = ["data.name=synthetic", "data.samples=320", "data.image_size=8", "data.channels=1",

@@ -98,12 +98,53 @@ def test_turns_go_on_from_a_checkpoint_of_any_epoch(cut: int) -> None:
     assert_same(again, other, by_hand())
 
 
+def scaled_epochs(scale: float, half: bool = False) -> tuple[nn.Module, Pruner, torch.amp.GradScaler]:
+    net, pruner, optimizer = made()
+    turns, scaler = Turns(pruner, warmup=1, cycles=2, score=1, weights=1), torch.amp.GradScaler("cpu", scale)
+    for epoch in range(EPOCHS):
+        turns.epoch_begins(epoch)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            loss = loss_of(net)
+        scaler.scale(loss).backward()
+        turns.after_backward(scaler)
+        if not turns.scores_now:
+            scaler.step(optimizer)
+        scaler.update()
+    turns.end()
+    return net, pruner, scaler
+
+
+def test_a_gradient_scaler_changes_no_score() -> None:
+    net, pruner, _ = scaled_epochs(2.0**10)
+    assert_same(net, pruner, by_hand())
+
+
+def test_a_gradient_scaler_seeks_its_factor_in_epochs_of_scores_too(caplog: pytest.LogCaptureFixture) -> None:
+    net, pruner, scaler = scaled_epochs(2.0**60, half=True)  # no gradient is finite then, whatever is trained
+    assert scaler.get_scale() == 2.0 ** (60 - EPOCHS) and not caplog.records
+    assert all((scores == 1).all() for scores in pruner.scores().values())
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), made()[0].parameters(), strict=True))
+
+
 def test_lengths_that_leave_nothing_to_do_are_refused() -> None:
     pruner = made()[1]
     with pytest.raises(PruningError, match="cycles = 0: a loop in turns needs at least one"):
         Turns(pruner, warmup=1, cycles=0)
     with pytest.raises(PruningError, match="warmup = -1"):
         Turns(pruner, warmup=-1, cycles=1)
+
+
+def test_a_loop_that_leaves_out_a_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net, pruner, _ = made()
+    turns = Turns(pruner, warmup=0, cycles=1)
+    with pytest.raises(PruningError, match=r"told of no epoch yet; call epoch_begins\(epoch\) before it"):
+        turns.after_backward()
+    turns.epoch_begins(0)
+    loss_of(net).backward()
+    turns.end()
+    told = "no score moved in this score phase: step() was not called after backward()"
+    assert [record.getMessage() for record in caplog.records] == [told]
 
 
 def test_a_callback_of_lightning_makes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +164,17 @@ def test_a_callback_of_lightning_makes_the_calls(monkeypatch: pytest.MonkeyPatch
         callback.load_state_dict(callback.state_dict())  # what is saved is what goes on
     callback.on_train_end(None, net)
     assert_same(net, pruner, by_hand())
+
+
+def test_a_trainer_that_scales_gradients_is_told_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("pytorch_lightning")
+    library.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    for name, module in (("lightning.pytorch", None), ("pytorch_lightning", library)):
+        monkeypatch.setitem(sys.modules, name, module)
+    callback = pruning_callback(Turns(made()[1], warmup=0, cycles=1))
+    callback.on_train_start(SimpleNamespace(precision_plugin=SimpleNamespace(scaler=None)), None)
+    with pytest.raises(PruningError, match=r'the trainer scales gradients, .* give it precision="bf16-mixed"'):
+        callback.on_train_start(SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object())), None)
 
 
 def test_without_lightning_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,32 @@ def test_scoring_freezes_weights_and_statistics_even_if_the_model_is_put_in_trai
     assert not torch.equal(scores, torch.ones_like(scores))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_optimiser_that_steps_in_a_score_phase_finds_nothing_to_move(to_none: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    model(IMAGES).square().mean().backward()
+    optimizer.step()  # and its gradients stay where they are
+    before, pruner = state(model), Pruner(model, IMAGES)
+    with pruner.scoring():
+        for _ in range(2):
+            (model(IMAGES).square().mean() + pruner.penalty()).backward()
+            pruner.step()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    assert same(before, model)
+
+
+def test_weights_that_take_the_places_of_others_in_a_score_phase_are_trained_after_it() -> None:
+    model = network()
+    model.fc.requires_grad_(False)
+    pruner = Pruner(model, IMAGES)
+    with pruner.scoring():
+        model.load_state_dict(network().state_dict(), assign=True)
+        assert not any(p.requires_grad for p in model.parameters())
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"fc.weight", "fc.bias"}
+
+
 def test_gated_phases_leave_scores_alone_and_train_only_open_filters() -> None:
     model = network().train()
     pruner = Pruner(model, IMAGES)
@@ -157,6 +183,22 @@ def test_an_exception_in_a_score_phase_leaves_a_usable_model() -> None:
         score_steps(pruner, 1)
 
 
+def test_a_loss_that_is_not_finite_moves_no_score_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, lr=1e-3, penalty=1e-2, projection="free")
+    with pruner.scoring():
+        (model(IMAGES * torch.nan).mean() + pruner.penalty()).backward()
+        pruner.step()
+        assert all((scores == 1).all() for scores in pruner.scores().values())
+        score_steps(pruner, 2)
+    assert all((scores < 1).any() and scores.isfinite().all() for scores in pruner.scores().values())
+    told = "1 of the steps of this score phase counted for nothing: the loss was not finite"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    with pruner.scoring():
+        score_steps(pruner, 1)
+    assert len(caplog.records) == 1
+
+
 def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     def run(stop: bool) -> Pruner:
         model = network()
@@ -181,6 +223,46 @@ def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     assert straight.plan() == resumed.plan()
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (
+            {},
+            {"ignore": ["conv1"]},
+            "has 16 filters to prune in conv1 where the model has 0; load it",
+        ),
+        ({"ignore": ["conv1"]}, {}, "has 0 filters to prune in conv1 where the model has 16"),
+        ({}, {"blocks": True}, "the state was saved with blocks=False; make the pruner so, too"),
+        ({"blocks": True}, {}, "the state was saved with blocks=True"),
+        (
+            {},
+            {"projection": "free"},
+            "holds nothing for 'logits' where .* it was saved from",
+        ),
+        ({"projection": "free"}, {}, "holds nothing for 'base'"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    saved: dict[str, object], loaded: dict[str, object], message: str
+) -> None:
+    state = Pruner(network(), IMAGES, **saved).state_dict()  # type: ignore[arg-type]
+    pruner = Pruner(network(), IMAGES, speed=0.1, penalty=1.0, **loaded)  # type: ignore[arg-type]
+    with pruner.scoring():
+        score_steps(pruner, 1)
+    before = pruner.scores()
+    for held, why in ((state, message), (network().state_dict(), "this is not the state of a pruner")):
+        with pytest.raises(PruningError, match=why):
+            pruner.load_state_dict(held)
+    assert all(torch.equal(before[name], scores) for name, scores in pruner.scores().items())
+
+
+def test_a_state_of_another_network_is_refused() -> None:
+    state = Pruner(network(), IMAGES, projection="free").state_dict()
+    pruner = Pruner(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 2, 3)), IMAGES, projection="free")
+    with pytest.raises(PruningError, match="the saved state has 0 filters to prune in 0 where the model has 9"):
+        pruner.load_state_dict(state)
+
+
 def test_a_deep_copy_has_gates_of_its_own() -> None:
     model = network().eval()
     pruner = Pruner(model, IMAGES)
@@ -191,6 +273,53 @@ def test_a_deep_copy_has_gates_of_its_own() -> None:
     pruner.gate(Plan({}))
     assert torch.equal(twin(IMAGES), expected)
     assert not torch.equal(model(IMAGES), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_model_that_is_cast_is_scored_and_cut_in_its_new_type(kind: torch.dtype) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES[:1], lr=1e-3)
+    images = IMAGES.to(kind)
+    model.to(kind).eval()
+    with pruner.scoring():
+        (model(images).float().square().mean() + pruner.penalty()).backward()
+        pruner.step()
+    pruner.gate(half(pruner))
+    small = pruner.extract()
+    assert {p.dtype for p in small.parameters()} == {kind} and small.sbf_inputs.dtype == kind
+    tolerance = 1e-10 if kind == torch.float64 else 0.05
+    torch.testing.assert_close(small(images), model(images), rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_that_changed_shape_is_told_so_where_it_did() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    model.fc = nn.Linear(64, 3)
+    sentence = "fc.weight was 10x64 when the model was traced and is 3x64 now; make the pruner anew"
+    with pytest.raises(PruningError, match=sentence):
+        pruner.extract()
+    with pytest.raises(PruningError, match=sentence), pruner.scoring():
+        pass
+    del model.fc
+    with pytest.raises(PruningError, match=r"fc.weight was 10x64 when the model was traced and is gone"):
+        pruner.extract()
+
+
+def test_a_gate_that_went_with_its_module_is_missed_and_a_new_pruner_takes_over() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)  # what is inside is exchanged in place
+    with (
+        pytest.raises(PruningError, match="bn1 was replaced after the pruner was made"),
+        pruner.gated(),
+    ):
+        pass
+    state = pruner.state_dict()
+    again = Pruner(pruner.detach(), IMAGES)
+    again.load_state_dict(state)
+    assert again.plan() == pruner.plan()
+    torch.testing.assert_close(again.extract().eval()(IMAGES), model.eval()(IMAGES), rtol=1e-4, atol=1e-4)
 
 
 def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:
@@ -308,12 +437,25 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(arguments: dict[str
 def test_a_model_takes_one_pruner_and_a_step_belongs_into_a_phase() -> None:
     model = network()
     pruner = Pruner(model, IMAGES)
-    with pytest.raises(PruningError, match="detach"):
-        Pruner(model, IMAGES)
+    for taken in (model, copy.deepcopy(model)):
+        with pytest.raises(PruningError, match=r"or is a copy of one that had; detach\(\) that one first"):
+            Pruner(taken, IMAGES)
     with pytest.raises(PruningError, match="scoring"):
         pruner.step()
     with pytest.raises(PruningError, match="backward"), pruner.scoring():
         pruner.step()
+
+
+def test_a_score_phase_holds_no_other_and_nothing_is_extracted_in_it() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, speed=0.1)
+    with pruner.scoring():
+        with pytest.raises(PruningError, match="a score phase is already under way"), pruner.scoring():
+            pass
+        with pytest.raises(PruningError, match=r"extract\(\) belongs behind .* whose end sets the gates"):
+            pruner.extract()
+        score_steps(pruner, 1)  # it goes on
+    assert all(p.requires_grad for p in pruner.extract().parameters())
 
 
 def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:

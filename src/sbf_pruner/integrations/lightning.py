@@ -18,6 +18,13 @@ def pruning_callback(turns: Turns) -> Any:
     """What calls `turns` as a trainer goes through its epochs."""
 
     class PruningCallback(_base()):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if getattr(trainer.precision_plugin, "scaler", None) is not None:
+                raise PruningError(
+                    "the trainer scales gradients, of which weights have none in epochs of scores; give it "
+                    'precision="bf16-mixed"'
+                )
+
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             turns.epoch_begins(trainer.current_epoch)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.amp import GradScaler
+
 from ..errors import PruningError
 from ..phases import Planned, planned
 from ..pruner import Pruner
@@ -77,11 +79,14 @@ class Turns:
             self._open.__enter__()
         return self.phase
 
-    def after_backward(self) -> None:
-        """Tell that the loss has been sent back: where the scores are trained, they move."""
+    def after_backward(self, scaler: GradScaler | None = None) -> None:
+        """Tell that the loss has been sent back, and what scaled it: where the scores are trained, they move."""
+        if self._epoch is None:
+            raise PruningError("after_backward() was told of no epoch yet; call epoch_begins(epoch) before it")
         if self.scores_now:
-            self.pruner.penalty().backward()
-            self.pruner.step()
+            penalty = self.pruner.penalty()
+            (penalty if scaler is None else scaler.scale(penalty)).backward()
+            self.pruner.step(scaler)
 
     def end(self) -> None:
         """Tell that the training is over, or that nothing of the last phase is to come: the scores become gates."""

@@ -35,7 +35,7 @@ def doubled_sigmoid(x: Tensor, leak: float = 0.0) -> Tensor:
     return 2 * torch.sigmoid(x)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "leaky_exponential": leaky_exponential,
     "sigmoid": doubled_sigmoid,
 }

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SPEED = 1e-3  # how far a block's logit moves in a step where filters have no speed in logits
+
 
 class BlockScores:
     """Scores of residual branches.
@@ -30,6 +32,10 @@ class BlockScores:
         for place, name in enumerate(self.layers, start=1):
             block[spans[name]] = place
         self._block = block.to(like.device)
+
+    def group(self, speed: float) -> dict[str, Any]:
+        """What an optimiser trains, as fast as the filters if they have a speed."""
+        return {"params": [self.logits], "lr": speed or SPEED}
 
     def factors(self, activation: Callable[[Tensor], Tensor]) -> Tensor:
         """One factor per filter."""

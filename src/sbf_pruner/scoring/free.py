@@ -40,8 +40,8 @@ class FreeProjection:
         self.in_phase = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"t": self.parameters[0].detach().clone(), "in_phase": int(self.in_phase)}
+        return {"logits": self.parameters[0].detach().clone(), "in_phase": int(self.in_phase)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        restore({"t": self.parameters[0]}, state)
+        restore({"logits": self.parameters[0]}, state)
         self.in_phase = bool(state["in_phase"])

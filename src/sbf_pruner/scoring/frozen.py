@@ -1,9 +1,9 @@
 """Models that stand still while scores are trained: their weights, and the running statistics of their norms.
 
-A model enters; until it is thawed, no weight of it wants a gradient and no mode makes its norms look at the batch.
-On CUDA the gradient of a norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last network
-with maps whose channels come first, and every convolution then turns them round again.  What holds: the forward is
-PyTorch's own, bit for bit; the gradients are the same sums; a norm with a forward of its own keeps it.
+A model enters; until it is thawed, no weight of it wants or has a gradient and no mode makes its norms look at the
+batch.  On CUDA the gradient of a norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last
+network with maps whose channels come first, and every convolution then turns them round again.  What holds: the
+forward is PyTorch's own, bit for bit; the gradients are the same sums; a norm with a forward of its own keeps it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from ..inputs import memory_format
 
 
 def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
-    """Freeze the weights of a model, and with `norms` their running statistics; returns what undoes it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Freeze the weights of a model, and with `norms` their running statistics; returns what undoes it.
+
+    A gradient that a weight still has is dropped: an optimiser that steps meanwhile would take it for a new one.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
     modes = {norm: norm.training for norm in held}
     followed = {norm: mode == model.training for norm, mode in modes.items()}
-    for parameter in trained:
-        parameter.requires_grad_(False)
+    for parameter in trained.values():
+        parameter.requires_grad_(False).grad = None
     undo = [freeze(norm) for norm in held]
 
     def thaw() -> None:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        # By name as well: weights that were put in the places of others, frozen as those were, are trained too.
+        for name, parameter in (*trained.items(), *model.named_parameters()):
+            if name in trained:
+                parameter.requires_grad_(True)
         for thaw_norm in undo:
             thaw_norm()
         for norm, mode in modes.items():  # the mode of the model may have been changed meanwhile

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import Attached
+from ..errors import PruningError
 from ..graph.channels import Site
 from ..graph.masks import Mask
 from .products import Pair, Products
@@ -48,8 +49,9 @@ class Gates:
         self.all_open = True
         self.pairs: list[Pair] = []
         modules = dict(model.named_modules())
+        self._gated = {site.module: modules[site.module] for site in sites}
         for number, site in enumerate(sites):
-            span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
+            span, module, hard = spans.get(site.layer), self._gated[site.module], self._hard_spans[number]
             pairs = [Pair(module, name, span, hard) for name in site.parameters]
             fold = Fold(self, number, span, site.dim, pairs)
             self.pairs += pairs
@@ -59,6 +61,17 @@ class Gates:
             else:
                 module.register_forward_hook(fold.multiply)
         self._products = Products(self.soft, list(spans.values()), self.pairs)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that gates no longer reach."""
+        if self.soft.device != next(model.parameters()).device:
+            raise PruningError("the model was moved to another device; move it first, then make the pruner")
+        modules = dict(model.named_modules())
+        if gone := next((path for path, module in self._gated.items() if modules.get(path) is not module), None):
+            raise PruningError(
+                f"{gone} was replaced after the pruner was made, and its gates went with it; detach(), make a new "
+                "pruner and load the state_dict() of this one into it"
+            )
 
     def set_hard(self, masks: Sequence[Mask]) -> None:
         """Set the switches, one mask per site, in place."""

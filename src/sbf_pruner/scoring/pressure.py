@@ -68,14 +68,14 @@ class Pressure:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.strength.fill_(state["strength"])
-        self.weights.copy_(state["weights"])
-        if self.steering is not None:
-            first = {"strength": state["strength"], "error": 0.0}  # of a version that knew no error
-            self.steering.load_state_dict(state.get("steering", first))
-        if self.mix is not None:
+        """Go on from a state; what it does not know, because nothing was followed then, is as it was given here."""
+        first = {"strength": state["strength"], "error": 0.0}  # of a version that knew no error
+        if self.steering is not None and (steered := state.get("steering", first)) is not None:
+            self.steering.load_state_dict(steered)
+            self.strength.fill_(state["strength"])
+        if self.mix is not None and (state["mix"] or {}).keys() == self.mix.parts.keys():
             self.mix = Mix(state["mix"])
+            self.weights.copy_(state["weights"])
 
     def _costs(self, mix: Mix, keep: Mapping[str, Mask]) -> Tensor:
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..graph.channels import ChannelGraph
 from ..graph.layout import solve
-from ..inputs import map_tensors
 from ..plan import Plan
 from ..pruner import Pruner
 from ..surgery import extract
@@ -41,8 +40,8 @@ class Padded:
         self._large = pruner.model
         plan = plan or rounded_up(pruner.graph, pruner.plan())
         self.network = extract(pruner.model, pruner.example_inputs, plan, pruner.graph)
-        inputs = map_tensors(pruner.example_inputs, lambda t: t.double() if t.is_floating_point() else t)
-        self._numbers = _flat(extract(_numbered(pruner.model), inputs, plan, pruner.graph)).long()
+        numbered = extract(_numbered(pruner.model), pruner.example_inputs, plan, pruner.graph)
+        self._numbers = _flat(numbered).long()
         self.pruner = Pruner(self.network, pruner.example_inputs)
         self.pruner.gate(_within(self._kept(), pruner.plan(), self.pruner.graph))
 
