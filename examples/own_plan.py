@@ -46,9 +46,11 @@ coupled = pruner.plan()
 assert coupled.keep["stem"] == coupled.keep["branches.0.0"] == coupled.keep["branches.1.0"]
 pruner.detach()
 
-pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), ignore=["stem"])
+# `round_to` asks for widths that hardware likes, `min_filters` and `max_removed` for what no layer may lose.
+pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), ignore=["stem"], round_to=4)
 pruner.rank({name: norms[name] for name in pruner.graph.layers})
 assert "stem" not in pruner.plan().keep
+assert all(len(kept) % 4 == 0 for kept in pruner.plan().keep.values())
 
 # A plan is plain data: filters by layer, JSON in a file.  Change it, and the gates follow.
 keep = dict(pruner.plan().keep) | {"branches.1.0": ()}  # the second branch goes as a whole

@@ -85,7 +85,9 @@ class Pruner:
         blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
-        guards: Guards | None = None,
+        min_filters: int = 0,
+        max_removed: float = 1.0,
+        round_to: int = 1,
         budget: Budget | None = None,
         steer: bool = True,
         clock: Clock | str | PathLike[str] | None = None,
@@ -118,7 +120,8 @@ class Pruner:
         self._held = self.graph.all_filters()
         clock = bound(clock, self.graph)
         stored = Stored(model, example_inputs, self.graph) if budget is not None and budget.size != 1 else None
-        self.aim = Aim(self.graph, budget, with_coupled(guards or Guards(), self.graph, couple), clock, stored)
+        guards = with_coupled(Guards(min_filters, max_removed, round_to), self.graph, couple)
+        self.aim = Aim(self.graph, budget, guards, clock, stored)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)

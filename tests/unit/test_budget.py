@@ -317,6 +317,28 @@ def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
 
 # -- guards --------------------------------------------------------------------------------------------------
 
+GUARDED = {
+    "min_filters": (5, lambda kept, whole: kept >= 5),
+    "max_removed": (0.25, lambda kept, whole: kept >= 0.75 * whole),
+    "round_to": (8, lambda kept, whole: kept % 8 == 0),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDED)
+@pytest.mark.parametrize("budget", [None, Budget(params=0.4)], ids=["no budget", "a budget"])
+def test_a_pruner_is_guarded_by_what_it_is_given(guard, budget):
+    value, holds = GUARDED[guard]
+    kept = {}
+    for given in ({}, {guard: value}):
+        pruner = Pruner(resnet20(), IMAGE, budget=budget, **given)
+        drawn = torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)) ** 4
+        with pruner.scoring(), torch.no_grad():
+            pruner.gates.soft.copy_(drawn)
+        kept[bool(given)] = [
+            holds(len(filters), pruner.graph.layers[name].filters) for name, filters in pruner.plan().keep.items()
+        ]
+    assert all(kept[True]) and not all(kept[False])
+
 
 @pytest.mark.parametrize("name", ["HardcodedHalf", "Shuffle", "Split"])
 @pytest.mark.parametrize("seed", range(4))
