@@ -318,14 +318,14 @@ def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
 # -- guards --------------------------------------------------------------------------------------------------
 
 GUARDED = {
-    "min_filters": (5, lambda kept, whole: kept >= 5),
+    "min_filters": (12, lambda kept, whole: kept >= 12),
     "max_removed": (0.25, lambda kept, whole: kept >= 0.75 * whole),
     "round_to": (8, lambda kept, whole: kept % 8 == 0),
 }
 
 
 @pytest.mark.parametrize("guard", GUARDED)
-@pytest.mark.parametrize("budget", [None, Budget(params=0.4)], ids=["no budget", "a budget"])
+@pytest.mark.parametrize("budget", [None, Budget(params=0.7)], ids=["no budget", "a budget"])
 def test_a_pruner_is_guarded_by_what_it_is_given(guard, budget):
     value, holds = GUARDED[guard]
     kept = {}
