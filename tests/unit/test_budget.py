@@ -318,7 +318,7 @@ def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
 # -- guards --------------------------------------------------------------------------------------------------
 
 GUARDED = {
-    "min_filters": (12, lambda kept, whole: kept >= 12),
+    "min_filters": (13, lambda kept, whole: kept >= 13),
     "max_removed": (0.25, lambda kept, whole: kept >= 0.75 * whole),
     "round_to": (8, lambda kept, whole: kept % 8 == 0),
 }
