@@ -837,3 +837,13 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and lines[0].startswith("[3/8] score 1, epoch 1/1")
     assert "accuracy 90.00 %" in lines[1] and lines[1].endswith("left")
+
+
+def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("sbf_pruner.terminal.progress.time.perf_counter", lambda: now)
+    stream = io.StringIO()
+    with progress(8, stream=stream) as report:
+        now = 500.0  # layers were measured for a latency target, say
+        report({**RECORD, "seconds": 10.0})
+    assert stream.getvalue().endswith("  0:50 left\n")
