@@ -242,9 +242,10 @@ def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.Cap
 
 BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no recipe": ([], "name a recipe to run: "),
+    "no folder": (["--resume"], "name the folder of the run to resume, such as --run runs/digits-seed0\n"),
     "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
     "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
-    "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
+    "unknown recipe": (["digit"], "called 'digit', and a file ends in .toml; did you mean 'digits'?\n"),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),
     "unknown key": (["tiny.toml", "--set", "phases.cycle=4"], "did you mean 'phases.cycles'?"),
