@@ -104,6 +104,19 @@ def test_commands_and_settings_on_a_page_are_those_there_are(page: Path) -> None
     assert sorted(asked - set(known)) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_can_be_given_in_turn(page: Path) -> None:
+    """None is refused because one before it has left something in its place."""
+    taken: list[str] = []
+    for line in re.findall(r"^\$ sbf (.*)$", page.read_text("utf-8"), re.MULTILINE):
+        said = make_parser().parse_args(shlex.split(line, comments=True))
+        if said.command == "run" and not said.resume and not said.force:
+            taken.append(said.run or f"runs/{Path(said.recipe).stem}-seed{said.seed or 0}")
+        elif said.command == "export" and not said.force:
+            taken.append(said.to or f"{said.run}/export")
+    assert sorted(taken) == sorted(set(taken))
+
+
 MODULES = [m.name for m in pkgutil.walk_packages(sbf_pruner.__path__, "sbf_pruner.") if m.name not in LAZY]
 
 
