@@ -242,9 +242,10 @@ def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.Cap
 
 BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no recipe": ([], "name a recipe to run: "),
+    "no folder": (["--resume"], "name the folder of the run to resume, such as --run runs/digits-seed0\n"),
     "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
     "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
-    "unknown recipe": (["digit"], "no bundled recipe is called 'digit'; did you mean 'digits'? bundled: "),
+    "unknown recipe": (["digit"], "called 'digit', and a file ends in .toml; did you mean 'digits'?\n"),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),
     "unknown key": (["tiny.toml", "--set", "phases.cycle=4"], "did you mean 'phases.cycles'?"),
@@ -837,3 +838,13 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and lines[0].startswith("[3/8] score 1, epoch 1/1")
     assert "accuracy 90.00 %" in lines[1] and lines[1].endswith("left")
+
+
+def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("sbf_pruner.terminal.progress.time.perf_counter", lambda: now)
+    stream = io.StringIO()
+    with progress(8, stream=stream) as report:
+        now = 500.0  # layers were measured for a latency target, say
+        report({**RECORD, "seconds": 10.0})
+    assert stream.getvalue().endswith("  0:50 left\n")

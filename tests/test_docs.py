@@ -16,8 +16,7 @@ import torch
 
 import sbf_pruner
 from sbf_pruner.arguments import make_parser
-from sbf_pruner.training.recipe import settings
-from sbf_pruner.words import known_recipe
+from sbf_pruner.training.recipe import bundled_recipes, settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,11 +97,24 @@ def test_commands_and_settings_on_a_page_are_those_there_are(page: Path) -> None
         said = make_parser().parse_args(shlex.split(line, comments=True))  # which exits where it does not fit
         named += [change.partition("=")[0] for change in getattr(said, "set", ())]
         if said.command == "run" and said.recipe is not None:
-            assert known_recipe(said.recipe) == said.recipe
+            assert said.recipe.endswith(".toml") or said.recipe in bundled_recipes()
     sections = {key.partition(".")[0] for key in known if "." in key}
     files = (".json", ".jsonl", ".safetensors", ".toml")
     asked = {key for key in named if key.partition(".")[0] in sections and not key.endswith(files)}
     assert sorted(asked - set(known)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_can_be_given_in_turn(page: Path) -> None:
+    """None is refused because one before it has left something in its place."""
+    taken: list[str] = []
+    for line in re.findall(r"^\$ sbf (.*)$", page.read_text("utf-8"), re.MULTILINE):
+        said = make_parser().parse_args(shlex.split(line, comments=True))
+        if said.command == "run" and not said.resume and not said.force:
+            taken.append(said.run or f"runs/{Path(said.recipe).stem}-seed{said.seed or 0}")
+        elif said.command == "export" and not said.force:
+            taken.append(said.to or f"{said.run}/export")
+    assert sorted(taken) == sorted(set(taken))
 
 
 MODULES = [m.name for m in pkgutil.walk_packages(sbf_pruner.__path__, "sbf_pruner.") if m.name not in LAZY]

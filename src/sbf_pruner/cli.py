@@ -118,7 +118,9 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 
     if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
         arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
-    if arguments.recipe is None and arguments.resume and arguments.run:
+    if arguments.recipe is None and arguments.resume:
+        if not arguments.run:
+            raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
         arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
         if not os.path.isfile(arguments.recipe):
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sbf_pruner.cli import main
-from sbf_pruner.contest import enter, standings
+from sbf_pruner.contest import check_methods, enter, entrants, standings
 from sbf_pruner.errors import RecipeError, RunError
 from sbf_pruner.training import loop
 from sbf_pruner.training.recipe import load_recipe
@@ -125,6 +126,15 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
         "by weights alone, such as l1\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_methods_are_tried_with_the_threads_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(entrants, "rehearse", lambda name, subject: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    recipe = load_recipe("digits", [*AIMED, f"threads={before + 1}"])
+    check_methods(enter(recipe, ["l1"], [0], tmp_path / "none"))
+    assert seen == [before + 1] and torch.get_num_threads() == before
 
 
 def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: Path) -> None:

@@ -90,9 +90,7 @@ class Budget:
         for text in texts:
             name, _, value = (part.strip() for part in text.partition("="))
             if name not in known:
-                raise PruningError(
-                    f"target {text!r}: {nearest(name, known)}; write NAME=VALUE, such as macs=0.5 or size=1MB"
-                )
+                raise PruningError(f"target {text!r}: write NAME=SIZE, such as macs=0.5; {nearest(name, known)}")
             if name in found:
                 raise PruningError(f"target {name} is given twice; give each target once")
             found[name] = _number(text, name, value)
@@ -117,7 +115,7 @@ def _number(text: str, name: str, value: str) -> float:
         )
     number = float(match[1]) * (0.01 if scale == "%" else _SCALES[scale])
     if not number or not math.isfinite(number) or (scale == "%" and number > 1):
-        raise PruningError(f"target {text!r}: it is what to keep, more than nothing and at most all of it")
+        raise PruningError(f"target {text!r}: what is kept is more than nothing and at most all, 100%")
     if number <= 1 and (byte or scale in ("k", "m", "g", "ki", "mi", "gi")):
         raise PruningError(f"target {text!r}: no network is that small; ask for more, or for a part ({name}=50%)")
     return number

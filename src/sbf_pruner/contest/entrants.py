@@ -25,7 +25,7 @@ from ..training.folder import RunFolder
 from ..training.loop import Result, fit
 from ..training.recipe import Recipe, load_recipe
 from ..training.run import Report
-from ..training.start import check_fit
+from ..training.start import check_fit, cpu_threads
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,10 @@ def check_methods(entrants: Sequence[Entrant]) -> None:
     model = build_dense(recipe)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.guards.ignore)
-    for name in names:
-        rehearse(name, Subject(model, graph, images))
+    # As in the runs: tiny steps are no faster with more threads, and on a busy machine far slower.
+    with cpu_threads(recipe.threads):
+        for name in names:
+            rehearse(name, Subject(model, graph, images))
 
 
 def _leads(folder: RunFolder, control: bool) -> bool:

@@ -143,8 +143,8 @@ def _library(package: str) -> ModuleType:
         raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
     except Exception as error:  # a build for another torch fails in many ways
         raise PruningError(
-            f"{package} is installed but cannot be imported: {_said(error)}; install the build of it that belongs "
-            f"to torch {torch.__version__}"
+            f"{package} is installed but cannot be imported: {_said(error)}; install builds of it, and of "
+            f"what it needs, that belong to torch {torch.__version__}"
         ) from error
 
 

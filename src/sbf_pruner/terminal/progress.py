@@ -136,13 +136,13 @@ class _Lines:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.began = time.perf_counter()
-        self.before: int | None = None
+        self.began = 0.0
+        self.before: int | None = None  # epochs that were done before the first that is told
 
     def __call__(self, record: Record) -> None:
         if self.before is None:
-            self.before = record["done"] - 1
-            self.began -= record["seconds"]
+            # What came before the first epoch, such as the measuring of layers, does not come again.
+            self.before, self.began = record["done"] - 1, time.perf_counter() - record["seconds"]
         done, total = record["done"], record["total"]
         left = (time.perf_counter() - self.began) / (done - self.before) * (total - done)
         width = len(str(total))

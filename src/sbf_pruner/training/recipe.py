@@ -121,7 +121,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
     else:
         hint = nearest(str(name_or_path), known)
-        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r}; {hint}; a file ends in .toml")
+        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r}, and a file ends in .toml; {hint}")
     table = {"name": path.stem, **table}
     for override in overrides:
         table = merge(table, _override(override))

@@ -104,6 +104,8 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     """Image files as train/CLASS/*.png and test/CLASS/*.png (and, if there is one, val/CLASS/*.png)."""
     root = Path(_needed(config, "path", "the folder that holds train and test"))
     size = _needed(config, "image_size", "such as 32")
+    if not root.exists():
+        raise DataError(f"data.path: {root} does not exist; name the folder that holds train and test")
     for part in ("train", "test"):
         if not (root / part).is_dir():
             hint = (
@@ -224,7 +226,7 @@ def _picture(path: Path, channels: int, size: int) -> NDArray[np.uint8]:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is not a readable image: {error}") from error
+        raise DataError(f"{path} is not a readable image ({error}); replace or remove it") from error
     return np.atleast_3d(pixels).transpose(2, 0, 1)
 
 

@@ -77,7 +77,8 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
         what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise RunError(
             f"{type(model).__name__} gives {what} for {len(images)} images; training needs a network that "
-            f"gives one row of {data.num_classes} logits per image"
+            f"gives one row of {data.num_classes} logits per image; return these alone, or prune it in a loop of "
+            "your own (sbf.Pruner)"
         )
     if outputs.shape[1] != data.num_classes:
         raise RunError(
