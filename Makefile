@@ -36,7 +36,7 @@ bench: $(READY)  ## measure again what the documents claim (coverage of all netw
 
 # Not --quiet: what is not said is not counted, and nothing would be strict.
 docs: $(READY)  ## the documents as a site, in build/docs; a broken link or anchor stops it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Installed once, and again when what is to be installed changes.

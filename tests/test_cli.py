@@ -255,7 +255,7 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "negative seed": (["tiny.toml", "--seed", "-1"], "seed: must be at least 0"),
     "unknown model": (
         ["tiny.toml", "--set", "model.name=resnet21"],
-        "no bundled model is called 'resnet21'; did",
+        "no bundled model is called 'resnet21', and one of your own is package.module:callable; did",
     ),
     "unknown module": (["tiny.toml", "--set", "model.name=nowhere:Net"], "no module named 'nowhere'"),
     "unknown option": (["tiny.toml", "--set", "model.options.wdith=4"], "has no option 'wdith'"),

@@ -83,8 +83,12 @@ def test_start_keeps_the_scale_and_follows_the_seed() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet65", {}, r"no bundled model is called 'resnet65'; did you mean 'resnet56'\?"),
-        ("zzz", {}, r"no bundled model is called 'zzz'; known: resnet20, .*mobilenet_v2$"),
+        (
+            "resnet65",
+            {},
+            r"no bundled model is called 'resnet65', and .*package.module:callable; did you mean 'resnet56'\?",
+        ),
+        ("zzz", {}, r"no bundled model is called 'zzz', and one of your own .*; known: resnet20, .*mobilenet_v2$"),
         ("timm:", {}, r"'timm:' is half a name; write torchvision:NAME, timm:NAME or package.module:call"),
         (":net", {}, r"':net' is half a name"),
         ("resnet20", {"num_clases": 3}, r"resnet20 has no option 'num_clases'; did you mean 'num_classes'\?"),
@@ -102,6 +106,7 @@ def plain(): return nn.Linear(4, 2)
 def sized(num_classes, width=4): return nn.Linear(width, num_classes)
 def anything(**options): return nn.Linear(options["in_channels"], options["num_classes"])
 def wrong(): return {"a": 1}
+def lame(): return nn.Conv2d(3, 5, 3, groups=2)
 class Net(nn.Module):
     @classmethod
     def small(cls): return cls()
@@ -139,6 +144,11 @@ def test_own_callables_get_the_offers_they_name(own: str) -> None:
     [
         ("own_networks:plian", r"own_networks:plian: own_networks has no 'plian'; did you mean 'plain'\?"),
         ("own_networks:Net.big", r"own_networks:Net.big: own_networks has no 'Net.big'; "),
+        (
+            "own_networks:lame",
+            r"own_networks:lame could not be built with no options: ValueError: in_channels must be divisible by "
+            r"groups, in line 7 of own_networks.py$",
+        ),
         ("own_networks:wrong", r"own_networks:wrong returned an object of type dict, not an nn.Module"),
         ("own_networks:built", r"own_networks:built is a network already built; name the class or a func"),
         ("own_networks:number", r"own_networks:number is of type int, which cannot be called to build a"),

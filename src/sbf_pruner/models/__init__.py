@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -42,7 +43,10 @@ def resolve(name: str, **options: Any) -> nn.Module:
     library, colon, inner = name.partition(":")
     if not colon:
         if name not in BUNDLED:
-            raise PruningError(f"no bundled model is called {name!r}; {nearest(name, BUNDLED)}")
+            raise PruningError(
+                f"no bundled model is called {name!r}, and one of your own is package.module:callable; "
+                f"{nearest(name, BUNDLED)}"
+            )
         return _build(name, BUNDLED[name], options)
     if not library or not inner:
         raise PruningError(f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable")
@@ -106,9 +110,9 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
                 raise PruningError(f"{name} has no option {option!r}; {known}")
     try:
         model = builder(**options)
-    except TypeError as error:
+    except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        raise PruningError(f"{name} could not be built with {given}: {error}") from error
+        raise PruningError(f"{name} could not be built with {given}: {_said(error)}, {_place(error)}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
     return model
@@ -157,7 +161,14 @@ def _known(name: str, inner: str, names: list[str]) -> None:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _place(error: Exception) -> str:
+    """Where it came from: the last line that is nobody's package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
+    return f"in line {last.lineno} of {os.path.basename(last.filename)}"
 
 
 @contextlib.contextmanager

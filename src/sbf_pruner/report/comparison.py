@@ -103,7 +103,7 @@ def _table(entries: Sequence[Entry]) -> Figure:
         "file",
         "latency",
     ]
-    head += ["change", "filters kept", "masked = extracted"]
+    head += ["change", "filters kept", "gated = extracted"]
     timed = any(one.run.time is not None for one in entries)
     head += ["time asked for", "time found", "time taken in"] if timed else []
     rows = []
