@@ -15,6 +15,7 @@ from sbf_pruner.errors import PruningError, TraceError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.records import STALE
 from sbf_pruner.graph.trace import record
+from sbf_pruner.pruner import Pruner
 from zoo import REFUSED, ZOO
 
 
@@ -308,3 +309,12 @@ def test_a_head_that_is_used_twice_gives_the_outputs():
     graph = trace(Heads(lambda net, x: net.head(net.stem(x)) + net.head(net.stem(-x))), IMAGE)
     assert graph.skipped["head"] == "its filters are the network's outputs"
     assert "stem" in graph.layers
+
+
+def test_a_failure_within_torch_is_not_looked_for_in_our_files():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 2))
+    for call in (Pruner, trace):
+        with pytest.raises(
+            PruningError, match=r"^the model cannot run on the example inputs \(mat1 and mat2 shapes"
+        ):
+            call(net, torch.rand(1, 3, 8, 8))

@@ -14,11 +14,12 @@ from types import FrameType
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_MODELS = os.path.join(_PACKAGE, "models", "")  # of ours, but read like a user's
 _QUIET = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,  # whose frames stand around those of a decorated function
-    *(os.path.join(_PACKAGE, room) for room in ("graph", "inputs", "layers")),
+    _PACKAGE,
 )
 
 
@@ -26,7 +27,7 @@ def where() -> str:
     """File and line, or "" if no frame is the user's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_QUIET):
+        if _is_users(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -52,7 +53,11 @@ def failing_line(error: Exception) -> str:
 
 
 def _frames_of(error: Exception) -> list[traceback.FrameSummary]:
-    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_QUIET)]
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+
+
+def _is_users(filename: str) -> bool:
+    return filename.startswith(_MODELS) or not filename.startswith(_QUIET)
 
 
 def cause(error: Exception) -> str:
