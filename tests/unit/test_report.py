@@ -19,6 +19,7 @@ from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
 from sbf_pruner.errors import RunError
 from sbf_pruner.phases import planned
 from sbf_pruner.report import leave_report, write_report
+from sbf_pruner.report.against import Point, against
 from sbf_pruner.report.chart import Scale, Table
 from sbf_pruner.report.comparison import comparison_page
 from sbf_pruner.report.course import course
@@ -532,3 +533,11 @@ def test_runs_are_compared(folder: Path, unfinished: Path, tmp_path: Path) -> No
     assert "<th scope=row>phases.warmup</th>" not in page, "only what differs"
     assert all(f'id="kept-{sign}"' in page for sign in "ABC")
     assert len(page.encode()) < 200_000
+
+
+def test_points_in_one_place_share_their_signs() -> None:
+    points = [
+        Point(name, accuracy, 100.0, "h0", name) for name, accuracy in (("A", 98.0), ("B", 98.0), ("C", 90.0))
+    ]
+    drawn = against("key", "parameters", points, "said").picture
+    assert re.findall(r'class="sign"[^>]*>([^<]*)<', drawn) == ["A, B", "C"] and drawn.count("<circle") == 3

@@ -61,15 +61,31 @@ def against(
     lines = [curve(kind, [(WIDE * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined]
     if lines:
         parts.append(frame(0, _HEIGHT, "".join(lines)))
+    above = _shared(points, down, widest)
     for row, point in enumerate(points):
         x, y = f"{100 * point.size / widest:.2f}%", down(point.accuracy)
         parts.append(f'<circle class="hit point {point.kind}" data-row="{row}" cx="{x}" cy="{y:.1f}" r="6"/>')
         place = f'class="sign beside" dx="8" y="{y + 15:.1f}"' if point.beside else f'class="sign" y="{y - 10:.1f}"'
-        if point.sign and not (point.beside and _crowded(points[:row], point, down, widest)):
-            parts.append(f'<text {place} x="{x}">{escape(point.sign)}</text>')
+        sign = above[row] if not point.beside else "" if _crowded(points[:row], point, down, widest) else point.sign
+        if sign:
+            parts.append(f'<text {place} x="{x}">{escape(sign)}</text>')
     rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
     drawn = picture("against", _HEIGHT, "".join(parts), title)
     return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
+
+
+def _shared(points: Sequence[Point], down: Scale, widest: float) -> list[str]:
+    """What is written above each point: one of several in the same place has the signs of all of them."""
+    first: dict[int, list[str]] = {}
+    for row, point in enumerate(points):
+        near = (
+            other
+            for other in first
+            if abs(point.size - points[other].size) < 0.02 * widest
+            and abs(down(point.accuracy) - down(points[other].accuracy)) < 12
+        )
+        first.setdefault(next(near, row), []).append(point.sign)
+    return [", ".join(filter(None, first.get(row, []))) for row in range(len(points))]
 
 
 def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) -> bool:
