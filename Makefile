@@ -21,8 +21,8 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-slow: $(READY)  ## the long tests: thousands of random networks
-	$(BIN)/python -m pytest -m slow
+slow: $(READY)  ## the long tests: thousands of random networks, and cases that differ in detail
+	$(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
 bench: $(READY)  ## measure again what the documents claim (coverage of all networks takes half an hour)
 	$(BIN)/python benchmarks/overhead.py
