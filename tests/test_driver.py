@@ -19,6 +19,7 @@ import torch
 
 import sbf_pruner as sbf
 from sbf_pruner import Recipe
+from sbf_pruner.cli import main as sbf_main
 from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
@@ -98,7 +99,7 @@ def outcome(run: Run) -> tuple[bytes, list[tuple[object, ...]]]:
 
 def test_killed_carried_and_resumed_it_ends_with_the_same_runs(here: Path) -> None:
     (straight,) = runs_in(here / "straight")[:1]
-    assert Driver([straight], here / "straight", 1, 0, mps=False).work() == 0
+    assert sbf_main([*straight.words(), "--quiet"]) == 0
 
     first, second = runs = runs_in(here / "runs")
     started = command("start", "--at-once", "1", "--no-mps")

@@ -26,6 +26,7 @@ from sbf_pruner.training.finished import build_dense
 from sbf_pruner.training.loop import fit
 from sbf_pruner.training.recipe import load_recipe
 from sbf_pruner.training.timed import CLOSE, LANDINGS, Timed, timer_here
+from shares import mostly_slow
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 
@@ -295,7 +296,7 @@ def measured_here(tmp_path):
     )
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+@pytest.mark.parametrize("package", mostly_slow(["onnx", "onnxscript", "onnxruntime"], ["onnxruntime"]))
 def test_what_the_landing_is_timed_with_is_missed_before_anything_is_trained(
     package, measured_here, tmp_path, monkeypatch
 ):
