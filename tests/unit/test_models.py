@@ -92,7 +92,7 @@ def test_start_keeps_the_scale_and_follows_the_seed() -> None:
         ("timm:", {}, r"'timm:' is half a name; write torchvision:NAME, timm:NAME or package.module:call"),
         (":net", {}, r"':net' is half a name"),
         ("resnet20", {"num_clases": 3}, r"resnet20 has no option 'num_clases'; did you mean 'num_classes'\?"),
-        ("resnet20", {"num_classes": "ten"}, r"resnet20 could not be built with num_classes='ten': "),
+        ("resnet20", {"num_classes": "ten"}, r"resnet20 could not be built with num_classes='ten': at "),
     ],
 )
 def test_bad_names_and_options(name: str, options: dict[str, object], message: str) -> None:
@@ -146,8 +146,12 @@ def test_own_callables_get_the_offers_they_name(own: str) -> None:
         ("own_networks:Net.big", r"own_networks:Net.big: own_networks has no 'Net.big'; "),
         (
             "own_networks:lame",
-            r"own_networks:lame could not be built with no options: ValueError: in_channels must be divisible by "
-            r"groups, in line 7 of own_networks.py$",
+            r"own_networks:lame could not be built with no options: at own_networks.py:7 \(`def lame.*`\) "
+            r"ValueError: in_channels must be divisible by groups$",
+        ),
+        (
+            "own_networks:sized",
+            r"own_networks:sized could not be built with no options: TypeError: sized\(\) missing",
         ),
         ("own_networks:wrong", r"own_networks:wrong returned an object of type dict, not an nn.Module"),
         ("own_networks:built", r"own_networks:built is a network already built; name the class or a func"),

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import PruningError, nearest
+from ..graph.where import failing_line
 from .mobilenet import MobileNetV2, mobilenet_v2
 from .resnet import ResNet, resnet20, resnet32, resnet44, resnet56, resnet110
 from .vgg import VGG16, vgg16_bn
@@ -112,7 +112,11 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
         model = builder(**options)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        raise PruningError(f"{name} could not be built with {given}: {_said(error)}, {_place(error)}") from error
+        within = (
+            error.__traceback__ is not None and error.__traceback__.tb_next is not None
+        )  # not by the call itself
+        why = f"at {failing_line(error)}" if within else _said(error)
+        raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
     return model
@@ -162,13 +166,6 @@ def _known(name: str, inner: str, names: list[str]) -> None:
 
 def _said(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
-def _place(error: Exception) -> str:
-    """Where it came from: the last line that is nobody's package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
-    return f"in line {last.lineno} of {os.path.basename(last.filename)}"
 
 
 @contextlib.contextmanager

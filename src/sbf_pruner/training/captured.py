@@ -212,7 +212,7 @@ class _Dressed:
 
 def _score_tensors(pruner: Pruner) -> list[Tensor]:
     """What a step of the scores changes."""
-    return [*pruner.score_parameters, pruner.gates.soft, pruner.values]
+    return [*pruner.score_parameters, pruner.gates.soft, pruner.values, pruner.gradient.lost]
 
 
 def _answers(teacher: Teacher, images: Tensor, dtype: torch.dtype) -> Tensor:
