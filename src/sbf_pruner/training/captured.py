@@ -1,8 +1,9 @@
 """The inner loops at the speed of the chip: every step is one replay of a captured CUDA graph.
 
 The same numbers enter and leave as in `engine`.  Forward and backward are compiled, in bfloat16, with the
-channels last; gates are folded into the norms, and the convolutions' weights cast, by a few kernels for all
-layers at once.  Evaluation is captured too, but not compiled: it is too rare to earn back the time that takes.
+channels last; gates are folded into the norms, the convolutions' weights cast and the norms' batches counted
+by a few kernels for all layers at once.  Evaluation is captured too, but not compiled: it is too rare to earn
+back the time that takes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..scoring.folded import Folded
 from ..team import Team
 from .average import Average
 from .convolutions import TunableConvolutions
+from .counters import Counters
 from .data import Batches
 from .engine import Engine, Tally
 from .replay import Changed, Evaluation, Step, Work
@@ -49,6 +51,7 @@ class CapturedEngine(Engine):
         self._dtype = dtype if self._fast else torch.float32
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
+        self._counters = Counters(self.network)
         if self._fast:
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
@@ -116,7 +119,7 @@ class CapturedEngine(Engine):
         return None if self.pruner is None else Folded(self.network, self.pruner.gates)
 
     def _inside(self, folded: Folded | None) -> _Dressed:
-        return _Dressed([part for part in (self._tunable, folded) if part is not None])
+        return _Dressed([part for part in (self._tunable, folded, self._counters) if part is not None])
 
     def _taught(self, teacher: Teacher | None) -> Taught:
         """What a teacher makes of a loss; it is compiled apart, so that the student's own graph stays as it is."""
@@ -145,6 +148,7 @@ class CapturedEngine(Engine):
             if self._tunable is not None:
                 self._tunable.refresh()
             loss, outputs = self._loss(images, labels, label_smoothing)
+            self._counters.count()
             loss = taught(images, loss, outputs)
             penalty = torch.zeros_like(loss) if scored is None else scored.penalty()
             (loss if scored is None else loss + penalty).backward()
