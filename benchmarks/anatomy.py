@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 KINDS = {
     "reductions": r"^triton_(red|per)_",
     "element by element": r"^triton_poi_",
-    "weight gradients, ours": r"^_kernel$",
+    "weight gradients, ours": r"^_(kernel|add_up)$",
     "weight gradients, the library's": r"wgrad",
     "convolutions": r"conv|fprop|dgrad|xmma|cutlass|cudnn|gemm|nvjet|triton_tem",
     "optimiser": r"multi_tensor|foreach|sgd|adam",

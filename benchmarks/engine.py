@@ -243,7 +243,7 @@ def conv_widths(network: nn.Module) -> dict[str, int]:
 
 def chosen_ways() -> dict[str, str]:
     """How the weight gradients are computed, where a kernel of ours competes."""
-    module = sys.modules.get("sbf_pruner.training.weight_gradient")
+    module = sys.modules.get("sbf_pruner.training.kernels.weight_gradient")
     return {} if module is None else module.choices()
 
 

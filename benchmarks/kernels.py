@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sbf_pruner.training import weight_gradient as ours
+from sbf_pruner.training.kernels import weight_gradient as ours
+from sbf_pruner.training.kernels.quickest import seconds
 
 DENSE = [(256, 3, 16, 32, 32), (256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8)]
 PADDED = [(256, 16, 8, 32, 32), (256, 8, 16, 32, 32), (256, 12, 16, 32, 32), (256, 32, 16, 16, 16)]
@@ -28,16 +29,15 @@ def main() -> int:
         x, dy = (made_up(images, count, height, width) for count in (channels, filters))
         wanted = expected(x, dy)
         cells = []
-        for way in ours.WAYS:
-            if way.fits(channels, filters):
-                found = ours.compute(x, dy, way)
-                error = float((found - wanted).norm() / wanted.norm())
-                same = torch.equal(found, ours.compute(x, dy, way))
-                good = error < (1e-2 if way == ours.LIBRARY else 1e-5) and (same or way == ours.LIBRARY)
-                wrong += not good
-                name = "library" if way == ours.LIBRARY else f"{way.warps} warps {way.rows} rows"
-                seconds = ours._seconds(partial(ours.compute, x, dy, way))
-                cells.append(f"{name} {1e6 * seconds:.1f} us {error:.0e}" + ("" if good else " WRONG"))
+        for way in ours.ways(channels, filters):
+            found = ours.compute(x, dy, way)
+            error = float((found - wanted).norm() / wanted.norm())
+            same = torch.equal(found, ours.compute(x, dy, way))
+            good = error < (1e-2 if way == ours.LIBRARY else 1e-5) and (same or way == ours.LIBRARY)
+            wrong += not good
+            name = "library" if way == ours.LIBRARY else f"{way.rows} rows, {way.ahead} ahead"
+            time = seconds(partial(ours.compute, x, dy, way))
+            cells.append(f"{name} {1e6 * time:.1f} us {error:.0e}" + ("" if good else " WRONG"))
         wrong += not torch.equal(ours.weight_gradient(x, dy), ours.weight_gradient(x, dy))
         print(f"{shape!s:24}", "; ".join(cells), flush=True)
     print("all right" if not wrong else f"{wrong} WRONG")

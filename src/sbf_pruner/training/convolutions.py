@@ -118,6 +118,6 @@ def _suits(module: nn.Conv2d) -> bool:
 def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
     if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
         return False
-    from . import weight_gradient  # noqa: F401 (it registers the operator; there is no Triton elsewhere)
+    from .kernels import weight_gradient  # noqa: F401 (it registers the operator; there is no Triton elsewhere)
 
     return module.kernel_size == (3, 3) and module.padding == (1, 1)

@@ -1,0 +1,177 @@
+"""The weight gradient of a 3x3 convolution with few channels, as one small matrix product over all pixels.
+
+The map that entered a convolution and the gradient of the one that left it enter, in bfloat16 or float16 with
+the channels last; the gradient of the weight leaves, in float32.  A library's kernels for this are made for
+hundreds of channels and mostly wait with 16.  Here the window is folded into the product: the map is read at
+the three rows of the window side by side, the gradient at its three columns, and all nine parts of the result
+are blocks of one product, which is large enough for the chip's matrix units.  Every program walks over its own
+stretch of pixels; the programs' sums are then added in a fixed order, so equal inputs give equal bits.  The
+first call at each shape tries the ways to do it, the library's included, and keeps the quickest that agrees
+with the library.  Needs Triton and a CUDA device; `convolutions` imports this only where both are there.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .quickest import quickest
+
+_LARGEST = 128 * 128  # numbers of the product that a program can hold in registers
+_SMALL = 64 * 64  # so many need only half of the registers
+
+
+class Way(NamedTuple):
+    """How to compute it: rows of the window a program takes on, how many steps ahead it loads, and programs.
+
+    Programs are counted for each multiprocessor and row of the window that is left to another program.
+    """
+
+    rows: int
+    ahead: int
+    programs: int
+
+
+LIBRARY = Way(0, 0, 0)
+_chosen: dict[tuple[Any, ...], Way] = {}
+
+
+def ways(channels: int, filters: int) -> list[Way]:
+    """The ways there are for so many channels: all rows at once where that fits, else a program for each.
+
+    What is loaded ahead waits in shared memory.  What is not goes through the cache beside it, which windows that
+    overlap hit, and needs more programs that wait in turns.
+    """
+    if _product(3, channels, filters) <= _SMALL:
+        return [LIBRARY, Way(3, 1, 4), Way(3, 3, 2)]
+    if _product(3, channels, filters) <= _LARGEST:
+        return [LIBRARY, Way(3, 1, 2), Way(3, 3, 1)]
+    if _product(1, channels, filters) <= _LARGEST:
+        return [LIBRARY, Way(1, 1, 1), Way(1, 3, 1)]
+    return [LIBRARY]
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    x_ptr, dy_ptr, sums_ptr, pixels, height, width, c_units, f_units,
+    C_UNIT: tl.constexpr, F_UNIT: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # Widths come as a count of units: so the compiler knows what divides them, and loads whole vectors, without
+    # being asked again for every width.
+    C = c_units * C_UNIT
+    N_F = f_units * F_UNIT
+    program = tl.program_id(0)
+    # Three rows of the window need room for four: sizes are powers of two. The fourth is masked.
+    place_x = tl.arange(0, 4 * BC if ROWS == 3 else BC)
+    place_y = tl.arange(0, 4 * BF)
+    c, f = place_x % BC, place_y % BF
+    down = place_x // BC - 1 if ROWS == 3 else place_x * 0 + tl.program_id(1) - 1
+    right = place_y // BF - 1
+    seen = (c < C) & (down < 2)
+    asked = (f < N_F) & (right < 2)
+    product = tl.zeros((place_x.shape[0], place_y.shape[0]), tl.float32)
+    steps = tl.cdiv(pixels, tl.num_programs(0) * BLOCK)
+    for step in tl.range(steps, num_stages=AHEAD):
+        at = (program * steps + step) * BLOCK + tl.arange(0, BLOCK)
+        inside = (at < pixels)[:, None]
+        row = ((at // width) % height)[:, None] + down[None, :]
+        column = (at % width)[:, None] - right[None, :]
+        # The map `down` rows below a pixel meets the gradient `right` columns left of it.
+        x = tl.load(
+            x_ptr + at[:, None] * C + (down * width * C + c)[None, :],
+            mask=inside & seen[None, :] & (row >= 0) & (row < height),
+            other=0.0,
+        )
+        dy = tl.load(
+            dy_ptr + at[:, None] * N_F + (f - right * N_F)[None, :],
+            mask=inside & asked[None, :] & (column >= 0) & (column < width),
+            other=0.0,
+        )
+        product = tl.dot(tl.trans(x), dy, product)
+    # Laid out as a weight with its channels last is: filter, row, column, channel.
+    window = (down[:, None] + 1) * 3 + right[None, :] + 1
+    place = program * 9 * C * N_F + f[None, :] * (9 * C) + window * C + c[:, None]
+    tl.store(sums_ptr + place, product, mask=seen[:, None] & asked[None, :])
+
+
+@triton.jit
+def _add_up(sums_ptr, result_ptr, programs, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = (row < programs)[:, None] & (column < size)[None, :]
+        total += tl.load(sums_ptr + row[:, None] * size + column[None, :], mask=there, other=0.0)
+    tl.store(result_ptr + column, tl.sum(total, 0), mask=column < size)
+
+
+@torch.library.custom_op("sbf_pruner::weight_gradient", mutates_args=())
+def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of the weight of conv2d(x, weight, padding=1), a 3x3 kernel with stride 1."""
+    x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    key = (x.shape, dy.shape[1], x.dtype, x.device)
+    if key not in _chosen and not torch.cuda.is_current_stream_capturing():
+        candidates = ways(x.shape[1], dy.shape[1])
+        _chosen[key] = quickest({way: partial(compute, x, dy, way) for way in candidates})
+    return compute(x, dy, _chosen.get(key, LIBRARY))
+
+
+@weight_gradient.register_fake
+def _(x: Tensor, dy: Tensor) -> Tensor:
+    return _empty(x, dy)
+
+
+def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
+    """The gradient, in the given way; both maps have their channels last."""
+    images, channels, height, width = x.shape
+    filters, result = dy.shape[1], _empty(x, dy)
+    if way == LIBRARY:
+        like = torch.empty_like(result, dtype=x.dtype)
+        wanted = [False, True, False]
+        found = torch.ops.aten.convolution_backward(
+            dy, x, like, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted
+        )[1]
+        return result.copy_(found)
+    small = _product(way.rows, channels, filters) <= _SMALL
+    pixels, block = images * height * width, 128 if small else 64
+    programs = min(_multiprocessors(x) * way.programs * way.rows // 3, triton.cdiv(pixels, block))
+    sums = torch.empty(programs, result.numel(), dtype=torch.float32, device=x.device)
+    units = [math.gcd(count, 16) for count in (channels, filters)]
+    _kernel[(programs, 3 // way.rows)](
+        x, dy, sums, pixels, height, width, channels // units[0], filters // units[1],
+        C_UNIT=units[0], F_UNIT=units[1], BC=_tile(channels), BF=_tile(filters), BLOCK=block, ROWS=way.rows,
+        AHEAD=way.ahead, num_warps=4 if small else 8,
+    )  # fmt: skip
+    size = result.numel()
+    _add_up[(triton.cdiv(size, 32),)](sums, result, programs, size, ROWS=64, COLUMNS=32, num_warps=4)
+    return result
+
+
+def choices() -> dict[str, str]:
+    """What was chosen so far, for a benchmark to tell: shapes -> way."""
+    return {f"{tuple(key[0])} to {key[1]}": str(way) for key, way in _chosen.items()}
+
+
+def _product(rows: int, channels: int, filters: int) -> int:
+    """How many numbers the product of a program has."""
+    return _tile(channels) * (4 if rows == 3 else 1) * 4 * _tile(filters)
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+
+
+def _tile(count: int) -> int:
+    return max(16, 1 << (count - 1).bit_length())  # the chip multiplies matrices of at least 16 x 16
+
+
+def _empty(x: Tensor, dy: Tensor) -> Tensor:
+    shape = (dy.shape[1], x.shape[1], 3, 3)
+    return torch.empty(shape, dtype=torch.float32, device=x.device, memory_format=torch.channels_last)

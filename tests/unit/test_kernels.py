@@ -1,0 +1,103 @@
+"""The kernels of our own against what they stand for: on a GPU, and by Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are written in Triton")
+SMALL = [
+    (2, 16, 16, 8, 8),
+    (3, 5, 7, 5, 6),
+    (2, 24, 12, 4, 4),
+    (2, 64, 64, 3, 3),
+    (1, 16, 32, 1, 1),
+    (1, 3, 16, 9, 5),
+]
+SHAPES = [(256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8), (256, 3, 16, 32, 32)]
+SHAPES += [(7, c, f, 5, 9) for c in (3, 8, 11, 24, 40) for f in (8, 16, 48, 64)] + [(1, 16, 16, 1, 1)]
+
+
+def maps(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    images, channels, filters, height, width = shape
+    made = [torch.randn(images, count, height, width, device=device, dtype=dtype) for count in (channels, filters)]
+    x, dy = (each.contiguous(memory_format=torch.channels_last) for each in made)
+    return x, dy
+
+
+def expected(x: Tensor, dy: Tensor) -> Tensor:
+    weight = torch.empty(dy.shape[1], x.shape[1], 3, 3, dtype=torch.float64, device=x.device)
+    sides = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+    return torch.ops.aten.convolution_backward(dy.double(), x.double(), weight, None, *sides)[1]
+
+
+def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+    from sbf_pruner.training.kernels import weight_gradient as ours
+
+    x, dy = maps(shape, device, dtype)
+    wanted = expected(x, dy)
+    for way in ours.ways(shape[1], shape[2]):
+        found = ours.compute(x, dy, way)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        error = float((found - wanted).norm() / wanted.norm())
+        assert error < (1e-2 if way == ours.LIBRARY else 1e-5), way  # the library's result is rounded to bfloat16
+        if way != ours.LIBRARY:
+            assert torch.equal(found, ours.compute(x, dy, way)), f"{way} is not deterministic"
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_way_gives_the_gradient(shape: tuple[int, ...]) -> None:
+    check_weight_gradients(shape, "cuda", torch.bfloat16)
+    from sbf_pruner.training.kernels import weight_gradient as ours
+
+    inputs = maps(shape, "cuda", torch.bfloat16)
+    torch.library.opcheck(ours.weight_gradient, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def interpreter_works() -> bool:
+    """Triton's takes the only number of an array as a number, which NumPy has come to refuse."""
+    try:
+        return int(np.ones(1)) == 1
+    except TypeError:
+        return False
+
+
+@needs_triton
+@pytest.mark.skipif(not interpreter_works(), reason="Triton's interpreter needs an older NumPy")
+def test_the_kernels_are_right_where_they_are_interpreted() -> None:
+    interpreted = subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert interpreted.returncode == 0
+
+
+@needs_triton
+def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sbf_pruner.training.kernels import quickest
+
+    def impossible() -> Tensor:
+        raise RuntimeError("too little shared memory")
+
+    works = {
+        "trusted": lambda: torch.ones(3),
+        "wrong": lambda: torch.tensor([1.0, 1.0, 1.1]),
+        "no number": lambda: torch.tensor([1.0, 1.0, float("nan")]),
+        "impossible": impossible,
+        "rounded": lambda: torch.tensor([1.0, 1.0, 1.01]),
+        "slow": lambda: torch.ones(3),
+    }
+    seconds = {works[name]: float(name in ("trusted", "slow")) for name in works}
+    monkeypatch.setattr(quickest, "seconds", seconds.__getitem__)
+    assert quickest.quickest(works) == "rounded"
+
+
+if __name__ == "__main__":
+    for each in SMALL:
+        check_weight_gradients(each, "cpu", torch.float32)
