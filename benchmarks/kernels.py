@@ -1,18 +1,24 @@
-"""The kernel for weight gradients against the library's: right at every shape, and how fast each way is.
+"""The kernels of our own against the library's and the compiler's: right at every shape, and how fast each way is.
 
 For a machine with a GPU and Triton, without test tools.  The shapes are those of a CIFAR ResNet at batch 256,
-dense and padded, and some odd ones that only masks get right.
+dense and padded, and some odd ones that only masks get right; every shape and way is compiled, which takes minutes
+for all of them (`--dense`: four shapes).  What was found is saved.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from saving import save_result
 from torch import Tensor
 
-from sbf_pruner.training.kernels import weight_gradient as ours
+from sbf_pruner.training.kernels import convolution, weight_gradient
 from sbf_pruner.training.kernels.quickest import seconds
 
 DENSE = [(256, 3, 16, 32, 32), (256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8)]
@@ -20,28 +26,42 @@ PADDED = [(256, 16, 8, 32, 32), (256, 8, 16, 32, 32), (256, 12, 16, 32, 32), (25
 PADDED += [(256, 24, 32, 16, 16), (256, 64, 48, 8, 8), (256, 48, 64, 8, 8), (256, 32, 64, 8, 8)]
 ODD = [(7, 11, 5, 9, 4), (1, 16, 16, 1, 1), (3, 40, 24, 5, 7), (300, 13, 17, 6, 6)]
 
+ROUNDED, EXACT = 1e-2, 1e-5  # of the norm, where the result is rounded to bfloat16 and where it is not
+
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dense", action="store_true", help="the dense network's shapes alone")
+    shapes = DENSE if parser.parse_args().dense else DENSE + PADDED + ODD
     torch.backends.cudnn.benchmark = True
-    wrong = 0
-    for shape in DENSE + PADDED + ODD:
-        images, channels, filters, height, width = shape
-        x, dy = (made_up(images, count, height, width) for count in (channels, filters))
-        wanted = expected(x, dy)
-        cells = []
-        for way in ours.ways(channels, filters):
-            found = ours.compute(x, dy, way)
-            error = float((found - wanted).norm() / wanted.norm())
-            same = torch.equal(found, ours.compute(x, dy, way))
-            good = error < (1e-2 if way == ours.LIBRARY else 1e-5) and (same or way == ours.LIBRARY)
-            wrong += not good
-            name = "library" if way == ours.LIBRARY else f"{way.rows} rows, {way.ahead} ahead"
-            time = seconds(partial(ours.compute, x, dy, way))
-            cells.append(f"{name} {1e6 * time:.1f} us {error:.0e}" + ("" if good else " WRONG"))
-        wrong += not torch.equal(ours.weight_gradient(x, dy), ours.weight_gradient(x, dy))
-        print(f"{shape!s:24}", "; ".join(cells), flush=True)
-    print("all right" if not wrong else f"{wrong} WRONG")
+    found = [row for shape in shapes for row in rows(shape)]
+    save_result("kernels", {"rows": found}, "cuda")
+    wrong = [row for row in found if not row["right"]]
+    print(f"{len(wrong)} WRONG" if wrong else "all right")
     return int(bool(wrong))
+
+
+def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """How right and how quick each way is at a shape."""
+    images, channels, filters, height, width = shape
+    x, dy = (made_up(images, count, height, width) for count in (channels, filters))
+    weight = made_up(filters, channels, 3, 3)
+    wanted = expected(x, dy)
+    for way in weight_gradient.ways(channels, filters):
+        limit = ROUNDED if way == weight_gradient.LIBRARY else EXACT
+        yield row(shape, f"gradient {tuple(way)}", partial(weight_gradient.compute, x, dy, way), wanted, limit)
+    wanted = F.conv2d(x.double(), weight.double(), padding=1)
+    for way in convolution.ways(filters):
+        yield row(shape, f"convolution {way}", partial(convolution.compute, x, weight, way), wanted, ROUNDED)
+
+
+def row(
+    shape: tuple[int, ...], name: str, work: Callable[[], Tensor], wanted: Tensor, limit: float
+) -> dict[str, Any]:
+    error = float((work() - wanted).norm() / wanted.norm())
+    made = {"shape": shape, "way": name, "us": 1e6 * seconds(work), "error": error, "right": error < limit}
+    print(f"{shape!s:24} {name:24} {made['us']:6.1f} us {error:.0e}", "" if made["right"] else "WRONG", flush=True)
+    return made
 
 
 def made_up(*shape: int) -> Tensor:

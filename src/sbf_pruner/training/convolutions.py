@@ -4,8 +4,9 @@ The gradient of the input of a convolution with stride 1 is itself a convolution
 and the channels exchanged.  Written so, the compiler tunes it like any forward, where the library's own kernel
 for it is made for many more channels than a CIFAR network has.  The weights in the type the device computes
 in, as they are and turned, are made for all layers at once by two kernels a step: one at a time, 55 layers
-spend more on starting kernels than on the work.  The gradient of the weight is a kernel of ours where there
-is Triton and that is the quicker one.
+spend more on starting kernels than on the work.  Where there is Triton, kernels of ours take part in steps that
+train weights, wherever they are the quicker ones; in steps that train scores the compiler fuses its own with what
+follows them.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, cast, turned)
         ctx.padding, ctx.ours, ctx.dtype = padding, ours, weight.dtype
-        return F.conv2d(x, cast, None, 1, padding)
+        return _convolved(x, cast, padding, ours)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,7 +87,7 @@ class _Convolution(torch.autograd.Function):
         x, cast, turned = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = F.conv2d(gradient, turned, None, 1, cast.shape[2] - 1 - ctx.padding)
+            of_input = _convolved(gradient, turned, cast.shape[2] - 1 - ctx.padding, ctx.ours)
         if ctx.needs_input_grad[1]:
             if ctx.ours:
                 of_weight = torch.ops.sbf_pruner.weight_gradient(x, gradient)
@@ -99,7 +100,12 @@ class _Convolution(torch.autograd.Function):
         return of_input, of_weight, None, None, None, None
 
 
-def _forward(module: nn.Conv2d, cast: Tensor, turned: Tensor, ours: bool, x: Tensor) -> Tensor:
+def _convolved(x: Tensor, weight: Tensor, padding: int, ours: bool) -> Tensor:
+    return torch.ops.sbf_pruner.convolution(x, weight) if ours else F.conv2d(x, weight, None, 1, padding)
+
+
+def _forward(module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool, x: Tensor) -> Tensor:
+    ours = kernel and module.weight.requires_grad
     return _Convolution.apply(x.to(cast.dtype), module.weight, cast, turned, int(module.padding[0]), ours)
 
 
@@ -118,6 +124,7 @@ def _suits(module: nn.Conv2d) -> bool:
 def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
     if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
         return False
-    from .kernels import weight_gradient  # noqa: F401 (it registers the operator; there is no Triton elsewhere)
+    # They register the operators; there is no Triton elsewhere.
+    from .kernels import convolution, weight_gradient  # noqa: F401
 
     return module.kernel_size == (3, 3) and module.padding == (1, 1)

@@ -59,7 +59,7 @@ def ways(channels: int, filters: int) -> list[Way]:
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dy_ptr, sums_ptr, pixels, height, width, c_units, f_units,
+    x_ptr, dy_ptr, sums_ptr, pixels, c_units, f_units, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     C_UNIT: tl.constexpr, F_UNIT: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -81,17 +81,17 @@ def _kernel(  # type: ignore[no-untyped-def]
     for step in tl.range(steps, num_stages=AHEAD):
         at = (program * steps + step) * BLOCK + tl.arange(0, BLOCK)
         inside = (at < pixels)[:, None]
-        row = ((at // width) % height)[:, None] + down[None, :]
-        column = (at % width)[:, None] - right[None, :]
+        row = ((at // WIDTH) % HEIGHT)[:, None] + down[None, :]
+        column = (at % WIDTH)[:, None] - right[None, :]
         # The map `down` rows below a pixel meets the gradient `right` columns left of it.
         x = tl.load(
-            x_ptr + at[:, None] * C + (down * width * C + c)[None, :],
-            mask=inside & seen[None, :] & (row >= 0) & (row < height),
+            x_ptr + at[:, None] * C + (down * WIDTH * C + c)[None, :],
+            mask=inside & seen[None, :] & (row >= 0) & (row < HEIGHT),
             other=0.0,
         )
         dy = tl.load(
             dy_ptr + at[:, None] * N_F + (f - right * N_F)[None, :],
-            mask=inside & asked[None, :] & (column >= 0) & (column < width),
+            mask=inside & asked[None, :] & (column >= 0) & (column < WIDTH),
             other=0.0,
         )
         product = tl.dot(tl.trans(x), dy, product)
@@ -145,7 +145,7 @@ def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
     sums = torch.empty(programs, result.numel(), dtype=torch.float32, device=x.device)
     units = [math.gcd(count, 16) for count in (channels, filters)]
     _kernel[(programs, 3 // way.rows)](
-        x, dy, sums, pixels, height, width, channels // units[0], filters // units[1],
+        x, dy, sums, pixels, channels // units[0], filters // units[1], HEIGHT=height, WIDTH=width,
         C_UNIT=units[0], F_UNIT=units[1], BC=_tile(channels), BF=_tile(filters), BLOCK=block, ROWS=way.rows,
         AHEAD=way.ahead, num_warps=4 if small else 8,
     )  # fmt: skip
