@@ -245,7 +245,7 @@ def conv_widths(network: nn.Module) -> dict[str, int]:
 def chosen_ways() -> dict[str, dict[str, str]]:
     """How convolutions and weight gradients are computed, where kernels of ours compete."""
     kernels = {name: sys.modules.get(f"{KERNELS}.{name}") for name in ("convolution", "weight_gradient")}
-    return {name: module.choices() for name, module in kernels.items() if module is not None}
+    return {name: module.CHOICES.told() for name, module in kernels.items() if module is not None}
 
 
 def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> Batches:

@@ -47,11 +47,11 @@ def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     x, dy = (made_up(images, count, height, width) for count in (channels, filters))
     weight = made_up(filters, channels, 3, 3)
     wanted = expected(x, dy)
-    for way in weight_gradient.ways(channels, filters):
+    for way in weight_gradient.ways(x, filters):
         limit = ROUNDED if way == weight_gradient.LIBRARY else EXACT
         yield row(shape, f"gradient {tuple(way)}", partial(weight_gradient.compute, x, dy, way), wanted, limit)
     wanted = F.conv2d(x.double(), weight.double(), padding=1)
-    for way in convolution.ways(filters):
+    for way in convolution.ways(x, filters):
         yield row(shape, f"convolution {way}", partial(convolution.compute, x, weight, way), wanted, ROUNDED)
 
 

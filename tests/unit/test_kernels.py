@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are written in Triton")
 SMALL = [
@@ -44,7 +44,7 @@ def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dty
 
     x, dy = maps(shape, device, dtype)
     wanted = expected(x, dy)
-    for way in ours.ways(shape[1], shape[2]):
+    for way in ours.ways(x, shape[2]):
         found = ours.compute(x, dy, way)
         assert found.is_contiguous(memory_format=torch.channels_last)
         error = float((found - wanted).norm() / wanted.norm())
@@ -58,7 +58,7 @@ def check_convolutions(shape: tuple[int, ...], device: str, dtype: torch.dtype) 
 
     x, weight = maps(shape, device, dtype)[0], weights(shape, device, dtype)
     wanted = torch.nn.functional.conv2d(x.double(), weight.double(), padding=1)
-    for way in ours.ways(shape[2]) if device == "cuda" else ours.OURS:
+    for way in ours.ways(x, shape[2]) if device == "cuda" else ours.OURS:
         found = ours.compute(x, weight, way)
         assert found.shape == wanted.shape and found.is_contiguous(memory_format=torch.channels_last)
         error = float((found - wanted).norm() / wanted.norm())
@@ -101,6 +101,16 @@ def test_the_kernels_are_right_where_they_are_interpreted() -> None:
 
 
 @needs_triton
+def test_what_is_too_large_for_the_kernels_is_left_to_the_library() -> None:
+    from sbf_pruner.training.kernels import convolution, weight_gradient
+
+    wide, many = torch.empty(2, 256, 8, 8, device="meta"), torch.empty(2**14, 64, 64, 64, device="meta")
+    for x, filters in ((wide, 64), (wide, 256), (many, 16), (many[:, :16], 64)):
+        assert convolution.ways(x, filters) == [convolution.LIBRARY, convolution.COMPILED]
+        assert weight_gradient.ways(x, 256 if x is wide else filters) == [weight_gradient.LIBRARY]
+
+
+@needs_triton
 def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from sbf_pruner.training.kernels import quickest
 
@@ -120,7 +130,31 @@ def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert quickest.quickest(works) == "rounded"
 
 
+def check_a_step() -> None:
+    """A network trained through the kernels has the gradients of one that is not, traced or not."""
+    from sbf_pruner.training import convolutions
+    from sbf_pruner.training.kernels import convolution, quickest, weight_gradient
+
+    quickest.quickest = lambda works: list(works)[-1]  # the last is always one of ours
+    convolutions._has_kernel = lambda module, dtype: True
+    layers = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, target = torch.rand(2, 3, 9, 9), torch.rand(2, 8, 9, 9)
+
+    def loss() -> Tensor:
+        return (model(x) * target).sum()
+
+    wanted = torch.autograd.grad(loss(), list(model.parameters()))
+    for work in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        with convolutions.TunableConvolutions(model, torch.float32):
+            for found, expected in zip(torch.autograd.grad(work(), list(model.parameters())), wanted, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert convolution.CHOICES.told() and weight_gradient.CHOICES.told()
+
+
 if __name__ == "__main__":
     for each in SMALL:
         check_weight_gradients(each, "cpu", torch.float32)
         check_convolutions(each, "cpu", torch.float32)
+    check_a_step()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quickest import quickest
+from .quickest import Choices, small_enough
 
-_FILTERS = 128  # at most: a program computes all of a pixel's
+_WIDEST = 128  # channels and filters: a program computes all filters of a pixel, over unrolled steps
 _SHAPES = 256  # at most that the compiler is asked for: pruned layers have many widths
 LIBRARY, COMPILED = (0, 0), (1, 0)
 # Pixels of a program, and how much of its windows it takes at once.
 OURS = ((64, 64), (64, 128), (128, 64), (128, 128))
-_chosen: dict[tuple[Any, ...], tuple[int, int]] = {}
+CHOICES = Choices(LIBRARY)
 
 
 @triton.jit
@@ -59,10 +58,8 @@ def _convolve(  # type: ignore[no-untyped-def]
 def convolution(x: Tensor, weight: Tensor) -> Tensor:
     """conv2d(x, weight, padding=1), a 3x3 kernel with stride 1."""
     x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
-    key = (x.shape, weight.shape[0], x.dtype, x.device)
-    if key not in _chosen and not torch.cuda.is_current_stream_capturing():
-        _chosen[key] = quickest({way: partial(compute, x, weight, way) for way in ways(weight.shape[0])})
-    return compute(x, weight, _chosen.get(key, LIBRARY))
+    works = {way: partial(compute, x, weight, way) for way in ways(x, weight.shape[0])}
+    return works[CHOICES.choose(x, weight.shape[0], works)]()
 
 
 @convolution.register_fake
@@ -70,9 +67,10 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return _empty(x, weight)
 
 
-def ways(filters: int) -> list[tuple[int, int]]:
-    """The ways there are for so many filters, the one to trust first."""
-    return [LIBRARY, COMPILED, *(OURS if filters <= _FILTERS else ())]
+def ways(x: Tensor, filters: int) -> list[tuple[int, int]]:
+    """The ways there are for such a map and so many filters, the one to trust first."""
+    fits = max(x.shape[1], filters) <= _WIDEST and small_enough(x, filters)
+    return [LIBRARY, COMPILED, *(OURS if fits else ())]
 
 
 def compute(x: Tensor, weight: Tensor, way: tuple[int, int]) -> Tensor:
@@ -86,12 +84,6 @@ def compute(x: Tensor, weight: Tensor, way: tuple[int, int]) -> Tensor:
         BF=max(16, triton.next_power_of_2(filters)), BLOCK=block, DEPTH=depth, num_warps=4,
     )  # fmt: skip
     return y
-
-
-def choices() -> dict[str, str]:
-    """What was chosen so far, for a benchmark to tell: shapes -> way."""
-    names = {LIBRARY: "library", COMPILED: "compiled"}
-    return {f"{tuple(key[0])} to {key[1]}": names.get(way, f"{way[0]} x {way[1]}") for key, way in _chosen.items()}
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Which of several ways to compute the same thing is the quickest on this device.
 
-Pieces of work enter, the first of them trusted; the quickest that agrees with it leaves.  A way that cannot be
-taken here, or that comes to something else, is not taken: a kernel is as good as the compiler that made it.
+Pieces of work enter, the first of them trusted; the quickest that agrees with it leaves, and is remembered.  A way
+that cannot be taken here, or that comes to something else, is not taken: a kernel is as good as the compiler that
+made it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import triton
@@ -20,6 +21,30 @@ Work = Callable[[], Tensor]
 _AGREES = 0.02  # of the norm: what is trusted may round its result to bfloat16
 _IMPOSSIBLE = (RuntimeError, triton.TritonError)  # too few registers here, or too little shared memory
 _HEAD_START = 10_000_000  # cycles the device idles while the host lines up what is timed: it is slower to launch
+
+
+def small_enough(x: Tensor, filters: int) -> bool:
+    """Do places in a layer's maps fit the 32 bits that our kernels count with?"""
+    return max(x.shape[1], filters) * (x.numel() // x.shape[1]) < 2**31
+
+
+class Choices(Generic[Way]):
+    """What was found to be quickest, for each size and type of a layer's map and each number of its filters."""
+
+    def __init__(self, trusted: Way) -> None:
+        self.trusted = trusted
+        self._made: dict[tuple[torch.Size, int, torch.dtype, torch.device], Way] = {}
+
+    def choose(self, x: Tensor, filters: int, works: Mapping[Way, Work]) -> Way:
+        """The way for such a layer; the first call with one tries all ways, unless it is being captured."""
+        layer = (x.shape, filters, x.dtype, x.device)
+        if layer not in self._made and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._made[layer] = quickest(works)
+        return self._made.get(layer, self.trusted)
+
+    def told(self) -> dict[str, str]:
+        """All choices so far, for a benchmark to tell."""
+        return {f"{tuple(layer[0])} to {layer[1]}": str(way) for layer, way in self._made.items()}
 
 
 def quickest(works: Mapping[Way, Work]) -> Way:
@@ -38,18 +63,22 @@ def _agrees(work: Work, trusted: Tensor) -> bool:
     return float((found - trusted).norm()) <= _AGREES * float(trusted.norm())  # never true of what is no number
 
 
-def seconds(work: Work, repeats: int = 20) -> float:
-    """How long it takes on the device; forever if it cannot be done."""
+def seconds(work: Work, repeats: int = 10, rounds: int = 3) -> float:
+    """How long it takes on the device, in the best of some rounds: others may use it too; forever if impossible."""
     try:
         for _ in range(3):  # compiles it, and lets the library choose for itself
             work()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)
-        first.record()
-        for _ in range(repeats):
-            work()
-        last.record()
-        last.synchronize()
+        return min(_round(work, repeats) for _ in range(rounds)) / repeats
     except _IMPOSSIBLE:
         return math.inf
-    return float(first.elapsed_time(last)) / 1e3 / repeats
+
+
+def _round(work: Work, repeats: int) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START)
+    first.record()
+    for _ in range(repeats):
+        work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3

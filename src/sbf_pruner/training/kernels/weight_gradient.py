@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quickest import quickest
+from .quickest import Choices, small_enough
 
 _LARGEST = 128 * 128  # numbers of the product that a program can hold in registers
 _SMALL = 64 * 64  # so many need only half of the registers
@@ -39,22 +39,21 @@ class Way(NamedTuple):
 
 
 LIBRARY = Way(0, 0, 0)
-_chosen: dict[tuple[Any, ...], Way] = {}
+CHOICES = Choices(LIBRARY)
 
 
-def ways(channels: int, filters: int) -> list[Way]:
-    """The ways there are for so many channels: all rows at once where that fits, else a program for each.
+def ways(x: Tensor, filters: int) -> list[Way]:
+    """The ways there are for such a map: all rows at once where that fits, else a program for each.
 
     What is loaded ahead waits in shared memory.  What is not goes through the cache beside it, which windows that
     overlap hit, and needs more programs that wait in turns.
     """
-    if _product(3, channels, filters) <= _SMALL:
-        return [LIBRARY, Way(3, 1, 4), Way(3, 3, 2)]
-    if _product(3, channels, filters) <= _LARGEST:
-        return [LIBRARY, Way(3, 1, 2), Way(3, 3, 1)]
-    if _product(1, channels, filters) <= _LARGEST:
+    whole, row = (_product(rows, x.shape[1], filters) for rows in (3, 1))
+    if row > _LARGEST or not small_enough(x, filters):
+        return [LIBRARY]
+    if whole > _LARGEST:
         return [LIBRARY, Way(1, 1, 1), Way(1, 3, 1)]
-    return [LIBRARY]
+    return [LIBRARY, Way(3, 1, 4), Way(3, 3, 2)] if whole <= _SMALL else [LIBRARY, Way(3, 1, 2), Way(3, 3, 1)]
 
 
 @triton.jit
@@ -116,11 +115,8 @@ def _add_up(sums_ptr, result_ptr, programs, size, ROWS: tl.constexpr, COLUMNS: t
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     """The gradient of the weight of conv2d(x, weight, padding=1), a 3x3 kernel with stride 1."""
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    key = (x.shape, dy.shape[1], x.dtype, x.device)
-    if key not in _chosen and not torch.cuda.is_current_stream_capturing():
-        candidates = ways(x.shape[1], dy.shape[1])
-        _chosen[key] = quickest({way: partial(compute, x, dy, way) for way in candidates})
-    return compute(x, dy, _chosen.get(key, LIBRARY))
+    works = {way: partial(compute, x, dy, way) for way in ways(x, dy.shape[1])}
+    return works[CHOICES.choose(x, dy.shape[1], works)]()
 
 
 @weight_gradient.register_fake
@@ -152,11 +148,6 @@ def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
     size = result.numel()
     _add_up[(triton.cdiv(size, 32),)](sums, result, programs, size, ROWS=64, COLUMNS=32, num_warps=4)
     return result
-
-
-def choices() -> dict[str, str]:
-    """What was chosen so far, for a benchmark to tell: shapes -> way."""
-    return {f"{tuple(key[0])} to {key[1]}": str(way) for key, way in _chosen.items()}
 
 
 def _product(rows: int, channels: int, filters: int) -> int:
