@@ -50,26 +50,28 @@ def cifar10(result: dict[str, Any] | None) -> str:
     epochs = " or ".join(str(count) for count in sorted({run["epochs"] for run in runs}))
     lines = [
         f"CIFAR-10, accuracy after the last epoch, mean ± deviation (number of seeds), {epochs} epochs each; "
-        "removed are parameters / MACs of the network that is really left, in percent of the dense one:",
+        "removed are parameters / MACs of the network that is really left, in percent of the dense one. The dense "
+        "stage is what a run begins with: the network before anything was removed, after so many epochs.",
         "",
-        "| | recipe | accuracy | removed | removed, counted sequentially |",
-        "|---|---|---|---|---|",
+        "| | recipe | accuracy | dense stage | removed | removed, counted sequentially |",
+        "|---|---|---|---|---|---|",
     ]
     for network, title in NETWORKS.items():
         for name in (f"cifar10-{network}-dense", f"cifar10-{network}-best-dense"):
             if dense := runs_of(runs, name):
-                lines.append(f"| {title}, dense control | `{name}` | {accuracy_of(dense)} | - | - |")
+                lines.append(f"| {title}, dense control | `{name}` | {accuracy_of(dense)} | - | - | - |")
         for ratio, said in RATIOS.items():
             rows = []
             for kind in ("paper", "best"):
                 name = f"cifar10-{network}-{kind}-{ratio}"
                 if found := runs_of(runs, name):
-                    counts = " | ".join(removed_of(found, part) for part in ("left", "sequential"))
+                    parts = [accuracy_of(found), dense_stage_of(found)]
+                    parts += [removed_of(found, part) for part in ("left", "sequential")]
                     mark = "" if is_of(found[0], name) else EARLIER
-                    rows.append(f"| {title}, {said} | `{name}`{mark} | {accuracy_of(found)} | {counts} |")
+                    rows.append(f"| {title}, {said} | `{name}`{mark} | {' | '.join(parts)} |")
             if rows:
                 for beside in PUBLISHED[network, ratio]:
-                    figures = f"{beside.accuracy:.2f} | | {beside.params} / {beside.macs}"
+                    figures = f"{beside.accuracy:.2f} | | | {beside.params} / {beside.macs}"
                     lines.append(f"| {title}, {said} | {beside.whose} | {figures} |")
                 lines += rows
     return "\n".join([*lines, *earlier_note(lines), "", machines(result)])
@@ -149,6 +151,12 @@ def accuracy_of(group: Sequence[Entry], key: str = "accuracy", unit: str = "") -
     values = [run[key] for run in group]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}{unit} ({len(values)})"
+
+
+def dense_stage_of(group: Sequence[Entry]) -> str:
+    """What the network had reached before anything was removed, and in how many epochs."""
+    accuracy, _, _ = accuracy_of(group, "warmup_accuracy").rpartition(" ")
+    return f"{accuracy} ({group[0]['recipe']['phases']['warmup']} epochs)"
 
 
 def removed_of(group: Sequence[Entry], part: str) -> str:
