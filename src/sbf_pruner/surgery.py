@@ -103,9 +103,12 @@ class _Pins:
             return
         more = {call for op in like if (call := self._around(op)) is not None}
         if not more:
+            remedy = "leave the layers that feed it alone (ignore)"
+            if not self.graph.trace.on_meta:
+                remedy += ", or keep what it decides by the numbers it sees out of its forward"
             raise PruningError(
                 f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
-                "it sees there; leave the layers that feed it alone (ignore)"
+                f"it sees there; {remedy}"
             )
         self.whole |= more
 

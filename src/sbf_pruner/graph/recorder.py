@@ -21,7 +21,7 @@ from ..layers import Remap, Zeros
 from .memory import Memory
 from .records import REMAP, STALE, ZEROS, Call, Op, Value
 from .shapes import quick_result
-from .where import holds_the_model, not_from_torch, where
+from .where import holds_the_model, where
 
 
 class Recorder(TorchDispatchMode):
@@ -33,6 +33,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, list[Call]] = {}
         self.states: dict[str, Value] = {}
         self.literals: list[tuple[str, Tensor]] = []
+        self.strangers: list[tuple[str, Tensor]] = []
         self._stack: list[Call] = []
         self._given: list[list[Tensor]] = []  # what went into each call on the stack
         self._trusts_constants = trusts_constants
@@ -43,7 +44,7 @@ class Recorder(TorchDispatchMode):
             trained = isinstance(tensor, nn.Parameter)
             self._memory.note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
         for module in twin.modules():
-            for held in vars(module).values():
+            for held in pytree.tree_leaves(as_tree(vars(module))):
                 if isinstance(held, Tensor) and self._memory.get(held) is None:
                     self._memory.note(held, Value(tuple(held.shape), "constant"))
         self.input_values = []
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
             if id(tensor) in self._original:
                 raise TraceError(holds_the_model(where(), self._original[id(tensor)]))
             if not self._trusts_constants:
-                raise TraceError(not_from_torch(where()))
+                self.strangers.append((where(), tensor))
             return self._memory.note(tensor, Value(tuple(tensor.shape), "constant"))
         written = self._memory.written_since(tensor)
         if written is not None:
@@ -156,6 +157,8 @@ class Recorder(TorchDispatchMode):
         if written and not any(outputs):
             outputs = [self._memory.get(t) for t in written]
         op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
+        if isinstance(result, (int, float)) and not isinstance(result, bool):
+            op.told = result
         self.ops.append(op)
         for value in inputs:
             if value.kind == "state":

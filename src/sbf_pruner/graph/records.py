@@ -68,6 +68,7 @@ class Op:
     overload: Any = None
     mutates: bool = False
     position: int = -1  # in the recording
+    told: float | None = None  # the Python number it gave, if it did (`tensor.item()`)
 
     def number(self, position: int, name: str, default: float | None) -> float | None:
         """A number among the arguments; nan where a tensor stands in its place."""
@@ -85,6 +86,7 @@ class Trace:
     calls: dict[str, list[Call]]  # by module
     states: dict[str, Value]  # parameters and buffers that were used, by qualified name
     literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
+    strangers: list[tuple[str, Tensor]]  # tensors from outside of it, likewise
     training: tuple[str, ...] = ()  # the modules that ran in training mode
     on_meta: bool = True  # it ran without numbers
     otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone

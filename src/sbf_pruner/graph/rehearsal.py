@@ -22,6 +22,7 @@ from ..inputs import call, map_tensors, meta_copy, real_copy
 from ..layers import Remap, Zeros
 from .boundary import Boundary
 from .channels import ChannelGraph
+from .decided import Decided
 from .masks import Grids, Layout
 from .moves import pooled, reduced
 from .nodes import Map, Node
@@ -46,13 +47,19 @@ def first_surprise(
     """Run the small network as the large one was; the first operator that differs from what the layout promises."""
     found = ops_again(small, example_inputs, graph.trace)
     actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
-    operands = Operands(_handed_on(found), _handed_on([node.op for node in graph.nodes]))
+    promised = [node.op for node in graph.nodes]
+    operands = Operands(_handed_on(found), _handed_on(promised))
+    decided = Decided(found, promised) if not graph.trace.on_meta else Decided((), ())
     at, last = 0, None
     for node in graph.nodes:
         op = node.op
         if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
             continue
-        if at == len(actual) or not _agrees(actual[at], node, layout) or not operands.agree(actual[at], op):
+        if (
+            at == len(actual)
+            or not _agrees(actual[at], node, layout, decided)
+            or not operands.agree(actual[at], op)
+        ):
             return op
         at, last = at + 1, op
     if at < len(actual):  # a step more at the end, which a width decides on
@@ -141,7 +148,7 @@ def _inside(op: Op, modules: Iterable[str]) -> bool:
     return op.call is not None and any(op.call.within(module) is not None for module in modules)
 
 
-def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
+def _agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
     promised = node.op
     names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
     if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
@@ -149,13 +156,13 @@ def _agrees(actual: Op, node: Node, layout: Layout) -> bool:
     if not all(map(_same_literal, actual.inputs, promised.inputs)):
         return False
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
-        if now is not None and then is not None and now.shape != layout.sizes(then):
+        if now is not None and then is not None and not decided.fits(now, then, layout.sizes(then)):
             return False
     # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
     sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
-    if _numbers(actual, sizes) != _numbers(promised, sizes):
+    if not decided.same(_numbers(actual, sizes), _numbers(promised, sizes)):
         return False
-    return not isinstance(node, Map) or _moves_alike(actual, node, layout)
+    return not isinstance(node, Map) or decided.touches(promised) or _moves_alike(actual, node, layout)
 
 
 def _same_literal(now: Value, then: Value) -> bool:
@@ -176,7 +183,8 @@ def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
     Not always, although the shapes are right: half of the channels are others when fewer are there.
     """
     tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
-    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables]
+    # A concatenation passes over what has no size at all.
+    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and v.shape != (0,)]
     if len(operands) != len(node.operands):
         return False
     grids: Grids = {}
@@ -191,7 +199,7 @@ def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
         return False
     new = np.append(np.concatenate(numbers), -1)
     for out, labels, moved in zip(node.outputs, node.labels, found.labels, strict=False):
-        places = [layout.indices(out, d) if n > 1 else [0] for d, n in enumerate(labels.shape)]
+        places = [layout.indices(out, d) if n != 1 else [0] for d, n in enumerate(labels.shape)]
         expected = new[labels[np.ix_(*places)]]
         if moved.ndim != expected.ndim or not bool(np.all(moved == expected)):
             return False

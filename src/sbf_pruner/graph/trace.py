@@ -7,6 +7,9 @@ user's model is never touched.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -118,6 +121,8 @@ def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) 
     try:
         inputs = map_tensors(example_inputs, Tensor.clone)
         found = _record_copy(model, twin, inputs, False, training)
+        if found.strangers:
+            _check_strangers(model, example_inputs, found)
         if found.literals:
             _check_literals(model, example_inputs, found)
         return found
@@ -151,13 +156,24 @@ def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None
             raise TraceError(not_from_torch(line))
 
 
+def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> None:
+    """Were the tensors from outside there before the forward, such as a module's constants in its file?"""
+    inputs = map_tensors(example_inputs, Tensor.clone)
+    again = {
+        id(tensor) for _, tensor in _record_copy(model, real_copy(model), inputs, False, found.training).strangers
+    }
+    for line, tensor in found.strangers:
+        if id(tensor) not in again:
+            raise TraceError(not_from_torch(line))
+
+
 def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, training: tuple[str, ...]) -> Trace:
     without_attached(twin).eval()
     for path in training:
         twin.get_submodule(path).training = True
     recorder = Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
-        with torch.no_grad(), recorder.watching(twin), recorder:
+        with torch.no_grad(), _same_chance(), recorder.watching(twin), recorder:
             result = call(twin, inputs)
     except Exception as error:
         error.recorded_ops = recorder.ops  # type: ignore[attr-defined]
@@ -167,7 +183,20 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, 
         raise TraceError("the model returns no tensor; return a tensor, or a tuple or dict of them")
     for position, op in enumerate(recorder.ops):
         op.position = position
-    calls, states, literals = recorder.calls, recorder.states, recorder.literals
-    found = Trace(recorder.ops, recorder.input_values, outputs, calls, states, literals, training, on_meta)
+    calls, states, literals, strangers = recorder.calls, recorder.states, recorder.literals, recorder.strangers
+    found = Trace(
+        recorder.ops, recorder.input_values, outputs, calls, states, literals, strangers, training, on_meta
+    )
     found.unused = sum(tensor.numel() for name, tensor in model.named_parameters() if name not in states)
     return found
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """While entered, Python's random numbers are those of every other recording."""
+    before = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before)
