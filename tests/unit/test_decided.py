@@ -47,6 +47,10 @@ def scaled(y: Tensor, by: Tensor) -> Tensor:
     return y * by if y.mean() > -1e9 else y  # needs numbers to run
 
 
+def best(y: Tensor) -> Tensor:
+    return y.topk(min(len(y), 1000)).values
+
+
 def pixels(y: Tensor) -> Tensor:
     return y.permute(0, 2, 3, 1)
 
@@ -57,6 +61,7 @@ TAILS: dict[str, Callable[[Tailed, Tensor], Any]] = {
     "layers behind a threshold": lambda net, y: net.out(net.head(pixels(y)[y.amax(1) > 0.3]).relu()),
     "places": lambda net, y: (y, torch.nonzero(y > 0.1)),
     "classes that occur": lambda net, y: (y, torch.unique(y.argmax(1))),
+    "the best of some": lambda net, y: best(y[y > 0.1]),
     "a mean over some": lambda net, y: y[y > 0.1].mean(),
     "some of them": lambda net, y: torch.masked_select(y, y > 0.1),
     "divided by its maximum": lambda net, y: y / float(y.abs().max()),

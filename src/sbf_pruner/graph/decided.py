@@ -48,10 +48,15 @@ class Decided:
         sizes = zip(now.shape, promised, then.shape, strict=True)
         return all(found == asked or asked == whole for found, asked, whole in sizes)
 
-    def same(self, now: Sequence[Any], then: Sequence[Any]) -> bool:
-        """Are two operators' numbers the same, but for those that were read off tensors?"""
+    def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
+        """Are an operator's numbers the same, but for those that were read off tensors?
+
+        Beside a tensor whose size depends on numbers, whole numbers may be such a size.
+        """
+        free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
-            a == b or (a in self._now and b in self._then) for a, b in zip(now, then, strict=True)
+            a == b or (a in self._now and b in self._then) or (isinstance(a, free) and isinstance(b, free))
+            for a, b in zip(now, then, strict=True)
         )
 
 

@@ -77,8 +77,6 @@ def joined(op: Op, grids: Grids) -> Node:
     values: list[Value] = list(op.args[0])
     dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
     values = [v for v in values if v.shape != (0,)]
-    if not values:
-        return Source(op, grids)
     rank = len(values[0].shape)
     dim %= rank
     start, pieces, operands = 0, [], list(dict.fromkeys(values))

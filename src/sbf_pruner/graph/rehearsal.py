@@ -160,7 +160,7 @@ def _agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
             return False
     # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
     sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
-    if not decided.same(_numbers(actual, sizes), _numbers(promised, sizes)):
+    if not decided.same(promised, _numbers(actual, sizes), _numbers(promised, sizes)):
         return False
     return not isinstance(node, Map) or decided.touches(promised) or _moves_alike(actual, node, layout)
 
@@ -183,8 +183,8 @@ def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
     Not always, although the shapes are right: half of the channels are others when fewer are there.
     """
     tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
-    # A concatenation passes over what has no size at all.
-    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and v.shape != (0,)]
+    joins = actual.name == "aten.cat"  # which passes over what has no size at all
+    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and not (joins and v.shape == (0,))]
     if len(operands) != len(node.operands):
         return False
     grids: Grids = {}

@@ -44,7 +44,7 @@ from .pointwise import (
     zero_made,
 )
 from .records import STALE, Op, Value
-from .unknown import opaque
+from .unknown import nothing_seen, opaque
 
 Rule = Callable[[Op, Grids], Node]
 
@@ -57,10 +57,15 @@ def build_node(op: Op, grids: Grids) -> Node:
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
     rule = RULES.get(op.name) or RULES.get(op.name.removesuffix("_")) or opaque
-    node = rule(op, grids)
+    node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
     for value in node.outputs:
         grids.setdefault(value, (1,) * len(value.shape))
     return node
+
+
+def _gives_nothing(op: Op) -> bool:
+    outputs = [value for value in op.outputs if value is not None]
+    return bool(outputs) and all(0 in value.shape for value in outputs)
 
 
 def _first_grid(value: Value) -> Grid:

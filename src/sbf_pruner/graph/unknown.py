@@ -1,4 +1,4 @@
-"""The rule for an operator of which nothing is known: the layers that feed it are left alone."""
+"""The rules for operators of which nothing is known: the layers that feed them are left alone."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def opaque(op: Op, grids: Grids) -> Node:
     if op.name.startswith(("aten.", "sbf.")):
         return Opaque(op, grids)
     return Opaque(op, grids, f"{op.name} at {op.where} is not known; tell what it does with sbf.register_rule")
+
+
+def nothing_seen(op: Op, grids: Grids) -> Node:
+    """An empty result, as of a detector that finds none, does not show what becomes of the channels."""
+    return Opaque(op, grids, f"{op.name} at {op.where} gives nothing for the example inputs")
