@@ -78,6 +78,9 @@ class Untraceable(nn.Module):
 
 def number():
     return 3
+
+def classes(num_classes, in_channels=1):
+    return nn.Conv2d(in_channels, num_classes, 3)
 """
 
 
@@ -387,6 +390,11 @@ BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
     "untraceable, drawn": (["tinynet:Untraceable", "--input", "1,8,8", "--graph", "a.svg"], "at tinynet.py:33"),
     "no value": (["resnet20", "--option", "num_classes"], "--option 'num_classes': write KEY=VALUE"),
     "unknown option": (["resnet20", "--option", "classes=3"], "resnet20 has no option 'classes'"),
+    "lacking option": (
+        ["tinynet:classes", "--input", "1,8,8"],
+        "sbf: tinynet:classes could not be built with in_channels=1: TypeError: classes() missing 1 required "
+        "positional argument: 'num_classes'; give --option num_classes=VALUE, or model.options in a recipe\n",
+    ),
 }
 
 

@@ -105,6 +105,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "bound": lambda: (bound(), IMAGE),
     "no copy": lambda: (Net(lock=threading.Lock()), IMAGE),
     "objects": lambda: (Net(), SimpleNamespace(image=IMAGE)),
+    "bare dict": lambda: (Net(), {"rgb": IMAGE}),
     "nothing": lambda: (Net(lambda net, x: None), IMAGE),
 }
 UNDERSTOOD: dict[str, nn.Module] = {

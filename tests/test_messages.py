@@ -6,6 +6,7 @@ import re
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from torch import nn
 from clocks import clock_of
 from sbf_pruner.budget.targets import Budget
 from sbf_pruner.errors import PlanError, PruningError, RunError, TraceError
+from sbf_pruner.export import save
 from sbf_pruner.frontier.sweep import frontier
 from sbf_pruner.graph.build import trace
+from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -52,6 +55,14 @@ def test_not_a_model():
         trace(says, IMAGE)
 
 
+@pytest.mark.parametrize("takes", [trace, Pruner, measure, lambda model, x: extract(model, x, Plan({}))])
+def test_a_class_or_a_number_in_the_place_of_a_model(takes):
+    with says(PruningError, "a model is an nn.Module, not int"):
+        takes(3, IMAGE)
+    with says(PruningError, "a model is an nn.Module, not the class of one; make one first: ReadsItsLayer(...)"):
+        takes(ReadsItsLayer, IMAGE)
+
+
 def test_compiled():
     model = torch.compile(nn.Sequential(nn.Conv2d(3, 4, 1)))
     with says(PruningError, "the model is already compiled; prune the original one and compile the result"):
@@ -85,6 +96,26 @@ def test_wrong_inputs():
         "trained on",
     ):
         trace(model, torch.zeros(2, 1, 8, 8, dtype=torch.float64))
+
+
+def test_a_dict_that_the_model_takes_itself():
+    class Batched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, batch):
+            return self.out(self.conv(batch["rgb"]))
+
+    batch = {"rgb": IMAGE}
+    with says(
+        TraceError,
+        "the model cannot run on the example inputs (test_a_dict_that_the_model_takes_itself.<locals>.Batched."
+        "forward() got an unexpected keyword argument 'rgb'); give a dict of its keyword arguments or, if it takes "
+        "a dict itself, a tuple with it: (batch,)",
+    ):
+        trace(Batched(), batch)
+    assert list(trace(Batched(), (batch,)).layers) == ["conv"]
 
 
 def test_a_line_that_fails():
@@ -202,6 +233,9 @@ def test_nothing_can_be_pruned():
 def test_unknown_name_to_ignore():
     with says(PruningError, "ignore: no layer is called 'stem.*'; known: 0, 4, 7"):
         trace(*plain(), ignore=["stem.*"])
+    with says(PruningError, "ignore: no layer is called 'stem'; known: 0, 4, 7"):
+        trace(*plain(), ignore="stem")
+    assert list(trace(*plain(), ignore="4").layers) == ["0", "7"]
 
 
 # -- a time asked for --------------------------------------------------------------------------------------
@@ -260,6 +294,33 @@ def test_no_branches_to_keep_whole():
         Pruner(*plain(), couple="blocks")
 
 
+# -- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"threshold": float("nan")}, "threshold: expected a finite number, got nan"),
+        ({"threshold": 0}, "threshold: must be above 0, got 0.0"),
+        ({"threshold": 1.5}, "threshold: must be at most 1, got 1.5"),
+        ({"lr": -1.0}, "lr: must be above 0, got -1.0"),
+        ({"lr": True}, "lr: expected a finite number, got True"),
+        ({"penalty": -1.0}, "penalty: must be at least 0, got -1.0"),
+        ({"speed": "fast"}, "speed: expected a finite number, got 'fast'"),
+        ({"speed": None}, "speed: expected a finite number, got None"),
+        ({"leak": -0.1}, "leak: must be at least 0, got -0.1"),
+        ({"eps": float("inf")}, "eps: expected a finite number, got inf"),
+        ({"budget": {"macs": 0.5}}, "a budget is an sbf.Budget, not dict; write sbf.Budget(macs=0.5)"),
+        ({"budget": 0.5}, "a budget is an sbf.Budget, not float; write sbf.Budget(macs=0.5)"),
+    ],
+)
+def test_what_a_pruner_cannot_be_told(given, sentence):
+    model, inputs = plain()
+    with says(PruningError, sentence):
+        Pruner(model, inputs, **given)
+    Pruner(model, inputs)  # which nothing is left of
+
+
 # -- plans -------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +358,29 @@ def test_not_numbers():
         Plan({"conv": [float("inf")]})
     with says(PlanError, "the plan's entry for conv holds something that is not a filter number"):
         Plan({"conv": [0.5]})
+
+
+def test_what_is_no_plan():
+    hint = "write sbf.Plan({'conv': [0, 2]}), with the filters that each layer keeps"
+    with says(PlanError, f"a plan is an sbf.Plan, not NoneType; {hint}"):
+        extract(*plain(), None)
+    with says(PlanError, f"a plan is an sbf.Plan, not dict; {hint}"):
+        extract(*plain(), {"0": [0]})
+    with says(PlanError, f"a plan is an sbf.Plan, not dict; {hint}"):
+        Pruner(*plain()).gate({"0": [0]})
+    with says(PlanError, f"a plan is made of a dict, not of NoneType; {hint}"):
+        Plan(None)
+
+
+@pytest.mark.parametrize("mask", [[True, False], np.array([True, False]), torch.tensor([True, False])])
+def test_a_mask_in_the_place_of_filter_numbers(mask):
+    with says(
+        PlanError,
+        "the plan's entry for conv holds True or False, not filter numbers; make a plan of masks with "
+        "sbf.Plan.from_masks",
+    ):
+        Plan({"conv": mask})
+    assert Plan.from_masks({"conv": mask}) == Plan({"conv": [0]})
 
 
 def test_a_layer_that_is_left_alone():
@@ -341,6 +425,23 @@ def test_a_file_that_is_no_text(tmp_path):
 def test_another_file():
     with says(PlanError, "this is no plan: expected an object with format 'sbf-pruner plan 1' and 'keep'"):
         Plan.from_json('{"keep": {}}')
+
+
+@pytest.mark.parametrize("place", ["held", "held/deeper"])
+def test_a_file_in_the_place_of_a_folder(place, tmp_path):
+    (tmp_path / "held").write_text("mine")
+    with says(
+        RunError,
+        f"{tmp_path / place}/model.safetensors cannot be written, because {tmp_path}/held is a file; name a folder",
+    ):
+        save(plain()[0], tmp_path / place)
+    assert (tmp_path / "held").read_text() == "mine"
+
+
+def test_no_model_to_save(tmp_path):
+    with says(PruningError, "a model is an nn.Module, not dict"):
+        save(dict(plain()[0].state_dict()), tmp_path / "held")
+    assert not (tmp_path / "held").exists()
 
 
 # -- surgery -----------------------------------------------------------------------------------------------

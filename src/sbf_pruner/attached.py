@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from .errors import PruningError
+from .inputs import check_model
+
 
 class Attached:
     """The base of everything this package hooks into a model."""
@@ -30,6 +33,15 @@ def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any]
             owner = getattr(table[key], "__self__", table[key])
             if isinstance(owner, Attached):
                 yield module, table, key, owner
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Refuse what is no model, or one that has hooks of ours already."""
+    check_model(model)
+    if any(attached_hooks(model)):
+        raise PruningError(
+            "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy"
+        )
 
 
 def without_attached(model: nn.Module) -> nn.Module:

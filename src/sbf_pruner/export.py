@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .errors import PruningError, RunError
 from .files import from_plain, read_tensors, write_tensors, write_text
+from .inputs import check_model
 from .manifest import MANIFEST, check_files
 from .plan import Plan
 from .program import read_program
@@ -42,6 +43,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     >>> torch.equal(again[2].weight, small[2].weight)
     True
     """
+    check_model(model)
     plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
     written = header(plans, getattr(model, "sbf_inputs", None))
     write_tensors(Path(folder) / MODEL, model.state_dict(), written)

@@ -33,7 +33,11 @@ except ImportError:  # Windows: nobody is kept out there
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` to write to; it takes the place of `path` once it is safely on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next((parent for parent in path.parents if parent.is_file()), path.parent)
+        raise RunError(f"{path} cannot be written, because {file} is a file; name a folder") from None
     temporary = path.with_name(f".{path.name}.partial")
     try:
         yield temporary

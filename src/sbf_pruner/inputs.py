@@ -18,7 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .errors import PruningError
+
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no network, or only the class of one."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        name = model.__name__
+        raise PruningError(f"a model is an nn.Module, not the class of one; make one first: {name}(...)")
+    if not isinstance(model, nn.Module):
+        raise PruningError(f"a model is an nn.Module, not {type(model).__name__}")
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import DataError, PruningError
-from .inputs import call, map_tensors, meta_copy, real_copy
+from .inputs import call, check_model, map_tensors, meta_copy, real_copy
 from .timing import take_turns, using_threads
 
 
@@ -66,6 +66,7 @@ def measure(model: nn.Module, example_inputs: Any) -> Measurement:
     >>> measure(nn.Conv2d(3, 8, 3, padding=1), torch.zeros(1, 3, 32, 32)).macs
     221184
     """
+    check_model(model)
     # A compiled module hides its operators from the counter; the network behind it does not.
     model = getattr(model, "_orig_mod", model)
     try:

@@ -14,13 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .errors import PlanError, nearest
 from .files import write_text
 from .graph.channels import ChannelGraph
 
 _FORMAT = "sbf-pruner plan 1"
+_WRITTEN = "sbf.Plan({'conv': [0, 2]}), with the filters that each layer keeps"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Plan:
     keep: Mapping[str, tuple[int, ...]]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.keep, Mapping):
+            raise PlanError(f"a plan is made of a dict, not of {type(self.keep).__name__}; write {_WRITTEN}")
         checked = {name: _checked(name, kept) for name, kept in dict(self.keep).items()}
         object.__setattr__(self, "keep", MappingProxyType(checked))
 
@@ -126,12 +131,24 @@ class Plan:
         return cls.from_json(text)
 
 
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan, the dict of one say."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a plan is an sbf.Plan, not {type(plan).__name__}; write {_WRITTEN}")
+
+
 def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
     try:
         given = list(kept)
-        numbers = [int(i) for i in given if not isinstance(i, bool) and int(i) == i]
+        masked = any(map(_is_bool, given))
+        numbers = [int(i) for i in given if int(i) == i]
     except (TypeError, ValueError, OverflowError):  # of which the last is an infinite one
         raise PlanError(f"the plan's entry for {name} is not a list of filter numbers") from None
+    if masked:
+        raise PlanError(
+            f"the plan's entry for {name} holds True or False, not filter numbers; make a plan of masks with "
+            "sbf.Plan.from_masks"
+        )
     if len(numbers) != len(given):
         raise PlanError(f"the plan's entry for {name} holds something that is not a filter number")
     if len(set(numbers)) != len(numbers):
@@ -140,3 +157,8 @@ def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
     if any(i < 0 for i in numbers):
         raise PlanError(f"the plan keeps filter {min(numbers)} of {name}; filters are counted from 0")
     return tuple(sorted(numbers))
+
+
+def _is_bool(given: object) -> bool:
+    """Also one of an array's, which is no bool of Python's."""
+    return isinstance(given, bool | np.bool_) or (isinstance(given, Tensor) and given.dtype == torch.bool)

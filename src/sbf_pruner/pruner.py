@@ -19,22 +19,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .attached import attached_hooks, without_attached
+from .attached import check_unattached, without_attached
 from .budget.aim import Aim, Clock
 from .budget.guards import Couple, Guards, with_coupled
 from .budget.landing import Landing
 from .budget.steering import Steering
-from .budget.targets import Budget
-from .errors import PruningError, nearest
+from .budget.targets import Budget, check_budget
+from .errors import PruningError
 from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.masks import Mask
 from .graph.residual import residual_blocks
 from .graph.unchanged import weights_now
 from .latency.model import bound
-from .plan import Plan
+from .plan import Plan, check_plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
+from .scoring.bounds import check_name, check_numbers
 from .scoring.elsewhere import Given, comparable
 from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze_model
@@ -52,7 +53,7 @@ from .trial import note_insisted
 
 
 class Pruner:
-    """One score per filter, learned from the filter weights.
+    """One score per filter, learned from the filter weights.  Example inputs are what `trace` takes.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images = torch.rand(2, 3, 16, 16)
@@ -93,13 +94,11 @@ class Pruner:
         clock: Clock | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
-        if any(attached_hooks(model)):
-            raise PruningError(
-                "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy"
-            )
-        for what, name, known in (("projection", projection, PROJECTIONS), ("activation", activation, ACTIVATIONS)):
-            if name not in known:
-                raise PruningError(f"{what} {name!r} is not known; {nearest(name, known)}")
+        check_unattached(model)
+        check_name("projection", projection, PROJECTIONS)
+        check_name("activation", activation, ACTIVATIONS)
+        check_numbers(penalty=penalty, leak=leak, lr=lr, speed=speed, eps=eps, threshold=threshold)
+        check_budget(budget)
         self.model = model
         self.example_inputs = example_inputs
         self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
@@ -236,6 +235,7 @@ class Pruner:
     def gate(self, plan: Plan) -> None:
         """Set the gates from any plan."""
         self._check_attached()
+        check_plan(plan)
         masks = plan.masks(self.graph)
         self.graph.check_connected(masks)
         self._hold(masks)

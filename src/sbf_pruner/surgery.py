@@ -31,7 +31,7 @@ from .graph.unchanged import inputs_now
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, meta_copy, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
-from .plan import Plan
+from .plan import Plan, check_plan
 from .slicing import sliced
 
 _log = logging.getLogger("sbf_pruner")
@@ -47,6 +47,7 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
     Conv2d(2, 4, kernel_size=(3, 3), stride=(1, 1))
     """
+    check_plan(plan)
     graph = graph if graph is not None else trace(model, example_inputs)
     return _cut(model, example_inputs, plan, graph)[0]
 

@@ -151,7 +151,8 @@ def test_own_callables_get_the_offers_they_name(own: str) -> None:
         ),
         (
             "own_networks:sized",
-            r"own_networks:sized could not be built with no options: TypeError: sized\(\) missing",
+            r"^own_networks:sized could not be built with no options: TypeError: sized\(\) missing 1 required "
+            r"positional argument: 'num_classes'; give --option num_classes=VALUE, or model.options in a recipe$",
         ),
         ("own_networks:wrong", r"own_networks:wrong returned an object of type dict, not an nn.Module"),
         ("own_networks:built", r"own_networks:built is a network already built; name the class or a func"),

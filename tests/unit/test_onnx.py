@@ -13,6 +13,7 @@ from torch import nn
 
 import sbf_pruner as sbf
 from cases import leaves, random_plans
+from sbf_pruner.deploy.captured import first_line
 from sbf_pruner.deploy.onnx import run, session, to_onnx
 from sbf_pruner.errors import PruningError
 from sbf_pruner.inputs import call, map_tensors
@@ -87,6 +88,27 @@ def test_keyword_inputs(tmp_path):
         run(ready, torch.rand(2, 3))
 
 
+class Batched(nn.Module):
+    """Takes its maps in one dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+
+    def forward(self, batch, scale=1.0):
+        return {"logits": self.out(self.conv(batch["rgb"]).relu().mean((2, 3))) * scale}
+
+
+@pytest.mark.parametrize("more", [(), (2.0,)])
+def test_a_dict_as_a_positional_argument(more, tmp_path):
+    inputs = ({"rgb": torch.rand(2, 3, 8, 8)}, *more)
+    small = sbf.extract(Batched(), inputs, sbf.Plan({"conv": [0, 1]})).eval()
+    ready = session(to_onnx(small, inputs, tmp_path / "net.onnx"), threads=1)
+    given = fresh_inputs(inputs, batch=3)
+    (found,) = run(ready, given)
+    torch.testing.assert_close(found, small(*given)["logits"].detach(), rtol=0, atol=1e-5)
+
+
 def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
@@ -96,11 +118,28 @@ def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path):
         def forward(self, x):
             return F.linear(super().forward(x).view(2, -1), torch.ones(1, 8))
 
-    with pytest.raises(PruningError, match="Odd cannot be written as ONNX"):
+    class Bessel(nn.Module):
+        def forward(self, x):
+            return torch.special.bessel_j0(x)
+
+    with pytest.raises(
+        PruningError, match=r"^Odd cannot be written as ONNX \(GuardOnDataDependentSymNode: Could not"
+    ):
         to_onnx(Odd(), torch.rand(2, 3), tmp_path / "net.onnx")
+    with pytest.raises(
+        PruningError,
+        match=r"^Bessel cannot be written as ONNX \(DispatchError: No ONNX function found for .*bessel_j0.*\); its "
+        r"batch must be free to have any size, and every operator must be one that torch.onnx knows$",
+    ):
+        to_onnx(Bessel(), torch.rand(2, 3), tmp_path / "net.onnx")
     with pytest.raises(PruningError, match=r"Paired .* \(a size in its forward fixes the batch\)"):
         to_onnx(Paired(3, 8, 4), torch.rand(2, 3, 4, 4), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_error_says_is_told_without_colours():
+    assert first_line(ValueError("\x1b[1;31mno such size\x1b[0m.\nand more")) == "ValueError: no such size"
+    assert first_line(AssertionError()) == "AssertionError"
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

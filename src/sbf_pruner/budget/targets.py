@@ -97,6 +97,19 @@ class Budget:
         return cls(**found)
 
 
+def check_budget(budget: object) -> None:
+    """Refuse what should be a budget, or none, and is not.
+
+    >>> check_budget({"macs": 0.5})
+    Traceback (most recent call last):
+    sbf_pruner.errors.PruningError: a budget is an sbf.Budget, not dict; write sbf.Budget(macs=0.5)
+    """
+    if budget is not None and not isinstance(budget, Budget):
+        given = budget.items() if isinstance(budget, Mapping) else ()
+        wanted = ", ".join(f"{name}={value!r}" for name, value in given) or "macs=0.5"
+        raise PruningError(f"a budget is an sbf.Budget, not {type(budget).__name__}; write sbf.Budget({wanted})")
+
+
 _EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB", "latency": "5ms"}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -38,6 +39,7 @@ def _shape_of_remap(x: Tensor, source: list[int], dim: int) -> Tensor:
     return x.new_empty(shape)
 
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 REMAP = torch.ops.sbf_pruner.remap.default
 # A node of the graph; the types that torch.fx gives for its parts forbid most of what is done with them.
 Node = Any
@@ -215,7 +217,7 @@ def without_warnings(least: int, *names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line it says."""
-    text = str(error).strip().splitlines()
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line it says, without colours."""
+    text = _COLOURS.sub("", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__

@@ -38,11 +38,13 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     shapes = dynamic_batch(kwargs or args)
     try:
         with quietly(), torch.no_grad():
+            # A dict that comes last is taken for the keyword arguments, unless an empty one stands behind it.
+            given = args if kwargs else (*args, {})
             program = torch.onnx.export(
-                network, args, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
+                network, given, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
             )
     except Exception as error:
-        raise _unwritten(model, first_line(error)) from error
+        raise _unwritten(model, first_line(_innermost(error))) from error
     assert program is not None
     proto = _stripped(program.model_proto)
     if any(_fixed_batch(held) for held in proto.graph.input):  # which torch does without a word
@@ -90,6 +92,13 @@ def require() -> ModuleType:
         if importlib.util.find_spec(name) is None:
             raise PruningError(f"exporting to ONNX needs {name}; run: {EXTRA}")
     return importlib.import_module("onnxruntime")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What the exporter wrapped: its own errors tell in which step it was, and how to report that to its makers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _unwritten(model: nn.Module, why: str) -> PruningError:

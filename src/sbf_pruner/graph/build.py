@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..errors import PruningError, nearest
-from ..inputs import uncollected
+from ..inputs import check_model, uncollected
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
 from .edges import Wiring
@@ -36,7 +36,9 @@ from .weighted import Contract, Norm
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and the reasons for the others.
 
-    `ignore` holds name patterns (`layer4.*`) of layers to leave alone.
+    `example_inputs` is what one call takes: a tensor, a tuple of positional arguments or a dict of keyword ones; a
+    dict that the model takes itself goes into a tuple, `(batch,)`.  `ignore` holds name patterns (`layer4.*`) of
+    layers to leave alone, or is one.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -46,8 +48,7 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
     >>> graph.skipped
     {'3': "its filters are the network's outputs"}
     """
-    if not isinstance(model, nn.Module):
-        raise PruningError(f"a model is an nn.Module, not {type(model).__name__}")
+    check_model(model)
     if hasattr(model, "_orig_mod"):
         raise PruningError("the model is already compiled; prune the original one and compile the result")
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
@@ -62,7 +63,7 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
             "there is no convolution in the model, so there are no filters to prune; give a convolutional network"
         )
     graph = _Finder(Wiring(model, found)).graph()
-    for pattern in ignore:
+    for pattern in [ignore] if isinstance(ignore, str) else ignore:
         matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
         if not matching and not any(fnmatchcase(name, pattern) for name in graph.skipped):
             raise PruningError(f"ignore: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")

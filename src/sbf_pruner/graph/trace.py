@@ -129,7 +129,7 @@ def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) 
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explain(error)) from error
+        raise TraceError(explain(error, example_inputs)) from error
 
 
 def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -33,12 +34,14 @@ def where() -> str:
     return ""
 
 
-def explain(error: Exception) -> str:
-    """One sentence about a model that failed: the line, the cause, and what to do."""
+def explain(error: Exception, inputs: Any) -> str:
+    """One sentence about a model that failed on its inputs: the line, the cause, and what to do."""
     frames = _frames_of(error)
     if not frames:
-        why = cause(error)
-        return f"the model cannot run on the example inputs ({why}); give inputs like those it is trained on"
+        remedy = "give inputs like those it is trained on"
+        if isinstance(inputs, dict) and isinstance(error, TypeError):
+            remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
+        return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
     return (
         f"the model cannot run on the example inputs: at {failing_line(error)}; give inputs like those it is "
         "trained on, or repair that line"

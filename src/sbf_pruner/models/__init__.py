@@ -32,6 +32,7 @@ BUNDLED: dict[str, Callable[..., nn.Module]] = {
     builder.__name__: builder
     for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
 }
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def resolve(name: str, **options: Any) -> nn.Module:
@@ -115,11 +116,20 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
         within = (
             error.__traceback__ is not None and error.__traceback__.tb_next is not None
         )  # not by the call itself
-        why = f"at {failing_line(error)}" if within else _said(error)
+        why = f"at {failing_line(error)}" if within else f"{_said(error)}{_remedy(signature, options)}"
         raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
     return model
+
+
+def _remedy(signature: inspect.Signature | None, options: dict[str, Any]) -> str:
+    """How to give what a builder insists on and did not get."""
+    parameters = [] if signature is None else signature.parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME]
+    lacking = [name for name in needed if name not in options]
+    written = " ".join(f"--option {key}=VALUE" for key in lacking)
+    return f"; give {written}, or model.options in a recipe" if lacking else ""
 
 
 def _wanted(builder: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..budget.targets import Budget
 from ..errors import RecipeError
+from ..scoring.bounds import BOUNDS
 from .settings import Section, about
 
 
@@ -152,10 +153,12 @@ class ScoresConfig(Section):
             choices=("factored", "literal", "free"),
         ),
     )
-    lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", above=0))
-    eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", least=0))
-    leak: float = field(default=0.1, metadata=about("slope of the leaky exponential above 0", least=0))
-    penalty: float = field(default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", least=0))
+    lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", **BOUNDS["lr"]))
+    eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", **BOUNDS["eps"]))
+    leak: float = field(default=0.1, metadata=about("slope of the leaky exponential above 0", **BOUNDS["leak"]))
+    penalty: float = field(
+        default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", **BOUNDS["penalty"])
+    )
     balance: str = field(
         default="area",
         metadata=about(
@@ -163,13 +166,15 @@ class ScoresConfig(Section):
             choices=("area", "side", "none", "cost"),
         ),
     )
-    threshold: float = field(default=0.5, metadata=about("score from which a filter is kept", above=0, most=1))
+    threshold: float = field(
+        default=0.5, metadata=about("score from which a filter is kept", **BOUNDS["threshold"])
+    )
     speed: float = field(
         default=0.0,
         metadata=about(
             "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
             "or, with budget.steer, as far as it takes",
-            least=0,
+            **BOUNDS["speed"],
         ),
     )
     batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))

@@ -11,12 +11,12 @@ import dataclasses
 import difflib
 import json
 import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, Unpack, get_args, get_origin, get_type_hints
 
 from ..errors import RecipeError, nearest
+from ..scoring.bounds import Bounds, broken_bound
 
 S = TypeVar("S", bound="Section")
 
@@ -26,8 +26,6 @@ KIND_NAMES: dict[Any, str] = {
     tuple[str, ...]: "list of texts",
     dict: "table",
 }
-
-BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 class Setting(NamedTuple):
@@ -39,18 +37,9 @@ class Setting(NamedTuple):
     help: str
 
 
-def about(
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> dict[str, Any]:
+def about(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> dict[str, Any]:
     """The metadata of a field: its meaning, and the values it may take."""
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    return {"help": help, "choices": choices, "bounds": {k: v for k, v in bounds.items() if v is not None}}
+    return {"help": help, "choices": choices, "bounds": bounds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +185,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         hint = nearest(value, choices)
         hint = f"; {hint}" if hint.startswith("did") else ""
         raise RecipeError(f"{field.name}: {value!r} is not one of {', '.join(choices)}{hint}")
-    for word, bound in field.metadata.get("bounds", {}).items():
-        if not BOUNDS[word](value, bound):
-            raise RecipeError(f"{field.name}: must be {word} {bound}, got {value}")
+    if broken := broken_bound(value, field.metadata.get("bounds", {})):
+        raise RecipeError(f"{field.name}: {broken}")
 
 
 def _plain(key: str, value: Any) -> Any:
