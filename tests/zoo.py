@@ -1475,6 +1475,27 @@ class NormalisedByHand(nn.Module):
         return self.head(F.normalize(x, dim=1))
 
 
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 10, dropout=0.0, batch_first=True, **options)
+
+
+@entry(IMAGE)
+class Transformer(nn.Module):
+    """Layers that torch runs as one operator each where no gradient is wanted, alone and in a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.patches = conv_bn(3, 6), nn.Conv2d(6, 8, 2, stride=2)
+        self.first = encoder_layer()
+        self.stack = nn.TransformerEncoder(encoder_layer(activation="gelu"), 2)
+        self.second = encoder_layer(norm_first=True)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.patches(F.relu(self.stem(x))).flatten(2).transpose(1, 2)
+        return self.fc(self.second(self.stack(self.first(x))).mean(1))
+
+
 # -- what must be refused -------------------------------------------------------------------------------
 
 

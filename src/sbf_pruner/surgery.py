@@ -234,7 +234,24 @@ class _Surgeon:
         if device is not None:
             for module in swaps.values():
                 module.to(device)
+        _call_what_was_changed(self.small)
         return self.small
+
+
+def _call_what_was_changed(network: nn.Module) -> None:
+    """Where a layer of a transformer is between remaps or gone, have torch call it.
+
+    Without gradients torch's transformers give the weights of their layers to one operator and call none of them;
+    a weight alone is not what such a layer computes.
+    """
+    for module in network.modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            if not any(isinstance(inner, (Adapted, Zeros)) for inner in module.modules()):
+                continue
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+            else:
+                module.activation_relu_or_gelu = 0  # read for nothing else: "of a kind that operator does not know"
 
 
 def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:

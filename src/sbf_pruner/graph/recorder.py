@@ -21,7 +21,7 @@ from ..layers import Remap, Zeros
 from .memory import Memory
 from .records import REMAP, STALE, ZEROS, Call, Op, Value
 from .shapes import quick_result
-from .where import holds_the_model, not_from_torch, where
+from .where import holds_the_model, nested, not_from_torch, where
 
 
 class Recorder(TorchDispatchMode):
@@ -149,6 +149,8 @@ class Recorder(TorchDispatchMode):
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if not isinstance(tensor, Tensor):
                 outputs.append(None)
+            elif tensor.is_nested:
+                raise TraceError(nested(where()))
             elif id(tensor) in touched:
                 outputs.append(self._memory.get(tensor))
             else:
