@@ -87,6 +87,22 @@ def test_sizes_say_what_is_really_there():
             assert module.weight.shape == (module.out_features, module.in_features)
 
 
+@pytest.mark.filterwarnings("error")
+def test_sizes_of_a_norm_that_holds_nothing_say_so_too():
+    norms = nn.InstanceNorm2d(8), nn.BatchNorm2d(6, affine=False, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), norms[0], nn.Conv2d(8, 6, 1), norms[1], nn.Conv2d(6, 4, 1))
+    small = extract(model, IMAGE, Plan({"0": [0, 5], "2": [1, 2, 4]}))
+    assert (small[1].num_features, small[3].num_features) == (2, 3)
+    assert small(IMAGE).shape == (2, 4, 8, 8)
+
+
+def test_a_norm_that_holds_nothing_keeps_its_size_where_it_serves_two():
+    norm = nn.InstanceNorm2d(8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 8, 1), norm, nn.Conv2d(8, 4, 1))
+    for kept, size in (([0, 5], 8), ([1, 2, 4], 3)):
+        assert extract(model, IMAGE, Plan({"0": kept, "2": [1, 2, 4]}))[1].num_features == size
+
+
 def test_frozen_parameters_stay_frozen_and_modes_stay():
     model, inputs = ZOO["Plain"]()
     model[4].weight.requires_grad_(False)
