@@ -157,7 +157,10 @@ def test_other_map_sizes_than_the_traced_one(name):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-CHANNELS_LAST = ["Residual", "Shuffle", "SqueezeExcite", "Dense", "Depthwise", "LayerNorm", "NonLocal", "Unet"]
+CHANNELS_LAST = [
+    *("Residual", "Shuffle", "SqueezeExcite", "Dense", "Depthwise", "LayerNorm", "NonLocal", "Unet"),
+    "InstanceNormStream",
+]
 
 
 @pytest.mark.parametrize("name", CHANNELS_LAST)

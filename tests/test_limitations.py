@@ -87,6 +87,9 @@ def padded_rows(net: Net, x: Tensor) -> Tensor:
 LEFT_ALONE: dict[str, nn.Module] = {
     "zero lost": between(torch.sigmoid),
     "layer norm": between(lambda x: F.layer_norm(x, x.shape[1:])),
+    "norm as a function": Net(
+        lambda net, x: net.out(F.instance_norm(net.conv(x), bias=net.shift)), shift=nn.Parameter(torch.ones(8))
+    ),
     "mean": between(lambda x: x * x.mean(1, keepdim=True)),
     "softmax": between(lambda x: x.softmax(1)),
     "root": between(lambda x: x.relu().sqrt()),
@@ -118,6 +121,9 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "x * sigmoid(x)": between(lambda x: x * x.sigmoid()),
     "zero kept": between(lambda x: F.gelu(F.silu(x)).tanh()),
     "more groups": Net(lambda net, x: net.out(F.relu(net.norm(net.conv(x)))), norm=nn.GroupNorm(4, 8)),
+    "instance norm": Net(
+        lambda net, x: net.out(F.relu(net.norm(net.conv(x)))), norm=nn.InstanceNorm2d(8, affine=True)
+    ),
     "sum over channels": between(lambda x: x * x.sum(1, keepdim=True)),
     "norm over channels": between(lambda x: x * torch.linalg.vector_norm(x, dim=1, keepdim=True)),
     "softmax over pixels": between(lambda x: x * x.flatten(2).softmax(2).view_as(x)),
