@@ -77,6 +77,20 @@ def test_masked_equals_extracted(name, way):
 
 
 @nets
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_masked_equals_extracted_without_gradients(name, without):
+    """Torch has quicker ways then, which may read a module's weights instead of calling it."""
+    pruner, model, inputs, made = case(name)
+    for plan, _, small in made[1:5]:
+        pruner.gate(plan)
+        with without():
+            other = fresh_inputs(inputs)
+            wanted, found = (leaves(call(network.eval(), other)) for network in (model, real_copy(small)))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@nets
 def test_a_plan_of_all_filters_changes_nothing(name):
     """Bit for bit, where no filter was useless in the first place."""
     model, inputs = ZOO[name]()
@@ -143,7 +157,10 @@ def test_other_map_sizes_than_the_traced_one(name):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-CHANNELS_LAST = ["Residual", "Shuffle", "SqueezeExcite", "Dense", "Depthwise", "LayerNorm", "NonLocal", "Unet"]
+CHANNELS_LAST = [
+    *("Residual", "Shuffle", "SqueezeExcite", "Dense", "Depthwise", "LayerNorm", "NonLocal", "Unet"),
+    "InstanceNormStream",
+]
 
 
 @pytest.mark.parametrize("name", CHANNELS_LAST)
@@ -486,7 +503,10 @@ def test_saving_and_loading_is_the_identity(name, tmp_path):
             assert torch.equal(a, b)
 
 
-EXPORTED = ["Residual", "OptionA", "Shuffle", "Depthwise", "SqueezeExcite", "EmptyBranch", "MultiOutput"]
+EXPORTED = [
+    *("Residual", "OptionA", "Shuffle", "Depthwise", "SqueezeExcite", "EmptyBranch", "MultiOutput"),
+    "Transformer",
+]
 
 
 def exports(name):

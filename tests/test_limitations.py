@@ -78,9 +78,18 @@ def by_input(net: Net, x: Tensor) -> Tensor:
     return net.out(F.conv2d(x, net.conv(x).mean((0, 2, 3)).view(8, 1, 1, 1).expand(8, 3, 1, 1)))
 
 
+def padded_rows(net: Net, x: Tensor) -> Tensor:
+    rows = net.conv(x).flatten(2).transpose(1, 2)
+    absent = torch.arange(64).expand(2, 64) >= 60
+    return net.out(net.rows(rows, src_key_padding_mask=absent).transpose(1, 2).view(2, 8, 8, 8))
+
+
 LEFT_ALONE: dict[str, nn.Module] = {
     "zero lost": between(torch.sigmoid),
     "layer norm": between(lambda x: F.layer_norm(x, x.shape[1:])),
+    "norm as a function": Net(
+        lambda net, x: net.out(F.instance_norm(net.conv(x), bias=net.shift)), shift=nn.Parameter(torch.ones(8))
+    ),
     "mean": between(lambda x: x * x.mean(1, keepdim=True)),
     "softmax": between(lambda x: x.softmax(1)),
     "root": between(lambda x: x.relu().sqrt()),
@@ -102,6 +111,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "scripted": lambda: (torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 1))), IMAGE),
     "lazy": lambda: (nn.Sequential(nn.ReLU(), nn.LazyConv2d(4, 1)), IMAGE),
     "numpy": lambda: (between(lambda x: torch.from_numpy(x.detach().numpy())), IMAGE),
+    "nested": lambda: (Net(padded_rows, rows=encoder()), IMAGE),
     "bound": lambda: (bound(), IMAGE),
     "no copy": lambda: (Net(lock=threading.Lock()), IMAGE),
     "objects": lambda: (Net(), SimpleNamespace(image=IMAGE)),
@@ -112,6 +122,9 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "x * sigmoid(x)": between(lambda x: x * x.sigmoid()),
     "zero kept": between(lambda x: F.gelu(F.silu(x)).tanh()),
     "more groups": Net(lambda net, x: net.out(F.relu(net.norm(net.conv(x)))), norm=nn.GroupNorm(4, 8)),
+    "instance norm": Net(
+        lambda net, x: net.out(F.relu(net.norm(net.conv(x)))), norm=nn.InstanceNorm2d(8, affine=True)
+    ),
     "sum over channels": between(lambda x: x * x.sum(1, keepdim=True)),
     "norm over channels": between(lambda x: x * torch.linalg.vector_norm(x, dim=1, keepdim=True)),
     "softmax over pixels": between(lambda x: x * x.flatten(2).softmax(2).view_as(x)),
@@ -124,6 +137,10 @@ UNDERSTOOD: dict[str, nn.Module] = {
         more=nn.Conv2d(8, 2, 1),
     ),
 }
+
+
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 10, batch_first=True), 1, **options)
 
 
 def bound() -> nn.Module:

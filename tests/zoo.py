@@ -1475,6 +1475,57 @@ class NormalisedByHand(nn.Module):
         return self.head(F.normalize(x, dim=1))
 
 
+@entry(IMAGE)
+class InstanceNormStream(nn.Module):
+    """Instance norms before the convolutions of a residual stream, and one that two layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.norms = nn.ModuleList(nn.InstanceNorm2d(6, affine=i != 1, track_running_stats=i > 0) for i in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1, bias=i == 1, groups=5 * i + 1) for i in range(2))
+        self.left, self.right = nn.Conv2d(6, 5, 1), nn.Conv2d(6, 5, 1)
+        self.both = nn.InstanceNorm2d(5)
+        self.head = Head(10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=False):
+            x = x + conv(F.leaky_relu(norm(x)))
+        x = F.gelu(self.norms[2](x))
+        return self.head(F.relu(torch.cat([self.both(self.left(x)), self.both(self.right(x))], 1)))
+
+
+@entry(Shape(2, 2, 10))
+def InstanceNormRows():
+    return nn.Sequential(
+        nn.Conv1d(2, 6, 3), nn.InstanceNorm1d(6, affine=True), nn.LeakyReLU(), nn.Conv1d(6, 5, 3),
+        nn.InstanceNorm1d(5, track_running_stats=True), nn.ReLU(), nn.Conv1d(5, 4, 3), nn.Flatten(),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 10, dropout=0.0, batch_first=True, **options)
+
+
+@entry(IMAGE)
+class Transformer(nn.Module):
+    """Layers that torch runs as one operator each where no gradient is wanted, alone and in a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.patches = conv_bn(3, 6), nn.Conv2d(6, 8, 2, stride=2)
+        self.first = encoder_layer()
+        self.stack = nn.TransformerEncoder(encoder_layer(activation="gelu"), 2)
+        self.second = encoder_layer(norm_first=True)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.patches(F.relu(self.stem(x))).flatten(2).transpose(1, 2)
+        return self.fc(self.second(self.stack(self.first(x))).mean(1))
+
+
 # -- what must be refused -------------------------------------------------------------------------------
 
 

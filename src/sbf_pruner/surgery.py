@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import without_attached
 from .errors import PruningError
@@ -140,14 +141,21 @@ class _Surgeon:
         for node in graph.nodes:
             if isinstance(node, Boundary):
                 self.edges[node.module, node.side].append(node)
-            elif isinstance(node, (Contract, Norm)) and (holder := owner(node.op)) is not None:
+            elif isinstance(node, (Contract, Norm)) and (holder := self._holder(node)) is not None:
                 self.main[holder].append(node)
+
+    def _holder(self, node: Contract | Norm) -> str | None:
+        """The module that a layer or norm runs in, also a norm that holds nothing."""
+        holder, call = owner(node.op), node.op.call
+        if holder is None and call is not None and isinstance(self.modules.get(call.module), _NormBase):
+            return call.module
+        return holder
 
     def operate(self) -> nn.Module:
         swaps: dict[int, nn.Module] = {}
         for module, nodes in self.main.items():
             if module in self.modules:
-                self._rename_sizes(self.modules[module], nodes[0])
+                self._rename_sizes(self.modules[module], nodes)
                 if (module, "out") in self.edges:
                     swaps[id(self.modules[module])] = self._fitted(module, nodes)
         for (module, side), edges in self.edges.items():
@@ -164,8 +172,11 @@ class _Surgeon:
 
     # -- modules -------------------------------------------------------------------------------------------
 
-    def _rename_sizes(self, module: nn.Module, node: Contract | Norm) -> None:
+    def _rename_sizes(self, module: nn.Module, nodes: list[Contract | Norm]) -> None:
         """Keep `out_channels` and friends equal to what is really there."""
+        node = nodes[0]
+        if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
+            return  # a norm that holds nothing serves any width
         width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
         sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
         sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
@@ -238,7 +249,24 @@ class _Surgeon:
         if device is not None:
             for module in swaps.values():
                 module.to(device)
+        _call_what_was_changed(self.small)
         return self.small
+
+
+def _call_what_was_changed(network: nn.Module) -> None:
+    """Where a layer of a transformer is between remaps or gone, have torch call it.
+
+    Without gradients torch's transformers give the weights of their layers to one operator and call none of them;
+    a weight alone is not what such a layer computes.
+    """
+    for module in network.modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            if not any(isinstance(inner, (Adapted, Zeros)) for inner in module.modules()):
+                continue
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+            else:
+                module.activation_relu_or_gelu = 0  # read for nothing else: "of a kind that operator does not know"
 
 
 def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:

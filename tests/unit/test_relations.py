@@ -60,7 +60,7 @@ def test_every_relation_names_layers_of_the_graph(name):
 
 
 # Where surgery keeps more than liveness asks for: a parameter or module that it cannot slice.
-KEPT_WHOLE = {"NormBeforeConvOrder", "PlainListModules", "LayerNorm", "Recurrent"}
+KEPT_WHOLE = {"NormBeforeConvOrder", "PlainListModules", "LayerNorm", "Recurrent", "Transformer"}
 TRAINING_ONLY = {"AuxiliaryHead"}  # a head that `measure`, in evaluation mode, does not see
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils import prune
 
 from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph.build import trace
+from sbf_pruner.inputs import real_copy
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
@@ -83,6 +85,22 @@ def test_sizes_say_what_is_really_there():
             assert module.weight.shape == (module.num_features,)
         elif isinstance(module, nn.Linear):
             assert module.weight.shape == (module.out_features, module.in_features)
+
+
+@pytest.mark.filterwarnings("error")
+def test_sizes_of_a_norm_that_holds_nothing_say_so_too():
+    norms = nn.InstanceNorm2d(8), nn.BatchNorm2d(6, affine=False, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), norms[0], nn.Conv2d(8, 6, 1), norms[1], nn.Conv2d(6, 4, 1))
+    small = extract(model, IMAGE, Plan({"0": [0, 5], "2": [1, 2, 4]}))
+    assert (small[1].num_features, small[3].num_features) == (2, 3)
+    assert small(IMAGE).shape == (2, 4, 8, 8)
+
+
+def test_a_norm_that_holds_nothing_keeps_its_size_where_it_serves_two():
+    norm = nn.InstanceNorm2d(8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 8, 1), norm, nn.Conv2d(8, 4, 1))
+    for kept, size in (([0, 5], 8), ([1, 2, 4], 3)):
+        assert extract(model, IMAGE, Plan({"0": kept, "2": [1, 2, 4]}))[1].num_features == size
 
 
 def test_frozen_parameters_stay_frozen_and_modes_stay():
@@ -427,3 +445,42 @@ def test_filters_that_are_normalised_by_each_other_are_left_alone(function, oper
         pruner.gate(Plan(dict.fromkeys(pruner.graph.layers, kept)))
         x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
         torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)
+
+
+class Rows(nn.Module):
+    """Pixels as rows of a transformer, some of them perhaps padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 1)
+        layer = nn.TransformerEncoderLayer(8, 2, 10, batch_first=True)
+        self.rows = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x, absent=None):
+        return self.out(self.rows(self.conv(x).flatten(2).transpose(1, 2), src_key_padding_mask=absent))
+
+
+@pytest.mark.parametrize("plan", [{"rows.layers.0.linear2": [0, 3, 5]}, {"rows.layers.1.linear2": []}])
+def test_a_transformer_calls_the_layers_that_are_not_their_weights_any_more(plan):
+    model, x = Rows().double().eval(), IMAGE.double()
+    absent = torch.arange(64).expand(2, 64) >= 60
+    small = extract(model, x, Plan(plan)).eval()
+    expected = small(x, absent)
+    for twin in (small, real_copy(small), pickle.loads(pickle.dumps(small))):
+        with torch.no_grad():
+            torch.testing.assert_close(twin(x, absent), expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(twin(x), small(x), rtol=0, atol=1e-10)
+    with torch.no_grad():
+        program = torch.export.export(small, (x,)).module()
+        for compiled in (program, torch.compile(small, backend="eager")):
+            torch.testing.assert_close(compiled(x), small(x), rtol=0, atol=1e-10)
+
+
+def test_a_transformer_whose_layers_are_their_weights_keeps_its_quicker_way():
+    model, x = Rows().double().eval(), IMAGE.double()
+    small = extract(model, x, Plan({f"rows.layers.{i}.linear1": [0, 3, 5] for i in (0, 1)})).eval()
+    assert small.rows.use_nested_tensor and all(layer.activation_relu_or_gelu for layer in small.rows.layers)
+    expected = small(x)
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), expected, rtol=0, atol=1e-10)

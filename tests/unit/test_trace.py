@@ -82,6 +82,30 @@ def test_where_no_line_is_the_users_it_is_the_one_that_asked():
     assert re.fullmatch(r"aten.sigmoid at test_trace.py:\d+ turns a removed channel .*", graph.skipped["0"])
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_instance_norm_is_one_operator_over_the_users_channels(images, last):
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    x = torch.rand(images, 3, 6, 6).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    found = record(nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU()), x)
+    assert [op.name for op in found.ops] == ["aten.convolution", "aten.instance_norm", "aten.relu"]
+    op = found.ops[1]
+    assert op.args[0] is found.ops[0].outputs[0] and op.outputs[0] is found.ops[2].inputs[0]
+    assert [value.name for value in op.args[1:5]] == ["1.weight", "1.bias", "1.running_mean", "1.running_var"]
+    assert [(call.first, call.last) for call in found.calls["1"]] == [(1, 2)]
+
+
+class Doubled(nn.InstanceNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("norm, x", [(Doubled(4, affine=True), IMAGE), (nn.InstanceNorm2d(4), IMAGE[0])])
+def test_an_instance_norm_that_does_more_is_recorded_as_it_runs(norm, x):
+    ran = [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), norm), x).ops]
+    assert "aten.native_batch_norm" in ran and "aten.instance_norm" not in ran
+
+
 def test_in_place_operators_give_a_new_value():
     def function(conv, x):
         x = conv(x)

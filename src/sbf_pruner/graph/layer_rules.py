@@ -69,7 +69,7 @@ def transpose(op: Op, grids: Grids) -> Node:
 
 
 def batch_norm(op: Op, grids: Grids) -> Node:
-    """Batch norm, and instance norm (which reaches us as batch norm over a view)."""
+    """Batch norm, and instance norm, which differs in whose statistics it takes and not in what they are for."""
     x = op.args[0]
     states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
     op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward

@@ -7,14 +7,12 @@ transposed on its way.  Of every such weight it is known which of its dimensions
 from __future__ import annotations
 
 from .masks import Grids, along
-from .records import Op, Trace, Value
+from .records import INSTANCE_NORM, Op, Trace, Value
 
 LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
 PRODUCTS = {"aten.mm", "aten.addmm"}
-_NORMS = {
-    f"aten.{name}"
-    for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "native_group_norm")
-}
+BATCH_NORMS = {f"aten.{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")}
+_NORMS = BATCH_NORMS | {INSTANCE_NORM, "aten.native_group_norm"}
 
 
 def owner(op: Op) -> str | None:

@@ -13,15 +13,17 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
 from ..layers import Remap, Zeros
+from .instances import put_together
 from .memory import Memory
 from .records import REMAP, STALE, ZEROS, Call, Op, Value
 from .shapes import quick_result
-from .where import holds_the_model, where
+from .where import holds_the_model, nested, where
 
 
 class Recorder(TorchDispatchMode):
@@ -78,17 +80,18 @@ class Recorder(TorchDispatchMode):
         done.overwritten = tuple(v for pair in now for v in pair if v is not None and v not in done.inputs)
         tensors = [t for t in pytree.tree_leaves(as_tree(result)) if isinstance(t, Tensor)]
         done.outputs = tuple(self.value(t) for t in tensors)
-        done.last = len(self.ops)
         self.calls.setdefault(done.module, []).append(done)
         if isinstance(module, (Remap, Zeros)):
             # Our own modules of an earlier pruning are one operator each: what they mean, not how they do it.
             name = REMAP if isinstance(module, Remap) else ZEROS
-            where = self.ops[done.first].where if done.last > done.first else ""
+            where = self.ops[done.first].where if len(self.ops) > done.first else ""
             if done.outputs == done.inputs:
                 fresh = self._memory.note(tensors[0], Value(done.outputs[0].shape, "result"))
                 done.outputs = (fresh,)
             self.ops[done.first :] = [Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)]
-            done.last = done.first + 1
+        elif isinstance(module, _InstanceNorm):
+            self.ops[done.first :] = put_together(done, self.ops[done.first :])
+        done.last = len(self.ops)
 
     # -- operators -----------------------------------------------------------------------------------
 
@@ -150,6 +153,8 @@ class Recorder(TorchDispatchMode):
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if not isinstance(tensor, Tensor):
                 outputs.append(None)
+            elif tensor.is_nested:
+                raise TraceError(nested(where()))
             elif id(tensor) in touched:
                 outputs.append(self._memory.get(tensor))
             else:

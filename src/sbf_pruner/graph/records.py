@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"  # operators of our own
+INSTANCE_NORM = "aten.instance_norm"  # which torch takes apart before we see it
 
 
 @dataclass(eq=False)

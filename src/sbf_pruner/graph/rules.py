@@ -94,7 +94,7 @@ def _rows(rule: Rule, names: str) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     **_rows(convolution, "convolution"),
     **_rows(matrix_product, "mm addmm"),
-    **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit"),
+    **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm"),
     **_rows(weight_norm, "_weight_norm_interface"),
     **_rows(group_norm, "native_group_norm"),
     **_rows(layer_norm, "native_layer_norm"),

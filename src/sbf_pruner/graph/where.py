@@ -82,3 +82,11 @@ def holds_the_model(line: str, name: str) -> str:
         f"at {line} a copy of the model reads {name} of the model itself: a function that it holds (a lambda, a "
         "closure, a compiled forward) is bound to the one model; make it a method"
     )
+
+
+def nested(line: str) -> str:
+    """What is wrong with a tensor of rows that differ in length."""
+    return (
+        f"at {line} a nested tensor arises, whose sizes cannot be followed; pad what goes in, and give an "
+        "nn.TransformerEncoder enable_nested_tensor=False"
+    )
