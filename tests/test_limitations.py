@@ -102,6 +102,9 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "made of all filters": Net(conv=spectral_norm(nn.Conv2d(3, 8, 1))),
     "plain list": listed(),
     "in training": Net(otherwise, other=nn.Conv2d(8, 4, 1)),
+    "empty": Net(
+        lambda net, x: net.out(x.new_ones(1, 8, 1, 1) * net.conv(x)[x[:, :1].expand(2, 8, 8, 8) > 9].sum())
+    ),
     "not reached": Net(lambda net, x: net.out(net.other(x)), other=nn.Conv2d(3, 8, 1)),
 }
 REFUSED: dict[str, Callable[[], Any]] = {
