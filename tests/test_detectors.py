@@ -1,0 +1,70 @@
+"""Whole detectors of torchvision, boxes and all: what is cut finds what the gated one finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sbf_pruner as sbf
+
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs pip install --no-deps torchvision", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import zoos
+
+from shares import mostly_slow
+
+SMALL = {"min_size": 96, "max_size": 128}
+DETECTORS: dict[str, dict[str, Any]] = {
+    "ssdlite320_mobilenet_v3_large": {},
+    "retinanet_resnet50_fpn": {**SMALL, "score_thresh": 0.01},
+    "fcos_resnet50_fpn": {**SMALL, "score_thresh": 0.01},
+    "fasterrcnn_mobilenet_v3_large_320_fpn": SMALL,
+    "ssd300_vgg16": {},
+}
+
+
+def suppressed(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Half of the boxes, the best first: the real operator is not in every build."""
+    return scores.argsort(descending=True, stable=True)[: (len(scores) + 1) // 2]
+
+
+@pytest.fixture
+def detection(monkeypatch: pytest.MonkeyPatch) -> Any:
+    zoos.torchvision()
+    from torchvision.models import detection
+    from torchvision.ops import boxes, roi_align
+
+    for module in (boxes, sys.modules[roi_align.__module__]):
+        monkeypatch.setattr(module, "_assert_has_ops", lambda: None)
+        monkeypatch.setattr(module, "_has_ops", lambda: False, raising=False)  # in Python then
+    monkeypatch.setattr(torch.ops.torchvision, "nms", suppressed)
+    return detection
+
+
+@pytest.mark.parametrize("name", mostly_slow(DETECTORS, ["ssdlite320_mobilenet_v3_large"]))
+def test_a_detector_that_was_cut_finds_the_same(name: str, detection: Any) -> None:
+    build = getattr(detection, name)
+    model = build(weights=None, weights_backbone=None, num_classes=5, **DETECTORS[name]).double().eval()
+    images = ([torch.rand(3, 96, 96, dtype=torch.float64)],)
+    graph, chance = sbf.trace(model, images), random.Random(0)
+    keep = {n: chance.sample(range(layer.filters), -(-2 * layer.filters // 3)) for n, layer in graph.layers.items()}
+    pruner = sbf.Pruner(model, images)
+    pruner.gate(sbf.Plan(keep))
+    small = pruner.extract()
+    with torch.no_grad():
+        (expected,), (found,) = model(*images), small(*images)
+    assert len(expected["boxes"])
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
+    counts = [sum(p.numel() for p in each.parameters()) for each in (small, model)]
+    assert counts[0] < 0.8 * counts[1]
