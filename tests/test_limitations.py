@@ -93,6 +93,7 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "mean": between(lambda x: x * x.mean(1, keepdim=True)),
     "softmax": between(lambda x: x.softmax(1)),
     "root": between(lambda x: x.relu().sqrt()),
+    "divided": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True)),
     "no rule": between(lambda x: x.cumsum(2)),
     "own operator": between(step),
     "written in place": between(written),
@@ -128,6 +129,8 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "instance norm": Net(
         lambda net, x: net.out(F.relu(net.norm(net.conv(x)))), norm=nn.InstanceNorm2d(8, affine=True)
     ),
+    "something added": between(lambda x: x / (x.norm(dim=(2, 3), keepdim=True) + 1e-6)),
+    "clamped": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True).clamp_min(1e-6)),
     "sum over channels": between(lambda x: x * x.sum(1, keepdim=True)),
     "norm over channels": between(lambda x: x * torch.linalg.vector_norm(x, dim=1, keepdim=True)),
     "softmax over pixels": between(lambda x: x * x.flatten(2).softmax(2).view_as(x)),

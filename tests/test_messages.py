@@ -410,6 +410,17 @@ def test_cut_although_no_layer_is_empty():
         extract(model, inputs, Plan({"both.0": [0, 1, 2, 3]}))
 
 
+def test_nothing_to_divide_by():
+    model, inputs = ZOO["Divided"]()
+    where = re.fullmatch(r"(aten\.div at zoo\.py:\d+) has no value .*", trace(model, inputs).skipped["below"])
+    with says(
+        PlanError,
+        f"the plan leaves {where.group(1)} a zero, where it has no value: inner would keep no filter and nothing "
+        "leads around; keep at least one filter there",
+    ):
+        extract(model, inputs, Plan({"inner": []}))
+
+
 def test_not_json():
     with says(PlanError, "the plan is not JSON (line 1: Expecting value); write it anew"):
         Plan.from_json("no plan")

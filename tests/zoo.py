@@ -1526,6 +1526,54 @@ class Transformer(nn.Module):
         return self.fc(self.second(self.stack(self.first(x))).mean(1))
 
 
+@entry(IMAGE)
+class DividedByMore(nn.Module):
+    """Divisors of which a removed channel is no zero, because something was added to it or it was clamped."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 6), (6, 5), (5, 6), (6, 5)))
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = self.convs[0](x)
+        x = self.convs[1](x / (x.norm(dim=(2, 3), keepdim=True) + 1e-3))
+        x = self.convs[2](x * (x.var((2, 3), keepdim=True) + 1e-3).rsqrt())
+        x = self.convs[3](x / x.abs().sum((2, 3), keepdim=True).clamp_min(1e-3) + x / (1 + (-x).exp()))
+        return self.head(x * torch.log(1 + x.abs()))
+
+
+@entry(IMAGE)
+class Divided(nn.Module):
+    """Divisors that must not become zero: some layers stay, those before and beside them keep a filter at least."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Sequential(*conv_bn(3, 6), nn.ReLU()), nn.Conv2d(6, 5, 3, padding=1)
+        self.over, self.below = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(5, 6, 1, bias=False)
+        self.one, self.two, self.head = nn.Conv2d(6, 5, 1), nn.Conv2d(6, 5, 1), Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.over(x) / self.below(F.elu(self.inner(x))).norm(dim=(2, 3), keepdim=True)
+        x = self.one(x) + self.two(F.gelu(x))
+        return self.head(x / x.std((2, 3), keepdim=True))
+
+
+@entry(IMAGE)
+class Compared(nn.Module):
+    """Zero is not above zero: a channel that is gone is false."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.mask, self.other = conv_bn(3, 6), nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 3, padding=1)
+        self.above, self.middle, self.head = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 5, 3), Head(5)
+
+    def forward(self, x):
+        y = torch.where(self.mask(x) > 0, self.stem(x), self.other(x))
+        return self.head(F.relu(self.middle(y * (y > 0.5) + (self.above(x) > 0).to(y.dtype))))
+
+
 # -- what must be refused -------------------------------------------------------------------------------
 
 

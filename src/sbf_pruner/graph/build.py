@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -63,6 +64,7 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
             "there is no convolution in the model, so there are no filters to prune; give a convolutional network"
         )
     graph = _Finder(Wiring(model, found)).graph()
+    _leave_divisors(graph)
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
         matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
         if not matching and not any(fnmatchcase(name, pattern) for name in graph.skipped):
@@ -71,6 +73,28 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
             del graph.layers[name]
             graph.skipped[name] = f"ignored as asked ({pattern})"
     return graph
+
+
+def _leave_divisors(graph: ChannelGraph) -> None:
+    """Leave layers alone until no operator can be given a zero where it has no value, or no gradient.
+
+    What is alive tells of zeros, so one rule does for all operators: a divisor that something was added to is none,
+    and of several layers that a divisor is the sum of, the last one alone has to stay.
+    """
+    if not graph.avoiding:
+        return
+    left: dict[str, str] = {}
+    names = list(graph.layers) if graph.undefined(graph.thinned(graph.layers)) else []
+    for number, name in enumerate(names, 1):
+        harmed = graph.undefined(graph.thinned({*names[:number]} - left.keys()))
+        if harmed:
+            left[name] = harmed[0].at_zero
+            del graph.layers[name]
+    graph.skipped = left | graph.skipped
+    # What can still do harm is that nothing is left of the layers before.
+    nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
+    for node in graph.undefined(graph.flow(nothing)):
+        node.insists = True
 
 
 def _check_changeable(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ survive it; `lifelines` names the layers that must keep one.  `build.trace` make
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from ..errors import PlanError
 from .boundary import Boundary
 from .liveness import Liveness
 from .masks import Flow, Grids, Mask, level, some, whole_groups
-from .nodes import Node
+from .nodes import Elementwise, Node, Sum
 from .records import Call, Trace, Value
 from .ties import Ties
 from .weighted import Contract
@@ -102,6 +102,35 @@ class ChannelGraph:
                 flow.alive[node.out] = np.zeros(grid, bool) if given is None else given.reshape(grid)
         return flow
 
+    def thinned(self, layers: Collection[str]) -> Flow:
+        """What is alive whichever filters the given layers lose, if what adds up channels still gets some."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in layers:
+                node.gate(flow, np.zeros(self.grids[node.out], bool))
+            whole = isinstance(node, Sum) and max(self.grids[node.outputs[0]], default=1) == 1
+            if whole or (isinstance(node, Contract) and not node.depthwise):
+                flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
+        return flow
+
+    def undefined(self, flow: Flow) -> list[Elementwise]:
+        """The operators given a zero where they have no value, or no gradient, though all filters give none."""
+        return [
+            node
+            for node in self.avoiding
+            if any((self._whole.alive[v] & ~flow.alive[v]).any() for v in node.avoiding)
+        ]
+
+    @cached_property
+    def avoiding(self) -> list[Elementwise]:
+        """The operators that must not be given a zero."""
+        return [node for node in self.nodes if isinstance(node, Elementwise) and node.avoiding]
+
+    @cached_property
+    def _whole(self) -> Flow:
+        return self._liveness.of({})
+
     @cached_property
     def _given(self) -> dict[Value, Mask]:
         """Inputs, parameters and constants: all of them is alive."""
@@ -157,13 +186,14 @@ class ChannelGraph:
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
-        """Does every output still depend on the inputs, as it does with all filters?"""
-        return self._led <= self._liveness.of(keep).reached
+        """Does every output still depend on the inputs, as it does with all filters, and is it a number?"""
+        flow = self._liveness.of(keep)
+        return self._led <= flow.reached and not self.undefined(flow)
 
     @cached_property
     def _led(self) -> set[Value]:
         """The outputs that depend on the inputs."""
-        return self._liveness.of({}).reached & set(self.outputs)
+        return self._whole.reached & set(self.outputs)
 
     def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
         """The layers that cut the network: a smallest set that must keep more filters to connect it again.
@@ -184,13 +214,18 @@ class ChannelGraph:
         return [n for n in short if restored[n] is not keep[n]]
 
     def check_connected(self, keep: Mapping[str, Mask]) -> None:
-        """Raise a PlanError that names the culprits if the input is cut from an output."""
+        """Raise a PlanError that names the culprits if the input is cut from an output, or a divisor is."""
         culprits = self.lifelines(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
             empty = not any(keep[n].any() for n in culprits)
+            flow = self._liveness.of(keep)
+            harm = "cuts the input from the output"
+            if self._led <= flow.reached:
+                node = self.undefined(flow)[0]
+                harm = f"leaves {node.op.name} at {node.op.where} a zero, where it has no {node.lacks}"
             raise PlanError(
-                f"the plan cuts the input from the output: {names} would keep no filter "
+                f"the plan {harm}: {names} would keep no filter "
                 + ("and nothing leads around; keep at least one filter there" if empty
                    else "that leads on and nothing leads around; keep others there")
             )  # fmt: skip

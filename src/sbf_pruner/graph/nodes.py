@@ -107,6 +107,8 @@ class Elementwise(Node):
 
     zero: str = "any"
     steep: bool = False  # infinitely so at zero: the gradient of a channel that is gone is not a number
+    poles: tuple[Value, ...] = ()  # the operands at whose zero the result itself is not a number: divisors
+    insists: bool = False  # needs them also where nobody asks: what is no number is none after a closed gate either
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -115,8 +117,22 @@ class Elementwise(Node):
     def __post_init__(self) -> None:
         if self.zero == "never":
             self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
-        if self.steep:
-            self.blocks = f"{self.op.name} at {self.op.where} has no gradient at zero, where a removed channel is"
+        if self.steep or (self.poles and self.zero == "never"):
+            self.blocks = self.at_zero
+
+    @property
+    def at_zero(self) -> str:
+        """Why none of the `avoiding` may be a channel that was removed."""
+        return f"{self.op.name} at {self.op.where} has no {self.lacks} at zero, where a removed channel is"
+
+    @property
+    def lacks(self) -> str:
+        return "gradient" if self.steep else "value"
+
+    @property
+    def avoiding(self) -> tuple[Value, ...]:
+        """The operands that must not become zero."""
+        return self.operands if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
         """Is the result zero whatever this operand is, because another one is gone?"""
@@ -147,6 +163,8 @@ class Elementwise(Node):
                 wanted = flow.needed[out] & flow.alive[out]
                 for value in self.operands:
                     flow.need(value, wanted, self.grids[value])
+        for value in self.avoiding if self.insists else ():
+            flow.need(value, flow.alive[value], self.grids[value])
 
     @cached_property
     def _ends(self) -> list[list[End]]:

@@ -7,16 +7,17 @@ What cannot be laid out so, because its operands do not fit each other, is opaqu
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import numpy as np
 
 from .masks import Grids
 from .nodes import Across, Elementwise, Node
-from .records import Op
+from .records import Op, Value
 from .unknown import opaque
 
 
-def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False) -> Node:
+def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False, poles: tuple[Value, ...] = ()) -> Node:
     """The node of an operator that works element by element; `zero` says when a result is zero."""
     try:
         grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
@@ -27,7 +28,7 @@ def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False) -> Node:
             if len(grid) != len(value.shape):
                 return opaque(op, grids)
             grids[value] = grid
-    return Elementwise(op, grids, zero, steep)
+    return Elementwise(op, grids, zero, steep, poles)
 
 
 def zero_kept(op: Op, grids: Grids) -> Node:
@@ -38,6 +39,11 @@ def zero_kept(op: Op, grids: Grids) -> Node:
 def zero_lost(op: Op, grids: Grids) -> Node:
     """f(0) is not 0: a dead channel becomes a constant."""
     return elementwise(op, grids, "never")
+
+
+def pole(op: Op, grids: Grids) -> Node:
+    """f(0) is not a number, or infinite: a logarithm, one over something."""
+    return elementwise(op, grids, "never", poles=op.inputs)
 
 
 def zero_made(op: Op, grids: Grids) -> Node:
@@ -58,10 +64,10 @@ def product(op: Op, grids: Grids) -> Node:
 
 
 def quotient(op: Op, grids: Grids) -> Node:
-    """A quotient is alive where its numerator is."""
+    """A quotient is alive where its numerator is, and its divisor must be alive everywhere."""
     if op.inputs and op.args[0] is op.inputs[0]:
-        return elementwise(op, grids, "first")
-    return elementwise(op, grids, "never")
+        return elementwise(op, grids, "first", poles=op.inputs[1:])
+    return elementwise(op, grids, "never", poles=op.inputs)
 
 
 def clamp(op: Op, grids: Grids) -> Node:
@@ -99,6 +105,13 @@ def threshold(op: Op, grids: Grids) -> Node:
     return elementwise(op, grids, "any" if kept else "never")
 
 
+def comparison(op: Op, grids: Grids) -> Node:
+    """False is zero: a dead channel stays dead where zero compared with the number is false."""
+    compare = getattr(operator, op.name.removeprefix("aten.").removesuffix("_"))
+    kept = len(op.inputs) == 1 and not compare(0, op.number(1, "other", 0))
+    return elementwise(op, grids, "any" if kept else "never")
+
+
 def choice(op: Op, grids: Grids) -> Node:
     """One or the other of two tensors: alive where either is, whatever the condition says."""
     return elementwise(op, grids, "rest")
@@ -110,10 +123,13 @@ def prelu(op: Op, grids: Grids) -> Node:
 
 
 def power(op: Op, grids: Grids) -> Node:
-    """A positive power of zero is zero; below 1 it is a root."""
+    """A positive power of zero is zero; below 1 it is a root, and below 0 one over something."""
     exponent = op.number(1, "exponent", None)
-    good = len(op.inputs) == 1 and op.args[0] is op.inputs[0] and exponent is not None and exponent > 0
-    return elementwise(op, grids, "any" if good else "never", good and exponent is not None and exponent < 1)
+    if len(op.inputs) > 1 or op.args[0] is not op.inputs[0] or exponent is None:
+        return elementwise(op, grids, "never")
+    if exponent < 0:
+        return pole(op, grids)
+    return elementwise(op, grids, "any" if exponent > 0 else "never", 0 < exponent < 1)
 
 
 def root(op: Op, grids: Grids) -> Node:
