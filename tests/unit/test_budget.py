@@ -15,7 +15,7 @@ from torch import nn
 
 from sbf_pruner import load, save
 from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards, coupled
+from sbf_pruner.budget.guards import Guards, coupled, with_coupled
 from sbf_pruner.budget.landing import Field, land
 from sbf_pruner.budget.prices import Mix, prices
 from sbf_pruner.budget.steering import RANGE, Steering
@@ -24,6 +24,7 @@ from sbf_pruner.budget.targets import POINT, Budget, Limits
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost
+from sbf_pruner.graph.residual import residual_blocks
 from sbf_pruner.measuring import measure
 from sbf_pruner.models.resnet import resnet20
 from sbf_pruner.plan import Plan
@@ -137,6 +138,93 @@ def test_filters_taken_many_at_a_time_are_those_that_one_by_one_would_fit(seed):
         wanted[filter_] = True
         wanted[filter_] = limits.hold(count(field.masks(wanted)))
     np.testing.assert_array_equal(field.flat(landing.masks), wanted)
+
+
+class Branches(nn.Module):
+    """A stream with residual branches, most of what it costs."""
+
+    def __init__(self, width=16, depth=2):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(m for _ in range(depth) for m in (nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))))
+            for _ in range(3)
+        )
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.head(self.down(x.relu()).mean((2, 3)))
+
+
+def with_closed_branches(graph, seed=0):
+    """Scores as those of blocks make them: what a branch adds to the stream scores lower than all the rest."""
+    last = {block.layer for block in residual_blocks(graph)}
+    return {name: values * 0.1 if name in last else 0.5 + values for name, values in scores(graph, seed).items()}
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("couple", ["none", "blocks"])
+@pytest.mark.parametrize("asked", [{"macs": 0.2}, {"macs": 0.45}, {"params": 0.5}, {"macs": 0.2, "params": 0.6}])
+def test_a_closed_branch_comes_back_in_part_where_the_whole_of_it_does_not_fit(depth, couple, asked):
+    graph = trace(Branches(depth=depth), IMAGE)
+    guards = with_coupled(Guards(), graph, couple)
+    for seed in range(2):
+        values = with_closed_branches(graph, seed)
+        aim = Aim(graph, Budget(**asked), guards)
+        landing = aim.choose(values)
+        assert 0 <= min(aim.limits.room(landing.usage).values()) <= POINT
+        again = aim.choose(values)
+        assert all(np.array_equal(mask, again.masks[name]) for name, mask in landing.masks.items())
+        for name, mask in graph.settle(landing.masks).items():
+            dropped = values[name][~landing.masks[name]]
+            assert not mask.any() or values[name][mask].min() > dropped.max(initial=0), "its best ones"
+
+
+@pytest.mark.parametrize("guards", [Guards(round_to=4), Guards(min_filters=3), Guards(max_removed=0.8)])
+@pytest.mark.parametrize("seed", range(2))
+def test_branches_that_come_back_in_part_are_guarded(guards, seed):
+    graph = trace(Branches(), IMAGE)
+    aim = Aim(graph, Budget(macs=0.2), guards)
+    landing = aim.choose(with_closed_branches(graph, seed))
+    assert 0 <= aim.limits.room(landing.usage)["macs"] <= 2 * POINT  # round widths go in larger steps
+    for mask in graph.settle(landing.masks).values():
+        assert not guards.lacking(int(mask.sum()), mask.size)
+
+
+def test_layers_that_are_woken_together_are_woken_in_turns():
+    """A way of three layers: two of them score high and are chosen, but closed by the third.  By score alone all of
+    the one would come before any of the other, and no part of the way would fit."""
+
+    def living(masks):
+        open_ = all(mask.any() for mask in masks.values())
+        return {name: mask & open_ for name, mask in masks.items()}
+
+    def count(masks):
+        a, b, c = (int(mask.sum()) for mask in living(masks).values())
+        return {"macs": 10.0 * a + a * b + b * c}
+
+    ends = {"a": np.linspace(3, 2, 20), "b": np.linspace(1.9, 1, 20), "c": np.linspace(0.2, 0.1, 20)}
+    field = Field(ends, count, living=living)
+    landing = land(field, Limits({"macs": 180.0}, dict(field.whole[1])))
+    assert 180 - POINT * field.whole[1]["macs"] <= landing.usage["macs"] <= 180
+    kept = {name: int(mask.sum()) for name, mask in landing.masks.items()}
+    assert min(kept.values()) > 0 and kept["a"] > 5 and kept["b"] > 5
+    for mask in landing.masks.values():
+        assert mask[: mask.sum()].all(), "the best ones of each"
+
+
+def test_a_pruner_that_closes_branches_lands_where_was_asked():
+    model, images = Branches(), torch.rand(4, 3, 12, 12)
+    pruner = Pruner(model, images, budget=Budget(macs=0.2), blocks=True)
+    with torch.no_grad():
+        pruner.blocks.logits.fill_(-2.0)
+    pruner.land()
+    left = measure(pruner.extract(), images).macs / measure(pruner.detach(), images).macs
+    assert 0.19 <= left <= 0.2
 
 
 def test_a_budget_for_everything_keeps_everything(graph):

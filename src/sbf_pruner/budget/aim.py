@@ -121,7 +121,7 @@ class Aim:
         def finish(masks: Masks) -> Masks:
             return self._finished(masks, scores, self.guards)
 
-        return Field(scores, self.count, finish, self.prices, self.smallest)
+        return Field(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
 
     def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
         # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.

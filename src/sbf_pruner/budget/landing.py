@@ -2,7 +2,8 @@
 
 Scores and limits enter; masks leave that keep the filters with the highest scores, as many as the limits hold.
 What holds: the network these masks make breaks no limit, and either it comes within a point of one of them or
-no filter of those dropped could be added without breaking one (of a time, which goes in steps: no layer widened).
+no filter of those dropped could be added without breaking one, not even with fewer of those that it brings back to
+life (of a time, which goes in steps: no layer widened).
 
 Of several limits one is reached first, and what the others would still allow is wasted.  Then the ranking is
 tilted towards filters that cost little of what is scarce, no further than it takes to use the rest too.
@@ -10,6 +11,7 @@ tilted towards filters that cost little of what is scarce, no further than it ta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +45,8 @@ class Field:
 
     `finish` adds what a network must not lose (it is asked before every count), `count` tells what a choice
     costs, and `prices` what a filter of each layer costs of every resource.  `smallest` is a choice that keeps
-    within any limits: what is begun with where the scores' own lifelines are more than may be left.
+    within any limits: what is begun with where the scores' own lifelines are more than may be left.  `living` tells
+    which filters of a choice lead somewhere and are fed something: the others cost nothing, yet.
     """
 
     def __init__(
@@ -53,10 +56,11 @@ class Field:
         finish: Callable[[Masks], Masks] = lambda masks: masks,
         prices: Mapping[str, Mapping[str, float]] | None = None,
         smallest: Masks | None = None,
+        living: Callable[[Masks], Masks] = lambda masks: masks,
     ) -> None:
         self.sizes = {name: len(values) for name, values in scores.items()}
         self.scores = np.concatenate(list(scores.values())) if scores else np.zeros(0)
-        self.count, self.finish = count, finish
+        self.count, self.finish, self.living = count, finish, living
         self.prices = prices or {}
         self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
@@ -168,7 +172,7 @@ def _next_wider(
 
 
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
-    """As many filters as fit, the highest keys first; then single ones that still fit."""
+    """As many filters as fit, the highest keys first; then what still fits into the rest."""
     order = np.argsort(-keys, kind="stable")
     given = np.zeros(len(order), bool)
 
@@ -195,8 +199,23 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     level = float(field.scores[order[least]])
     if "latency" in limits.most:
         return Landing(masks, usage, level)  # a clock goes in steps: see `_widened`
-    masks, usage = _topped_up(field, limits, masks, usage, order[least:])
+    masks, usage = _filled_up(field, limits, masks, usage, order, least)
     return Landing(masks, usage, level)
+
+
+def _filled_up(
+    field: Field, limits: Limits, masks: Masks, usage: Usage, order: NDArray[np.intp], taken: int
+) -> tuple[Masks, Usage]:
+    """A choice with every further filter that fits, as it is or else with fewer of those it brings back to life."""
+    masks, usage = _topped_up(field, limits, masks, usage, order[taken:])
+    for _ in field.sizes:  # far fewer will do: who comes back in part leaves little room
+        if min(limits.room(usage).values()) <= POINT:
+            break
+        woken = _woken(field, limits, masks, order)
+        if woken is None:
+            break
+        masks, usage = _topped_up(field, limits, *woken, order)
+    return masks, usage
 
 
 def _topped_up(
@@ -223,3 +242,59 @@ def _topped_up(
             masks, usage = more, found
         best_first, step = best_first[step:], 2 * step if fits else 1
     return masks, usage
+
+
+def _woken(field: Field, limits: Limits, masks: Masks, best_first: NDArray[np.intp]) -> tuple[Masks, Usage] | None:
+    """The choice with a filter that did not fit, and with fewer of those that it brings back to life; None if no
+    filter fits even so.
+
+    Filters are asleep that are chosen while all they feed, or all that feeds them, is gone: the first layer of a
+    branch whose last one is closed.  They cost nothing, so they are among those that fit; but the first filter that
+    opens the branch again wakes a whole layer, or several.
+    """
+    there, awake = field.flat(masks), field.flat(field.living(masks))
+    asleep = there & ~awake
+    if not asleep.any():
+        return None
+    best: dict[str, int] = {}  # the filters of one layer wake the same ones, so one is asked for all of them
+    for absent in best_first[~there[best_first]]:
+        best.setdefault(field.owner(absent), int(absent))
+    for filter_ in best.values():
+        chosen = there.copy()
+        chosen[filter_] = True
+        woken = asleep & field.flat(field.living(field.masks(chosen)))
+        if not woken.any():
+            continue
+        found = _in_part(field, limits, chosen, _in_turns(field, best_first[woken[best_first]]))
+        if found is not None and field.flat(field.living(found[0]))[filter_]:
+            return found
+    return None
+
+
+def _in_part(
+    field: Field, limits: Limits, chosen: Mask, first_to_last: NDArray[np.intp]
+) -> tuple[Masks, Usage] | None:
+    """The choice with as many of these filters as the limits hold, which do not hold all; None if not even none."""
+    found, least, most = None, -1, len(first_to_last)
+    while most - least > 1:
+        middle = (least + most) // 2
+        fewer = chosen.copy()
+        fewer[first_to_last[middle:]] = False
+        masks, usage = field.costed(fewer)
+        if limits.hold(usage):
+            found, least = (masks, usage), middle
+        else:
+            most = middle
+    return found
+
+
+def _in_turns(field: Field, best_first: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Filters of several layers with every layer having its turn, in proportion to how many it has: a way through
+    all of them is there from the first ones on, also where one of them has all the high scores."""
+    layers = [field.owner(f) for f in best_first]
+    sizes, met = Counter(layers), Counter[str]()
+    turns = []
+    for name in layers:
+        turns.append(met[name] / sizes[name])
+        met[name] += 1
+    return best_first[np.argsort(turns, kind="stable")]
