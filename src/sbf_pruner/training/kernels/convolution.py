@@ -1,8 +1,8 @@
 """A 3x3 convolution with few channels, as one matrix product whose windows overlap in the nearest cache.
 
 A map and a weight enter, in bfloat16 or float16 with the channels last; the map that leaves has the same size.
-Compilers and libraries load what they multiply ahead into shared memory, past the cache beside it: every pixel then
-comes nine times from the cache that all multiprocessors share, and with 16 channels that is all the time there is.
+Compilers load what they multiply ahead into shared memory, past the cache beside it: every pixel then comes nine
+times from the cache that all multiprocessors share, which with 16 channels would explain all the time it takes.
 Here a program loads whole windows through its own cache, in few large steps: a window's weights lie side by side.
 The first call at each shape tries the ways to do it, the library's and the compiler's included, and keeps the
 quickest that agrees with the library.  Needs Triton and a CUDA device.
