@@ -35,7 +35,8 @@ def main() -> int:
     shapes = DENSE if parser.parse_args().dense else DENSE + PADDED + ODD
     torch.backends.cudnn.benchmark = True
     found = [row for shape in shapes for row in rows(shape)]
-    save_result("kernels", {"rows": found}, "cuda")
+    chosen = {"convolution": convolution.CHOICES.told(), "weight_gradient": weight_gradient.CHOICES.told()}
+    save_result("kernels", {"rows": found, "chosen": chosen}, "cuda")
     wrong = [row for row in found if not row["right"]]
     print(f"{len(wrong)} WRONG" if wrong else "all right")
     return int(bool(wrong))
@@ -53,6 +54,8 @@ def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     wanted = F.conv2d(x.double(), weight.double(), padding=1)
     for way in convolution.ways(x, filters):
         yield row(shape, f"convolution {way}", partial(convolution.compute, x, weight, way), wanted, ROUNDED)
+    weight_gradient.weight_gradient(x, dy)  # the training's own choice, told at the end
+    convolution.convolution(x, weight)
 
 
 def row(

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+
+from sbf_pruner.training.kernels.remembered import keep, recall
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are written in Triton")
 SMALL = [
@@ -128,6 +131,36 @@ def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) 
     seconds = {works[name]: float(name in ("trusted", "slow")) for name in works}
     monkeypatch.setattr(quickest, "seconds", seconds.__getitem__)
     assert quickest.quickest(works) == "rounded"
+
+
+def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert recall("which way") is None
+    keep("which way", "(64, 128)")
+    keep("another", "(0, 0)")
+    assert recall("which way") == "(64, 128)" and recall("another") == "(0, 0)"
+    for file in (tmp_path / "sbf_pruner").iterdir():
+        file.write_bytes(b"\xff\xfe broken")
+    assert recall("which way") is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "sbf_pruner" / file.name))  # no folder
+    keep("which way", "(64, 128)")
+    assert recall("which way") is None
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_what_was_quickest_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sbf_pruner.training.kernels import quickest
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, measured = torch.empty(1, 3, 2, 2, device="cuda"), []
+    monkeypatch.setattr(quickest, "quickest", lambda works: measured.append(1) or (2, 2))
+    works = {(1, 1): lambda: x, (2, 2): lambda: x}
+    for _ in range(2):  # two processes
+        assert quickest.Choices((1, 1), __file__).choose(x, 8, works) == (2, 2)
+    assert measured == [1]
+    assert quickest.Choices((1, 1), torch.__file__).choose(x, 8, works) == (2, 2)
+    assert measured == [1, 1]  # other kernels
 
 
 def check_a_step() -> None:

@@ -26,7 +26,7 @@ _SHAPES = 256  # at most that the compiler is asked for: pruned layers have many
 LIBRARY, COMPILED = (0, 0), (1, 0)
 # Pixels of a program, and how much of its windows it takes at once.
 OURS = ((64, 64), (64, 128), (128, 64), (128, 128))
-CHOICES = Choices(LIBRARY)
+CHOICES = Choices(LIBRARY, __file__)
 
 
 @triton.jit

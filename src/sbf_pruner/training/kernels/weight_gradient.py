@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 LIBRARY = Way(0, 0, 0)
-CHOICES = Choices(LIBRARY)
+CHOICES = Choices(LIBRARY, __file__)
 
 
 def ways(x: Tensor, filters: int) -> list[Way]:
