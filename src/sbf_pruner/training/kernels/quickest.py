@@ -1,8 +1,8 @@
 """Which of several ways to compute the same thing is the quickest on this device.
 
 Pieces of work enter, the first of them trusted; the quickest that agrees with it leaves, and is remembered, here
-and for other processes.  A way that cannot be taken here, or that comes to something else, is not taken: a kernel is
-as good as the compiler that made it.
+and for other processes.  A way that cannot be taken here, or that comes to something else, is not taken: a kernel
+is as good as the compiler that made it.
 """
 
 from __future__ import annotations
