@@ -49,7 +49,7 @@ LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "float32_weight_difference": ("most", 1e-3),
     "bfloat16_loss_difference": ("most", 0.03),
 }
-KERNELS = "sbf_pruner.training.kernels"  # imported where there is Triton
+KERNEL = "sbf_pruner.training.kernels.weight_gradient"  # imported where there is Triton
 WAYS = ("filters", "streams", "blocks")  # what goes: single filters, the same ones in a whole stage, whole blocks
 # Mean part of the filters that conv1 and conv2 of a block keep, by stage: about half of the MACs.
 KEPT = {"layer1": (0.62, 0.77), "layer2": (0.54, 0.7), "layer3": (0.65, 0.75)}
@@ -242,10 +242,10 @@ def conv_widths(network: nn.Module) -> dict[str, int]:
     return {pair: pairs.count(pair) for pair in sorted(set(pairs))}
 
 
-def chosen_ways() -> dict[str, dict[str, str]]:
-    """How convolutions and weight gradients are computed, where kernels of ours compete."""
-    kernels = {name: sys.modules.get(f"{KERNELS}.{name}") for name in ("convolution", "weight_gradient")}
-    return {name: module.CHOICES.told() for name, module in kernels.items() if module is not None}
+def chosen_ways() -> dict[str, str]:
+    """How weight gradients are computed, where our kernel competes."""
+    kernel = sys.modules.get(KERNEL)
+    return {} if kernel is None else kernel.CHOICES.told()
 
 
 def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> Batches:

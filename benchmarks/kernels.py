@@ -1,4 +1,4 @@
-"""The kernels of our own against the library's and the compiler's: right at every shape, and how fast each way is.
+"""The kernel of our own against the library's: right at every shape, and how fast each way is.
 
 For a machine with a GPU and Triton, without test tools.  The shapes are those of a CIFAR ResNet at batch 256,
 dense and padded, and some odd ones that only masks get right; every shape and way is compiled, which takes minutes
@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from saving import save_result
 from torch import Tensor
 
-from sbf_pruner.training.kernels import convolution, weight_gradient
+from sbf_pruner.training.kernels import weight_gradient
 from sbf_pruner.training.kernels.quickest import seconds
 
 DENSE = [(256, 3, 16, 32, 32), (256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8)]
@@ -35,8 +34,7 @@ def main() -> int:
     shapes = DENSE if parser.parse_args().dense else DENSE + PADDED + ODD
     torch.backends.cudnn.benchmark = True
     found = [row for shape in shapes for row in rows(shape)]
-    chosen = {"convolution": convolution.CHOICES.told(), "weight_gradient": weight_gradient.CHOICES.told()}
-    save_result("kernels", {"rows": found, "chosen": chosen}, "cuda")
+    save_result("kernels", {"rows": found, "chosen": weight_gradient.CHOICES.told()}, "cuda")
     wrong = [row for row in found if not row["right"]]
     print(f"{len(wrong)} WRONG" if wrong else "all right")
     return int(bool(wrong))
@@ -46,16 +44,11 @@ def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """How right and how quick each way is at a shape."""
     images, channels, filters, height, width = shape
     x, dy = (made_up(images, count, height, width) for count in (channels, filters))
-    weight = made_up(filters, channels, 3, 3)
     wanted = expected(x, dy)
     for way in weight_gradient.ways(x, filters):
         limit = ROUNDED if way == weight_gradient.LIBRARY else EXACT
         yield row(shape, f"gradient {tuple(way)}", partial(weight_gradient.compute, x, dy, way), wanted, limit)
-    wanted = F.conv2d(x.double(), weight.double(), padding=1)
-    for way in convolution.ways(x, filters):
-        yield row(shape, f"convolution {way}", partial(convolution.compute, x, weight, way), wanted, ROUNDED)
     weight_gradient.weight_gradient(x, dy)  # the training's own choice, told at the end
-    convolution.convolution(x, weight)
 
 
 def row(

@@ -162,12 +162,13 @@ def test_the_kernels_agree_with_pytorch_on_a_gpu(
     norm = a_norm(nn.BatchNorm2d, torch.float32, affine=affine).cuda()
     x = torch.randn(16, 5, 9, 9, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    expected = gradients(copy.deepcopy(norm).eval(), x)
+    output = copy.deepcopy(norm).eval()(x)
+    exact = gradients(copy.deepcopy(norm).double().eval(), x.double())  # PyTorch's own are rounded on the way
     frozen.freeze(norm)
     found = gradients(norm, x)
-    assert torch.equal(found[0], expected[0]) and found[1].stride() == x.stride()
-    torch.testing.assert_close(found[1], expected[1])
-    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[0], output) and found[1].stride() == x.stride()
+    torch.testing.assert_close(found[1], exact[1].to(dtype))
+    torch.testing.assert_close(found[2:], [each.float() for each in exact[2:]], rtol=1e-4, atol=1e-3)
 
 
 def a_network() -> nn.Module:

@@ -1,4 +1,4 @@
-"""The kernels of our own against what they stand for: on a GPU, and by Triton's interpreter where there is none."""
+"""The kernel of our own against what it stands for: on a GPU, and by Triton's interpreter where there is none."""
 
 from __future__ import annotations
 
@@ -56,34 +56,15 @@ def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dty
             assert torch.equal(found, ours.compute(x, dy, way)), f"{way} is not deterministic"
 
 
-def check_convolutions(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
-    from sbf_pruner.training.kernels import convolution as ours
-
-    x, weight = maps(shape, device, dtype)[0], weights(shape, device, dtype)
-    wanted = torch.nn.functional.conv2d(x.double(), weight.double(), padding=1)
-    for way in ours.ways(x, shape[2]) if device == "cuda" else ours.OURS:
-        found = ours.compute(x, weight, way)
-        assert found.shape == wanted.shape and found.is_contiguous(memory_format=torch.channels_last)
-        error = float((found - wanted).norm() / wanted.norm())
-        assert error < (5e-3 if dtype == torch.bfloat16 else 1e-6), way  # the result is rounded
-
-
-def weights(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
-    made = torch.randn(shape[2], shape[1], 3, 3, device=device, dtype=dtype)
-    return made.contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_way_gives_the_same(shape: tuple[int, ...]) -> None:
-    from sbf_pruner.training.kernels import convolution, weight_gradient
+    from sbf_pruner.training.kernels import weight_gradient
 
     check_weight_gradients(shape, "cuda", torch.bfloat16)
-    check_convolutions(shape, "cuda", torch.bfloat16)
-    (x, dy), weight = maps(shape, "cuda", torch.bfloat16), weights(shape, "cuda", torch.bfloat16)
-    for operator, inputs in ((weight_gradient.weight_gradient, (x, dy)), (convolution.convolution, (x, weight))):
-        torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+    inputs = maps(shape, "cuda", torch.bfloat16)
+    torch.library.opcheck(weight_gradient.weight_gradient, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
 def interpreter_works() -> bool:
@@ -98,18 +79,17 @@ def interpreter_works() -> bool:
 
 @needs_triton
 @pytest.mark.skipif(not interpreter_works(), reason="Triton's interpreter needs an older NumPy")
-def test_the_kernels_are_right_where_they_are_interpreted() -> None:
+def test_the_kernel_is_right_where_it_is_interpreted() -> None:
     interpreted = subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"})
     assert interpreted.returncode == 0
 
 
 @needs_triton
-def test_what_is_too_large_for_the_kernels_is_left_to_the_library() -> None:
-    from sbf_pruner.training.kernels import convolution, weight_gradient
+def test_what_is_too_large_for_the_kernel_is_left_to_the_library() -> None:
+    from sbf_pruner.training.kernels import weight_gradient
 
     wide, many = torch.empty(2, 256, 8, 8, device="meta"), torch.empty(2**14, 64, 64, 64, device="meta")
     for x, filters in ((wide, 64), (wide, 256), (many, 16), (many[:, :16], 64)):
-        assert convolution.ways(x, filters) == [convolution.LIBRARY, convolution.COMPILED]
         assert weight_gradient.ways(x, 256 if x is wide else filters) == [weight_gradient.LIBRARY]
 
 
@@ -164,9 +144,9 @@ def test_what_was_quickest_is_not_measured_again(tmp_path: Path, monkeypatch: py
 
 
 def check_a_step() -> None:
-    """A network trained through the kernels has the gradients of one that is not, traced or not."""
+    """A network trained through the kernel has the gradients of one that is not, traced or not."""
     from sbf_pruner.training import convolutions
-    from sbf_pruner.training.kernels import convolution, quickest, weight_gradient
+    from sbf_pruner.training.kernels import quickest, weight_gradient
 
     quickest.quickest = lambda works: list(works)[-1]  # the last is always one of ours
     convolutions._has_kernel = lambda module, dtype: True
@@ -183,11 +163,10 @@ def check_a_step() -> None:
         with convolutions.TunableConvolutions(model, torch.float32):
             for found, expected in zip(torch.autograd.grad(work(), list(model.parameters())), wanted, strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert convolution.CHOICES.told() and weight_gradient.CHOICES.told()
+    assert weight_gradient.CHOICES.told()
 
 
 if __name__ == "__main__":
     for each in SMALL:
         check_weight_gradients(each, "cpu", torch.float32)
-        check_convolutions(each, "cpu", torch.float32)
     check_a_step()

@@ -101,7 +101,7 @@ class _Frozen(torch.autograd.Function):
     ) -> Tensor:
         summed = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if summed else None, weight, mean, var)
-        ctx.eps = eps
+        ctx.eps, ctx.format = eps, memory_format(x)
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -111,9 +111,8 @@ class _Frozen(torch.autograd.Function):
         of_x, of_weight, of_bias = None, None, None
         accurate = torch.promote_types(gradient.dtype, torch.float32)
         mean, deviations = mean.to(accurate), (var.to(accurate) + ctx.eps).rsqrt()
+        gradient = gradient.contiguous(memory_format=ctx.format)  # as the map lies, which those before it lie like
         if x is not None:
-            if gradient.stride() != x.stride():  # the kernels are slow where the two lie differently
-                gradient = torch.empty_like(x).copy_(gradient)
             of_weight, of_bias = _sums(gradient, x, mean, deviations, weight)
         if ctx.needs_input_grad[0]:
             of_x = _scaled(gradient, deviations, weight)

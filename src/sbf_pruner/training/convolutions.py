@@ -4,14 +4,12 @@ The gradient of the input of a convolution with stride 1 is itself a convolution
 and the channels exchanged.  Written so, the compiler tunes it like any forward, where the library's own kernel
 for it is made for many more channels than a CIFAR network has.  The weights in the type the device computes
 in, as they are and turned, are made for all layers at once by two kernels a step: one at a time, 55 layers
-spend more on starting kernels than on the work.  Where there is Triton, kernels of ours take part in steps that
-train weights, wherever they are the quicker ones; in steps that train scores the compiler fuses its own with what
-follows them.
+spend more on starting kernels than on the work.  Where there is Triton, a kernel of ours computes the gradients of
+weights, wherever it is the quicker one.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,7 +39,7 @@ class TunableConvolutions:
         self._turned = torch.zeros(size, dtype=dtype, device=device)
         places = torch.zeros(size, dtype=torch.int64)
         self._casts: list[Tensor] = []
-        self._forwards = []
+        self._tuned: list[_Tuned] = []
         for module, weight, start in zip(self.modules, weights, starts, strict=True):
             filters, channels, height, width = weight.shape
             part = slice(start, start + weight.numel())
@@ -51,12 +49,12 @@ class TunableConvolutions:
             numbers = torch.arange(part.start, part.stop).view(filters, height, width, channels)
             places[part] = numbers.flip(1, 2).permute(3, 1, 2, 0).reshape(-1)
             self._casts.append(cast)
-            self._forwards.append(partial(_forward, module, cast, turned, _has_kernel(module, dtype)))
+            self._tuned.append(_Tuned(module, cast, turned, _has_kernel(module, dtype)))
         self._places = places.to(device)
 
     def __enter__(self) -> TunableConvolutions:
-        for module, forward in zip(self.modules, self._forwards, strict=True):
-            module.__dict__["forward"] = forward
+        for module, tuned in zip(self.modules, self._tuned, strict=True):
+            module.__dict__["forward"] = tuned.forward
         self.refresh()
         return self
 
@@ -72,14 +70,31 @@ class TunableConvolutions:
             torch.index_select(self._plain, 0, self._places, out=self._turned)
 
 
+class _Tuned:
+    """What stands for one convolution's forward.
+
+    A partial function would do, but a compiler writes down what it relies on, and would print the tensors with it,
+    row by row from the device.
+    """
+
+    def __init__(self, module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool) -> None:
+        self.module, self.cast, self.turned, self.kernel = module, cast, turned, kernel
+        self.padding = int(module.padding[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = x.to(self.cast.dtype), self.module.weight
+        result: Tensor = _Convolution.apply(x, weight, self.cast, self.turned, self.padding, self.kernel)
+        return result
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, ours: bool
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, kernel: bool
     ) -> Tensor:
         ctx.save_for_backward(x, cast, turned)
-        ctx.padding, ctx.ours, ctx.dtype = padding, ours, weight.dtype
-        return _convolved(x, cast, padding, ours)
+        ctx.padding, ctx.kernel, ctx.dtype = padding, kernel, weight.dtype
+        return F.conv2d(x, cast, None, 1, padding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,9 +102,9 @@ class _Convolution(torch.autograd.Function):
         x, cast, turned = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = _convolved(gradient, turned, cast.shape[2] - 1 - ctx.padding, ctx.ours)
+            of_input = F.conv2d(gradient, turned, None, 1, cast.shape[2] - 1 - ctx.padding)
         if ctx.needs_input_grad[1]:
-            if ctx.ours:
+            if ctx.kernel:
                 of_weight = torch.ops.sbf_pruner.weight_gradient(x, gradient)
             else:
                 sides, wanted = [ctx.padding, ctx.padding], [False, True, False]
@@ -98,15 +113,6 @@ class _Convolution(torch.autograd.Function):
                 )[1]
             of_weight = of_weight.to(ctx.dtype)
         return of_input, of_weight, None, None, None, None
-
-
-def _convolved(x: Tensor, weight: Tensor, padding: int, ours: bool) -> Tensor:
-    return torch.ops.sbf_pruner.convolution(x, weight) if ours else F.conv2d(x, weight, None, 1, padding)
-
-
-def _forward(module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool, x: Tensor) -> Tensor:
-    ours = kernel and module.weight.requires_grad
-    return _Convolution.apply(x.to(cast.dtype), module.weight, cast, turned, int(module.padding[0]), ours)
 
 
 def _suits(module: nn.Conv2d) -> bool:
@@ -124,7 +130,6 @@ def _suits(module: nn.Conv2d) -> bool:
 def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
     if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
         return False
-    # They register the operators; there is no Triton elsewhere.
-    from .kernels import convolution, weight_gradient  # noqa: F401
+    from .kernels import weight_gradient  # noqa: F401 (registers the operator; there is no Triton elsewhere)
 
     return module.kernel_size == (3, 3) and module.padding == (1, 1)

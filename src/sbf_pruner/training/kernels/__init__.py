@@ -1,1 +1,1 @@
-"""Kernels of our own, for what compilers and libraries do slowly with few channels; they need Triton and CUDA."""
+"""A kernel of our own, for what libraries do slowly with few channels, and who chooses it; for Triton and CUDA."""

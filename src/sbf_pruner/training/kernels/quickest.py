@@ -27,11 +27,6 @@ _IMPOSSIBLE = (RuntimeError, triton.TritonError)  # too few registers here, or t
 _HEAD_START = 10_000_000  # cycles the device idles while the host lines up what is timed: it is slower to launch
 
 
-def small_enough(x: Tensor, filters: int) -> bool:
-    """Do places in a layer's maps fit the 32 bits that our kernels count with?"""
-    return max(x.shape[1], filters) * (x.numel() // x.shape[1]) < 2**31
-
-
 class Choices(Generic[Way]):
     """What was found to be quickest, for each size and type of a layer's map and each number of its filters.
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quickest import Choices, small_enough
+from .quickest import Choices
 
 _LARGEST = 128 * 128  # numbers of the product that a program can hold in registers
 _SMALL = 64 * 64  # so many need only half of the registers
@@ -49,7 +49,7 @@ def ways(x: Tensor, filters: int) -> list[Way]:
     overlap hit, and needs more programs that wait in turns.
     """
     whole, row = (_product(rows, x.shape[1], filters) for rows in (3, 1))
-    if row > _LARGEST or not small_enough(x, filters):
+    if row > _LARGEST or not _small_enough(x, filters):
         return [LIBRARY]
     if whole > _LARGEST:
         return [LIBRARY, Way(1, 1, 1), Way(1, 3, 1)]
@@ -153,6 +153,11 @@ def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
 def _product(rows: int, channels: int, filters: int) -> int:
     """How many numbers the product of a program has."""
     return _tile(channels) * (4 if rows == 3 else 1) * 4 * _tile(filters)
+
+
+def _small_enough(x: Tensor, filters: int) -> bool:
+    """Do places in a layer's maps fit the 32 bits that the kernel counts with?"""
+    return max(x.shape[1], filters) * (x.numel() // x.shape[1]) < 2**31
 
 
 def _multiprocessors(x: Tensor) -> int:
