@@ -20,6 +20,15 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def untuned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a test is about what a step computes; trying every kernel for it takes minutes."""
+    if request.node.get_closest_marker("gpu"):
+        from sbf_pruner.training import captured
+
+        monkeypatch.setitem(captured.OPTIONS, "max_autotune", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whoever asks for the tests of a GPU on a machine without one is told so."""
     if not torch.cuda.is_available():
