@@ -51,13 +51,13 @@ def test_no_convolution():
 
 
 def test_not_a_model():
-    with says(PruningError, "a model is an nn.Module, not function"):
+    with says(PruningError, "a model is an nn.Module, not function; pass the network itself"):
         trace(says, IMAGE)
 
 
 @pytest.mark.parametrize("takes", [trace, Pruner, measure, lambda model, x: extract(model, x, Plan({}))])
 def test_a_class_or_a_number_in_the_place_of_a_model(takes):
-    with says(PruningError, "a model is an nn.Module, not int"):
+    with says(PruningError, "a model is an nn.Module, not int; pass the network itself"):
         takes(3, IMAGE)
     with says(PruningError, "a model is an nn.Module, not the class of one; make one first: ReadsItsLayer(...)"):
         takes(ReadsItsLayer, IMAGE)
@@ -450,7 +450,7 @@ def test_a_file_in_the_place_of_a_folder(place, tmp_path):
 
 
 def test_no_model_to_save(tmp_path):
-    with says(PruningError, "a model is an nn.Module, not dict"):
+    with says(PruningError, "a model is an nn.Module, not dict; pass the network itself"):
         save(dict(plain()[0].state_dict()), tmp_path / "held")
     assert not (tmp_path / "held").exists()
 

@@ -29,7 +29,7 @@ def check_model(model: object) -> None:
         name = model.__name__
         raise PruningError(f"a model is an nn.Module, not the class of one; make one first: {name}(...)")
     if not isinstance(model, nn.Module):
-        raise PruningError(f"a model is an nn.Module, not {type(model).__name__}")
+        raise PruningError(f"a model is an nn.Module, not {type(model).__name__}; pass the network itself")
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
