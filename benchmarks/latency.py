@@ -63,10 +63,7 @@ def to_target(model: LatencyModel, pairs: Pairs, share: float, args: argparse.Na
     chosen = choose_way(graph, clock, budget, Guards())
     pruner = Pruner(network, example, budget=budget, clock=clock, graph=graph, **coupling(chosen.way))
     scores = made_up(graph, pruner.aim.guards)
-    with torch.no_grad():
-        for name, span in pruner.gates.spans.items():
-            pruner.gates.soft[span] = torch.from_numpy(scores[name]).float()
-    pruner.land()
+    pruner.rank(scores)
     timed = Timed(clock, chosen)
 
     def ratio(plan: Plan) -> float:

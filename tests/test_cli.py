@@ -159,6 +159,17 @@ def test_resuming_a_finished_run_says_so(here: Path, capsys: pytest.CaptureFixtu
     assert said == f"runs/tiny-seed0 was finished already; nothing was trained\n\n{first}"
 
 
+def test_a_time_that_was_missed_is_a_code_of_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.toml", "--quiet"]) == 0
+    path = here / "runs/tiny-seed0/summary.json"
+    asked = {"asked": 0.5, "foretold": 0.5, "runtime": "torch", "batch": 1, "way": "filters"}
+    for measured, code in ((0.52, 0), (0.6, 1), (None, 0)):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"latency": {**asked, "measured": measured}}))
+        for words in ([], ["--json"]):
+            assert main(["run", "tiny.toml", "--quiet", "--resume", *words]) == code
+    assert "missed by 20%" in capsys.readouterr().out
+
+
 def test_force_starts_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml", "--quiet"]) == 0
     assert main(["run", "tiny.toml", "--quiet", "--force", "--set", "phases.cycles=1"]) == 0

@@ -1,8 +1,8 @@
 """The `sbf` command: parsing and printing, nothing else.
 
-Arguments enter; text and an exit code leave: 0 success, 1 a run that failed for reasons outside its input,
-2 anything the user can repair (one sentence on stderr), 130 an interrupt.  torch is imported only once there
-is work for it, so `sbf --help` answers at once.
+Arguments enter; text and an exit code leave: 0 success, 1 a time that was asked for and missed, or a run that
+failed for reasons outside its input, 2 anything the user can repair (one sentence on stderr), 130 an interrupt.
+torch is imported only once there is work for it, so `sbf --help` answers at once.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     recipe = _recipe(arguments)  # before anything is imported that takes its time
 
+    from .budget.targets import is_missed
     from .terminal.lines import summary_lines
     from .terminal.progress import progress, told, watched
     from .training.finished import build_dense
@@ -100,16 +101,18 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         hint = f"; go on with: {again(given)}" if folder.begun else ""
         print(f"sbf: stopped{hint}", file=sys.stderr)
         return 130
+    time = result.summary.get("latency")
+    code = int(time is not None and is_missed(time["asked"], time["measured"]))
     if arguments.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
-        return 0
+        return code
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
     lines = summary_lines(result.summary, os.fspath(result.folder), scored=recipe.phases.cycles > 0)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
-    return 0
+    return code
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -239,18 +240,24 @@ class _Surgeon:
         return None if source == list(range(width)) else Remap(source, edge.dim, width)
 
     def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
+        self._settle(swaps.values())
         if id(self.small) in swaps:
             return swaps[id(self.small)]
         for parent in list(self.modules.values()):
             for name, child in parent._modules.items():
                 if child is not None and id(child) in swaps:
                     parent._modules[name] = swaps[id(child)]
-        device = next((p.device for p in self.small.parameters()), None)
-        if device is not None:
-            for module in swaps.values():
-                module.to(device)
         _call_what_was_changed(self.small)
         return self.small
+
+    def _settle(self, put_in: Iterable[nn.Module]) -> None:
+        """Move remaps, which alone are new, to the device of the module they stand beside."""
+        first = next(self.small.parameters(), torch.empty(0))
+        for module in put_in:
+            device = next(module.parameters(), first).device
+            for inner in module.modules():
+                if isinstance(inner, Remap):
+                    inner.to(device)
 
 
 def _call_what_was_changed(network: nn.Module) -> None:

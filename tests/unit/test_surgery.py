@@ -250,6 +250,16 @@ def test_a_layer_that_is_the_whole_model_is_left_alone():
         extract(nn.Conv2d(3, 4, 1), IMAGE, Plan({"(model)": [0]}))
 
 
+def test_what_is_put_in_goes_to_the_device_of_its_neighbour():
+    model, inputs = ZOO["Residual"]()
+    model.elsewhere = nn.Parameter(torch.empty(3, device="meta"))  # the first of all, on another device
+    small = extract(model, inputs, Plan({"3.conv2": [0, 1], "4.conv2": [2, 3]}))
+    remaps = [m for m in small.modules() if isinstance(m, Remap)]
+    assert remaps and all(held.device.type == "cpu" for remap in remaps for held in remap.buffers())
+    assert all(p.device.type == ("meta" if n == "elsewhere" else "cpu") for n, p in small.named_parameters())
+    assert small.eval()(inputs).isfinite().all()
+
+
 def test_pruning_again_unwraps_what_the_first_time_put_in():
     model, inputs = ZOO["Residual"]()
     first = Plan({"3.conv2": [0, 1], "4.conv2": [2, 3], "0": [0, 4]})

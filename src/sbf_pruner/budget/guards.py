@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import numpy as np
@@ -172,13 +172,8 @@ def whole_branches(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple
     return tuple(dict.fromkeys(found.values()))
 
 
-def matching(names: Iterable[str], pattern: str) -> tuple[str, ...]:
-    """The names that a pattern with * and ? matches."""
-    return tuple(name for name in names if fnmatch(name, pattern))
-
-
 def _matching(graph: ChannelGraph, pattern: str) -> tuple[str, ...]:
-    group = matching(graph.layers, pattern)
+    group = tuple(name for name in graph.layers if fnmatchcase(name, pattern))
     if len(group) < 2:
         raise PruningError(f"couple: {pattern!r} matches {len(group)} layers that can be pruned; two are needed")
     widths = {graph.layers[name].filters for name in group}

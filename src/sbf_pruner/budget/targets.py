@@ -19,11 +19,17 @@ MICROSECONDS = 1e6  # what a time above 1 is counted in, so that none is taken f
 MISSED = 0.05  # of the time asked for: a network that is further off is told of
 POINT = 0.01  # of the whole: nearer than this a target counts as met without waste
 
+
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 _NUMBER = r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
 _WRITTEN = re.compile(_NUMBER + r"\s*(%|[kmg]?i?)(b?)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\N{MICRO SIGN}s": 1e-6, "\N{GREEK SMALL LETTER MU}s": 1e-6}
 _TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
+
+
+def is_missed(asked: float, measured: float | None) -> bool:
+    """Did a network that was measured, if it was, take clearly longer than was asked for?"""
+    return measured is not None and measured > (1 + MISSED) * asked
 
 
 @dataclass(frozen=True, init=False)

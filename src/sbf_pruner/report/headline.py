@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
-from ..budget.targets import MISSED
+from ..budget.targets import is_missed
 from ..methods import OWN
 from .course import STAGES
 from .data import Run
@@ -150,7 +150,7 @@ def _timed(run: Run) -> list[str]:
     label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
     value = DASH if share is None else percent(100 * share, 1)
     elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
-    late = run.time["measured"] is not None and run.time["measured"] > (1 + MISSED) * run.time["asked"]
+    late = is_missed(run.time["asked"], run.time["measured"])
     was = f"{where(run.time)} · {run.time['way']}{elsewhere}"
     return [_card(label, value, was, f"{how}, missed" if late else how, share, False if late else None)]
 

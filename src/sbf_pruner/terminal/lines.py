@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..budget.targets import MISSED
+from ..budget.targets import is_missed
 from ..figures import rounded
 from ..methods import OWN, told
 from ..overview import some
@@ -66,8 +66,8 @@ def _timed(latency: Mapping[str, Any]) -> str:
         found = f"{share(latency['foretold'])} foretold, not measured (another machine, or no such runtime here)"
     else:
         found = f"{share(latency['measured'])} measured beside the dense one"
-        off = latency["measured"] / latency["asked"] - 1
-        if off > MISSED:
+        if is_missed(latency["asked"], latency["measured"]):
+            off = latency["measured"] / latency["asked"] - 1
             found += f" (missed by {share(off, 0)}; if the machine was busy, `sbf bench` times it again)"
     way = f"; way: {latency['way']}"
     asked = f"{share(latency['asked'])} in {latency['runtime']}, batch {latency['batch']}"
