@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saving import RESULTS, save_result
+from saving import held, held_runs, save_result
 from targets import AIMED
 
 import sbf_pruner as sbf
@@ -24,29 +24,25 @@ SEEDS = (0, 1, 2)
 
 
 def main() -> int:
-    path = RESULTS / "methods.json"
-    runs: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["runs"] if path.is_file() else []
+    runs = held_runs("methods")
     for share in SHARES:
         recipe = sbf.Recipe.load("digits", [*AIMED, f"budget.macs={share}"])
         for seed in SEEDS:
-            if all(_held(runs, share, seed, method) for method in (OWN, *METHODS)):
+            asked = {method: {"share": share, "seed": seed, "method": method} for method in (OWN, *METHODS)}
+            if all(held(runs, what) for what in asked.values()):
                 continue
             with tempfile.TemporaryDirectory() as folder:  # the first of a seed trains what the others share
                 for entrant in enter(recipe, [OWN, *METHODS], [seed], Path(folder)):
-                    if entrant.method != OWN and _held(runs, share, seed, entrant.method):
+                    before = held(runs, asked[entrant.method])
+                    if entrant.method != OWN and before is not None:
                         continue
                     summary = entrant.run().summary
-                    runs = [run for run in runs if run is not _held(runs, share, seed, entrant.method)]
-                    runs.append({"share": share, "seed": seed, "method": entrant.method, **_figures(summary)})
+                    runs = [run for run in runs if run is not before]
+                    runs.append({**asked[entrant.method], **_figures(summary)})
                     print(json.dumps(runs[-1]), flush=True)
                     figures = {"runs": runs, "recipe": recipe.to_dict(), "environment": summary["environment"]}
                     save_result("methods", figures)
     return 0
-
-
-def _held(runs: list[dict[str, Any]], share: float, seed: int, method: str) -> dict[str, Any] | None:
-    asked = {"share": share, "seed": seed, "method": method}
-    return next((run for run in runs if asked.items() <= run.items()), None)
 
 
 def _figures(summary: dict[str, Any]) -> dict[str, Any]:

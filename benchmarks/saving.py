@@ -28,6 +28,17 @@ def save_result(name: str, figures: dict[str, Any], device: str = "cpu") -> Path
     return path
 
 
+def held_runs(name: str) -> list[dict[str, Any]]:
+    """The runs that a benchmark has saved so far."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text("utf-8"))["runs"] if path.is_file() else []
+
+
+def held(runs: list[dict[str, Any]], what: dict[str, Any]) -> dict[str, Any] | None:
+    """The run that was asked for so, if it is there."""
+    return next((run for run in runs if what.items() <= run.items()), None)
+
+
 def origin(result: dict[str, Any]) -> list[str]:
     """The line under a table that says which run it shows."""
     machine = result["environment"]

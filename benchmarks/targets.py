@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-from saving import RESULTS, save_result
+from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
 from sbf_pruner.training.finished import build_dense
@@ -25,8 +25,7 @@ POINT = 0.01
 
 
 def main() -> int:
-    path = RESULTS / "targets.json"
-    runs: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["runs"] if path.is_file() else []
+    runs = held_runs("targets")
     asked = [(key, share, seed) for key in ("macs", "params") for share in SHARES for seed in SEEDS]
     for key, share, seed in asked:
         _make(runs, {"kind": "target", "of": key, "share": share, "seed": seed}, [f"budget.{key}={share}", *AIMED])
@@ -47,9 +46,8 @@ def main() -> int:
 
 
 def _make(runs: list[dict[str, Any]], what: dict[str, Any], sets: list[str]) -> dict[str, Any]:
-    for run in runs:
-        if all(run.get(key) == value for key, value in what.items()):
-            return run
+    if (run := held(runs, what)) is not None:
+        return run
     recipe = sbf.Recipe.load("digits", ["dense_control=false", f"seed={what['seed']}", *sets])
     with tempfile.TemporaryDirectory() as folder:
         summary = sbf.fit(build_dense(recipe), recipe, run=f"{folder}/run").summary

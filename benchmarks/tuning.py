@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saving import RESULTS, save_result
+from saving import held, held_runs, save_result
 from targets import AIMED
 
 import sbf_pruner as sbf
@@ -27,13 +27,12 @@ RECIPE = ["model.name=resnet32", "warmup.lr=0.02", "finetune.lr=0.02", "phases.w
 
 
 def main() -> int:
-    path = RESULTS / "tuning.json"
-    runs: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["runs"] if path.is_file() else []
+    runs = held_runs("tuning")
     for seed in SEEDS:
         for share in SHARES:
             for batches in BATCHES:
                 what = {"share": share, "batches": batches, "seed": seed}
-                if any(what.items() <= run.items() for run in runs):
+                if held(runs, what) is not None:
                     continue
                 figures, recipe, environment = measured(what)
                 runs.append(what | figures)

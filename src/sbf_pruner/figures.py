@@ -1,10 +1,12 @@
-"""Percentages that do not round to a lie.  A number enters, its text leaves.
+"""Percentages that do not round to a lie, and lists that do not run on.  Numbers or names enter, text leaves.
 
 What holds: nothing is written as 0 or 100 that is not, so that no reader takes a little for nothing, or nearly all
 for all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _MOST_DIGITS = 12
 
@@ -22,3 +24,13 @@ def rounded(percentage: float, digits: int = 1) -> str:
         if float(said) == percentage or abs(float(said)) not in (0, 100):
             return said
     return f"{percentage:.1g}" if abs(percentage) < 1 else f"{percentage:.{digits}f}"
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

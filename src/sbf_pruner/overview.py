@@ -7,7 +7,6 @@ docs/inspect.md says what every key means.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,16 +85,6 @@ def inspect(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = 
         "groups": [{"meet": list(group.meet), "layers": list(group.layers)} for group in relations.groups],
     }
     return Inspection(graph, relations, facts)
-
-
-def some(names: Sequence[str], most: int) -> str:
-    """The first few names, and how many more there are.
-
-    >>> some(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 class _Describer:

@@ -194,7 +194,9 @@ def test_importance_goes_back_through_absolute_weights() -> None:
         last = infinite_selection(net[:-1](IMAGES))
     second = net[3].weight.detach().abs()[:, :, 0, 0]
     expected = {"0": second.T @ last, "3": last}
-    for name, values in propagated(subject).items():
+    found = propagated(subject)
+    assert set(found) == set(expected)
+    for name, values in found.items():
         assert values == pytest.approx((expected[name] / expected[name].mean()).numpy())
 
 

@@ -170,7 +170,9 @@ def test_layers_are_looked_at_in_portions_with_the_same_result(monkeypatch: pyte
     subject = subject_of(chain(), IMAGES)
     whole = taken_back(subject)
     monkeypatch.setattr("sbf_pruner.methods.discrimination.AT_ONCE", 1)
-    for layer, values in taken_back(subject).items():
+    portions = taken_back(subject)
+    assert whole and set(portions) == set(whole)
+    for layer, values in portions.items():
         assert np.array_equal(values, whole[layer])
 
 

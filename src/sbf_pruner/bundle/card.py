@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..deploy.choose import SMALLEST
-from ..figures import rounded
-from ..overview import some
+from ..figures import rounded, some
 from ..training.finished import FinishedRun
 
 _LISTED = 30  # classes that the card names

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..figures import rounded
+from ..figures import rounded, some
 from ..graph.nodes import Elementwise, Map, Node, Opaque
 from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY
 from ..graph.weighted import Contract, Norm
-from ..overview import Inspection, some
+from ..overview import Inspection
 
 LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"
 INPUT, OUTPUT, GATE, JOINT, OPAQUE = "input", "output", "gate", "joint", "opaque"

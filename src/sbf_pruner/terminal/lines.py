@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..budget.targets import is_missed
-from ..figures import rounded
+from ..figures import rounded, some
 from ..methods import OWN, told
-from ..overview import some
 from .tables import boxed, change, percent, share, table
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
-from ..overview import some
+from ..figures import some
 from .cifar import load_cifar10
 from .sections import DataConfig
 
