@@ -64,8 +64,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     recipe = _recipe(arguments)  # before anything is imported that takes its time
 
-    from .budget.targets import is_missed
-    from .terminal.lines import summary_lines
+    from .terminal.lines import exit_code, summary_lines
     from .terminal.progress import progress, told, watched
     from .training.finished import build_dense
     from .training.folder import RunFolder
@@ -101,18 +100,16 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         hint = f"; go on with: {again(given)}" if folder.begun else ""
         print(f"sbf: stopped{hint}", file=sys.stderr)
         return 130
-    time = result.summary.get("latency")
-    code = int(time is not None and is_missed(time["asked"], time["measured"]))
     if arguments.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
-        return code
+        return exit_code(result.summary)
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
     lines = summary_lines(result.summary, os.fspath(result.folder), scored=recipe.phases.cycles > 0)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
-    return code
+    return exit_code(result.summary)
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:

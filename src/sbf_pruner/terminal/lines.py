@@ -59,6 +59,12 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     return lines
 
 
+def exit_code(summary: Mapping[str, Any]) -> int:
+    """What a finished run ends its command with: 1 where a time was asked for and missed."""
+    latency = summary.get("latency")
+    return int(latency is not None and is_missed(latency["asked"], latency["measured"]))
+
+
 def _timed(latency: Mapping[str, Any]) -> str:
     """What became of a target for the time."""
     if latency["measured"] is None:
