@@ -170,6 +170,14 @@ def test_a_time_that_was_missed_is_a_code_of_its_own(here: Path, capsys: pytest.
     assert "missed by 20%" in capsys.readouterr().out
 
 
+def test_the_help_of_run_names_what_there_is_to_choose_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    said = capsys.readouterr().out
+    assert "how the learning rate falls (cosine, or step, constant)" in said
+    assert "finetune.weight_decay float        weight decay (0.0005)" in said
+
+
 def test_force_starts_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml", "--quiet"]) == 0
     assert main(["run", "tiny.toml", "--quiet", "--force", "--set", "phases.cycles=1"]) == 0

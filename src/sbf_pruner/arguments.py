@@ -237,7 +237,9 @@ class _Parser(argparse.ArgumentParser):
         lines = [f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"]
         for key, setting in settings().items():
             default = "required" if setting.default is None else setting.default
-            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default})\n")
+            others = [choice for choice in setting.choices if choice != default]
+            also = f", or {', '.join(others)}" if others else ""
+            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default}{also})\n")
         return text + "".join(lines)
 
 

@@ -29,7 +29,7 @@ KIND_NAMES: dict[Any, str] = {
 
 
 class Setting(NamedTuple):
-    """All there is to tell about one key: its type, its default (None: required), its bounds, its meaning."""
+    """All there is to tell about one key: its type, its default (None: required), its choices, its meaning."""
 
     kind: str
     default: Any
