@@ -450,7 +450,7 @@ def test_bad_data_is_one_sentence_and_2(
     def offline(*given: Any, **named: Any) -> None:
         raise OSError("no network in tests")
 
-    monkeypatch.setattr("sbf_pruner.training.fetch.urlopen", offline)
+    monkeypatch.setattr("sbf_pruner.cifar.fetch.urlopen", offline)
     monkeypatch.setenv("SBF_DATA", str(here / "target"))
     monkeypatch.setenv("PATH", "")
     (here / "x.tar.gz").write_bytes(b"not an archive")

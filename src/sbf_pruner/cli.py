@@ -187,8 +187,8 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         hint = nearest(arguments.name, ["cifar10"])
         raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
 
+    from .cifar.prepared import data_folders, default_folder, prepare_cifar10
     from .terminal.progress import transfer
-    from .training.cifar import data_folders, default_folder, prepare_cifar10
 
     target = Path(arguments.to).expanduser() if arguments.to else default_folder()
     with transfer(quiet=arguments.quiet) as report:

