@@ -29,6 +29,21 @@ def test_the_cost_of_a_plan_is_that_of_the_network_it_makes(name):
         assert (found.params, found.macs) == (expected.params, expected.macs)
 
 
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_the_cost_of_a_plan_for_a_network_that_was_cut_before_is_that_of_the_network_it_makes(name):
+    model, inputs = ZOO[name]()
+    graph = trace(model, inputs)
+    model = extract(model, inputs, random_plans(graph, 6)[5], graph)
+    graph = trace(model, inputs)
+    if not graph.layers:
+        return
+    note_insisted(model, inputs, graph)
+    for plan in (Plan({}), *random_plans(graph, 4)[2:]):
+        expected = measure(extract(model, inputs, plan, graph), inputs)
+        found = cost(graph, plan.masks(graph))
+        assert (found.params, found.macs) == (expected.params, expected.macs)
+
+
 @pytest.mark.parametrize("name", ["Residual", "Grouped", "Shuffle", "GatedUnit"])
 def test_the_flow_that_settling_ends_with_is_that_of_what_it_leaves(name):
     graph = trace(*ZOO[name]())

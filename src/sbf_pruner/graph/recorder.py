@@ -89,6 +89,8 @@ class Recorder(TorchDispatchMode):
                 fresh = self._memory.note(tensors[0], Value(done.outputs[0].shape, "result"))
                 done.outputs = (fresh,)
             self.ops[done.first :] = [Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)]
+            for table in [held for held in self.states if held.rpartition(".")[0] == done.module]:
+                del self.states[table]  # nothing that is left reads it
         elif isinstance(module, _InstanceNorm):
             self.ops[done.first :] = put_together(done, self.ops[done.first :])
         done.last = len(self.ops)
