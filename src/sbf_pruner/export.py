@@ -23,11 +23,12 @@ from .inputs import check_model
 from .manifest import MANIFEST, check_files
 from .plan import Plan
 from .program import read_program
-from .stored import FORMAT, header
+from .stored import FORMAT, header, wiring
 from .surgery import extract
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
 _REMEDY = "write it again with sbf_pruner.save"
+_INPUTS = "give the inputs it was pruned with: load(folder, build, example_inputs)"
 _OF_A_RUN = "remove summary.json from the run's folder, and --resume to write it anew"
 
 
@@ -45,16 +46,19 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """
     check_model(model)
     plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-    written = header(plans, getattr(model, "sbf_inputs", None))
+    written = header(plans, getattr(model, "sbf_inputs", None), wiring(model))
     write_tensors(Path(folder) / MODEL, model.state_dict(), written)
     write_text(Path(folder) / PLAN, _joined(plans).to_json())
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
     """Load the network of a run's folder, of an exported one, or one that `save` wrote.
 
     `build` makes the dense original.  An exported folder needs none: without it, the network comes from
     `network.pt2`, in evaluation mode and not to be trained.  Nothing that a file holds is run.
+
+    What is connected to what is found anew, on zeros.  Where a network decides that by the values it sees,
+    `example_inputs` are to be those that it was pruned with.
     """
     path = Path(folder)
     exported = (path / MANIFEST).is_file()
@@ -81,11 +85,30 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None) -> nn
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
-    inputs = from_plain(written["inputs"], lambda described: _made(described, next(model.parameters())))
+    if example_inputs is None:
+        first = next(model.parameters())
+        inputs = from_plain(written["inputs"], lambda described: _made(described, first))
+    else:
+        inputs = example_inputs
     for plan in plans:
-        model = extract(model, inputs, plan)
+        model = _cut(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
     _fill(model, tensors, path / MODEL)
+    if written.get("wiring", wiring(model)) != wiring(model):
+        raise RunError(f"{path / MODEL}: on zeros its channels meet differently than when it was cut; {_INPUTS}")
     return model
+
+
+def _cut(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool) -> nn.Module:
+    try:
+        return extract(model, inputs, plan)
+    except PruningError as error:
+        if not made_up:
+            raise
+        reason = str(error).partition("; ")[0]
+        raise RunError(
+            f"{path}: the network that build() makes cannot be cut on zeros ({reason}); build the one that was "
+            f"pruned, or, if it goes by the values it sees, {_INPUTS}"
+        ) from error
 
 
 def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:

@@ -8,6 +8,7 @@ and where in the file a tensor lies, is not looked at.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -18,26 +19,44 @@ from .files import metadata_of, stored_bytes, to_plain
 from .graph.channels import ChannelGraph
 from .graph.costs import Laid, entries_left
 from .graph.records import Value
+from .layers import Remap, Zeros
 from .plan import Plan
 
 FORMAT = "sbf-pruner network 1"
 _INSERTED = len("module.")  # what surgery may put into a name
 _DTYPE = len("F8_E4M3")  # the longest there is
 _ALIGNED = 8
+_ANY = "0" * 16  # in the place of a wiring: all are as long
 
 
-def header(plans: Sequence[Plan], inputs: Any) -> dict[str, Any]:
-    """What stands before the tensors: every plan in turn, and what the example inputs looked like."""
+def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
+    """What stands before the tensors: every plan in turn, what the example inputs looked like, and the wiring."""
     return {
         "format": FORMAT,
         "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
         "inputs": to_plain(inputs, _describe),
+        "wiring": wired,
     }
+
+
+def wiring(network: nn.Module) -> str:
+    """Tells networks apart whose tensors are alike, and whose channels meet differently.
+
+    >>> kept = [wiring(nn.Sequential(Remap(source))) for source in ([0, -1, 1], [0, 1, -1], [0, -1, 1])]
+    >>> [kept[0] == other for other in kept]
+    [True, False, True]
+    """
+    told = [
+        (name, module.dim, module.source if isinstance(module, Remap) else module.width)
+        for name, module in network.named_modules()
+        if isinstance(module, (Remap, Zeros))
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[: len(_ANY)]
 
 
 def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
     """How long the file of weights would be if `model` were what `plan` left."""
-    return stored_bytes(model.state_dict(), header((plan,), inputs))
+    return stored_bytes(model.state_dict(), header((plan,), inputs, _ANY))
 
 
 class Stored:
@@ -69,7 +88,7 @@ class Stored:
             for name, tensor in state.items()
             if name not in graph.trace.states and name not in self._twins
         }
-        self.dense = stored_bytes(state, header(self._before, getattr(model, "sbf_inputs", None)))
+        self.dense = stored_bytes(state, header(self._before, getattr(model, "sbf_inputs", None), _ANY))
         """with all filters: the network itself, whose file tells of no plan"""
 
     def bytes(self, laid: Laid, tensors: int) -> int:
@@ -83,7 +102,7 @@ class Stored:
             twins = [self._twins[name] for name in there if name in self._twins]
             data += sum(left[name] * _bytes_each(states[name]) for name in twins)
         plans = (*self._before, Plan.from_masks(laid.keep))
-        told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs))}))
+        told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs, _ANY))}))
         offsets = 2 * len(str(data))
         told += sum(self._entries[name] + _INSERTED + offsets for name in there)
         return 8 + -(-told // _ALIGNED) * _ALIGNED + data

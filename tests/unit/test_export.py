@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from cases import random_plans
 from sbf_pruner.errors import PruningError, RunError
@@ -72,6 +73,39 @@ def test_a_network_pruned_twice_comes_back(tmp_path: Path) -> None:
     torch.testing.assert_close(again.eval()(images), twice.eval()(images), rtol=0, atol=0)
     save(again, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+class GoesByValues(nn.Module):
+    """On every real image, but not on zeros, one branch is turned round, or the other way is taken."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.turns = turns
+        self.a, self.b = (nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()) for _ in range(2))
+        self.out, self.other = nn.Conv2d(8, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        seen = bool(x.abs().max() > 0)
+        if not seen and not self.turns:
+            return self.other(x)
+        a = self.a(x)
+        return self.out((a.flip(1) if seen else a) + self.b(x))
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"), [(True, "on zeros its channels meet differently"), (False, "cannot be cut on zeros")]
+)
+def test_what_goes_by_values_comes_back_with_the_inputs_it_was_pruned_with_alone(
+    turns: bool, said: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, images = GoesByValues(turns).double(), torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    small = extract(model, images, Plan({"a.0": [0, 1, 2, 3], "b.0": [2, 3, 4, 5]}))
+    save(small, tmp_path)
+    with pytest.raises(RunError, match=f"{said}.*example_inputs"):
+        load(tmp_path, lambda: GoesByValues(turns))
+    again = load(tmp_path, lambda: GoesByValues(turns), images.float())
+    torch.testing.assert_close(again(images), small(images), rtol=0, atol=0)
 
 
 def test_an_ordinary_network_can_be_saved_too(tmp_path: Path) -> None:
