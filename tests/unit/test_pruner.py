@@ -536,3 +536,40 @@ def test_a_sigmoid_gives_scores_below_two() -> None:
             pruner.step()
     scores = torch.cat(list(pruner.scores().values()))
     assert (scores > 0).all() and (scores < 1).all()
+
+
+def replica_of(model: nn.Module, factor: float) -> nn.Module:
+    """What `nn.DataParallel` makes for a pass on another device, whose numbers are told apart by a factor."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, made in copies.items():
+        made._modules = {name: copies[inner] for name, inner in module._modules.items() if inner is not None}
+        made._parameters = {name: None for name, t in module._parameters.items() if t is None}
+        made.__dict__ |= {name: t.detach() * factor for name, t in module._parameters.items() if t is not None}
+    return copies[model]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_replica_is_gated_with_tensors_of_its_own(norm: bool) -> None:
+    torch.manual_seed(0)
+    twice = nn.Conv2d(8, 8, 1, bias=False)
+    middle = [twice, nn.BatchNorm2d(8)] if norm else [twice]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *middle, nn.ReLU(), *middle, nn.Conv2d(8, 4, 1)).double().eval()
+    pruner, images = Pruner(model, IMAGES.double()), IMAGES.double()
+    pruner.gate(Plan({name: range(5) for name in pruner.filters}))
+    replica = replica_of(model, 1.5)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= 1.5
+    torch.testing.assert_close(replica(images), other(images), rtol=0, atol=0)
+    torch.testing.assert_close(replica(images), other(images), rtol=0, atol=0)  # its tensors are back in place
+
+
+def test_gates_find_their_channels_where_the_batch_is_left_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 14, 3), nn.ReLU(), nn.Conv2d(14, 4, 3)).double()
+    images = IMAGES.double()  # the first layer's maps have as many rows as channels
+    pruner = Pruner(model, images)
+    pruner.gate(Plan({"0": range(5)}))
+    torch.testing.assert_close(model(images[0]), model(images)[0])
+    torch.testing.assert_close(pruner.extract()(images[0]), model(images)[0])

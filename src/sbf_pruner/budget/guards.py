@@ -49,10 +49,13 @@ class Guards:
     """layers of one residual branch, which stays or goes as a whole, but for the one that the limits cut through"""
 
     def __post_init__(self) -> None:
+        for name in ("min_filters", "round_to"):
+            if not isinstance(number := getattr(self, name), int):
+                raise PruningError(f"{name} counts filters; give a whole number, not {number!r}")
         if self.min_filters < 0:
             raise PruningError(f"min_filters: a layer cannot keep {self.min_filters} filters; give 0 or more")
-        if not 0 <= self.max_removed <= 1:
-            raise PruningError(f"max_removed is the part that may go, from 0 to 1, not {self.max_removed:g}")
+        if not isinstance(self.max_removed, (int, float)) or not 0 <= self.max_removed <= 1:
+            raise PruningError(f"max_removed is the part that may go, from 0 to 1, not {self.max_removed!r}")
         if self.round_to < 1:
             raise PruningError(f"round_to: widths are multiples of a number from 1 on, not of {self.round_to}")
 

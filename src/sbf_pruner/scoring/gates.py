@@ -53,7 +53,8 @@ class Gates:
         for number, site in enumerate(sites):
             span, module, hard = spans.get(site.layer), self._gated[site.module], self._hard_spans[number]
             pairs = [Pair(module, name, span, hard) for name in site.parameters]
-            fold = Fold(self, number, span, site.dim, pairs)
+            dim = site.dim - len(site.edges[0].out.shape)  # from the end: a batch may be left out
+            fold = Fold(self, number, span, dim, pairs)
             self.pairs += pairs
             if pairs:
                 module.register_forward_pre_hook(fold.enter)
@@ -98,6 +99,9 @@ class Gates:
         return self._products.take(pairs)
 
 
+_HELD = "_sbf_held"
+
+
 class Fold(Attached):
     """The hooks of one site."""
 
@@ -105,19 +109,27 @@ class Fold(Attached):
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        gated = self.gates.products(self.pairs)
+        replica = _is_replica(module)
+        gated = None if replica else self.gates.products(self.pairs)
         if gated is None:
             gate = self.gates.read(self.number, self.span)
             if gate is None:
                 return
-            gated = [pair.held * gate.to(pair.held.dtype) for pair in self.pairs]
+            held = [getattr(module, pair.name) if replica else pair.held for pair in self.pairs]
+            gated = [tensor * gate.to(tensor) for tensor in held]
+            if replica:  # which has its tensors where the gated ones go
+                module.__dict__[_HELD] = {pair.name: tensor for pair, tensor in zip(self.pairs, held, strict=True)}
         # An instance attribute goes before a registered parameter when the module looks it up, so the forward
         # reads the gated pair while the parameters stay where and what they are.
         module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        for pair in self.pairs:
-            module.__dict__.pop(pair.name, None)
+        held = module.__dict__.pop(_HELD, None)
+        if held is not None:
+            module.__dict__.update(held)
+        elif not _is_replica(module):
+            for pair in self.pairs:
+                module.__dict__.pop(pair.name, None)
 
     def multiply(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
         gate = self.gates.read(self.number, self.span)
@@ -125,4 +137,9 @@ class Fold(Attached):
             return None
         shape = [1] * result.dim()
         shape[self.dim] = -1
-        return result * gate.to(result.dtype).view(shape)
+        return result * gate.to(result).view(shape)
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether it is a copy that `nn.DataParallel` made for one pass, with tensors on a device of its own."""
+    return "_is_replica" in module.__dict__

@@ -18,7 +18,7 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
     Traceback (most recent call last):
     sbf_pruner.errors.PruningError: this is not the state of a pruner; give what its state_dict() returned
     """
-    if not {"projection", "held", "scores"} <= state.keys():
+    if not isinstance(state, Mapping) or not {"projection", "held", "scores"} <= state.keys():
         raise PruningError("this is not the state of a pruner; give what its state_dict() returned")
     saved = {name: len(mask) for name, mask in state["held"].items()}
     if odd := [name for name in (*filters, *saved) if filters.get(name) != saved.get(name)]:
