@@ -9,6 +9,7 @@ for its median that assumes nothing about how the times are spread.
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -19,9 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from .errors import PruningError
 from .inputs import uncollected
 
 Name = TypeVar("Name", bound=Hashable)
+_PER_PROCESSOR = 16  # threads, at most
 SAMPLE = 0.01  # seconds that one sample takes at least: a clock and a scheduler are coarse
 
 
@@ -99,7 +102,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 @contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
     """While entered, torch computes with so many threads."""
-    before = torch.get_num_threads()
+    before, there = torch.get_num_threads(), os.cpu_count() or 1
+    if count is not None and count > _PER_PROCESSOR * there:  # torch would end the process
+        raise PruningError(f"{count} threads are too many for {there} processors; ask for {there} at most")
     try:
         if count is not None:
             torch.set_num_threads(count)

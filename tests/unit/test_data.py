@@ -388,6 +388,12 @@ def test_a_hole_as_wide_as_the_image_is_refused() -> None:
         Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
 
 
+def test_a_crop_that_may_leave_nothing_of_the_image_is_refused() -> None:
+    recipe = load_recipe("digits", ["data.crop=8"])
+    with pytest.raises(DataError, match=r"^data\.crop: shifted by 8 pixels nothing may be left"):
+        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("way", test_gpu.WAYS)
 def test_what_is_tried_on_a_gpu_fits_its_images(way: str) -> None:
     recipe = load_recipe("digits", [*test_gpu.SHORT, *test_gpu.WAYS[way]])

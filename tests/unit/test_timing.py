@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sbf_pruner import timing
+from sbf_pruner.errors import PruningError
 from sbf_pruner.timing import Interval, compared, median_interval, take_turns, using_threads
 
 
@@ -126,3 +127,10 @@ def test_threads_come_back() -> None:
     assert torch.get_num_threads() == before
     with using_threads(None):
         assert torch.get_num_threads() == before
+
+
+def test_more_threads_than_a_process_can_have_are_refused() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(PruningError, match="100000 threads are too many"), using_threads(100_000):
+        pytest.fail("not reached")
+    assert torch.get_num_threads() == before

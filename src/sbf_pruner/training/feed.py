@@ -23,7 +23,7 @@ class Feed:
 
     def __init__(self, recipe: Recipe, data: Data, device: torch.device) -> None:
         self._recipe, self._data, self._device = recipe, data, device
-        self._check_holes()
+        self._check_sizes()
         self._plain = Augment(recipe.data.crop, recipe.data.flip)
         self.train = self._batches(data.train, self._plain)
         self._made = {(self.train.batch_size, self._plain): self.train}
@@ -44,8 +44,14 @@ class Feed:
         """The same, but nothing cut out of the images and none blended, for norms to take their statistics from."""
         return self._training(phase, self._plain)
 
-    def _check_holes(self) -> None:
+    def _check_sizes(self) -> None:
+        """Refuse crops and holes that may leave nothing of an image."""
         height, width = self._data.train.images.shape[-2:]
+        shift = self._recipe.data.crop
+        if shift >= min(height, width):
+            raise DataError(
+                f"data.crop: shifted by {shift} pixels nothing may be left of an image ({height}x{width}); lower it"
+            )
         for section in ("warmup", "weights", "finetune"):
             hole = getattr(self._recipe, section).cutout
             if hole >= max(height, width):
