@@ -269,6 +269,20 @@ def test_the_users_model_and_random_stream_are_untouched(tmp_path: Path) -> None
     assert net.training and not net.bn1.training and not net.bn1._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("on", ["small", "padded"])
+def test_a_network_with_the_old_weight_norm_is_trained_and_cut(tmp_path: Path, on: str) -> None:
+    """It holds a tensor that was computed, which a plain deep copy refuses."""
+    net = model()
+    net.conv1 = nn.utils.weight_norm(net.conv1)
+    made = recipe(phases__cycles=1, finetune_on=on, distill__alpha=0.5)
+    result = fit(net, made, run=tmp_path / "run")
+    assert 0 <= result.summary["cut_error"] <= 1e-12
+    assert result.summary["pruned"]["macs"] < result.summary["dense"]["macs"]
+    again = fit(net, made, run=tmp_path / "run", resume=True)
+    assert again.was_finished and str(again.model) == str(result.model)
+
+
 def test_a_recipe_may_set_the_threads_of_its_run(tmp_path: Path) -> None:
     before, seen = torch.get_num_threads(), []
     made = recipe(threads=before + 1, dense_control=False, phases__cycles=0)

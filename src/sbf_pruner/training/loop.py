@@ -6,7 +6,6 @@ stay as they were; a run that has come to its end is read, not trained again.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from ..errors import RunError
 from ..export import load
+from ..inputs import real_copy
 from ..plan import Plan
 from .checkpoint import NAME
 from .data import Data, load_data
@@ -77,7 +77,7 @@ def fit(
     check = partial(asked.check, recipe, resume=resume, force=force)
     with books(team, asked, check, resume=resume) as folder:
         if resume and folder.finished:
-            small = load(folder.path, lambda: copy.deepcopy(model))
+            small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
         goes_on = resume and (folder.checkpoints / NAME).is_file()
         stage = None
