@@ -22,6 +22,7 @@ from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.engine import Engine
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
@@ -843,6 +844,39 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
         held = state["networks"]["small"] or state["networks"]["dense"]
         assert all(tensor.isfinite().all() for tensor in held.values())
     assert not (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("at", "phase", "what"),
+    [(2, "warmup", "weights are"), (6, "score 1", "scores are"), (10, "weights 1", "weights are")],
+)
+def test_what_the_last_step_of_an_epoch_broke_is_not_saved(
+    at: int, phase: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test is due after that epoch, whose own loss is fine."""
+    whole = {"train_epoch": Engine.train_epoch, "score_epoch": Engine.score_epoch}
+
+    def broken(name: str) -> Any:
+        def epoch(engine: Engine, batches: Any, number: int, *given: Any) -> Any:
+            tally = whole[name](engine, batches, number, *given)
+            if number + 1 == at and engine.pruner is not None:
+                scored = name == "score_epoch"
+                (held, *_) = engine.pruner.score_parameters if scored else engine.network.parameters()
+                held.data.view(-1)[0] = float("inf" if scored else "nan")
+            return tally
+
+        return epoch
+
+    for name in whole:
+        monkeypatch.setattr(Engine, name, broken(name))
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)
+    lengths = {f"phases__{name}": 4 for name in ("warmup", "score", "weights")}
+    made = recipe(evaluate_every=4, phases__cycles=1, **lengths)
+    with pytest.raises(RunError, match=f"the {what} no longer finite in phase {phase}, epoch 2 of 4; lower"):
+        fit(model(), made, run=tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run/checkpoints")["done"] == at - 1
+    monkeypatch.undo()
+    fit(model(), made, run=tmp_path / "run", resume=True)
 
 
 def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
