@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from .training.finished import build_dense
     from .training.folder import RunFolder
     from .training.loop import fit
-    from .training.schedule import total_epochs
+    from .training.schedule import score_rate, total_epochs
 
     folder = RunFolder.of(recipe, arguments.run)
     if is_first():
@@ -105,7 +105,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    lines = summary_lines(result.summary, os.fspath(result.folder), scored=recipe.phases.cycles > 0)
+    scored, rate = recipe.phases.cycles > 0, score_rate(recipe)
+    lines = summary_lines(result.summary, os.fspath(result.folder), scored=scored, rate=rate)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
-from sbf_pruner.training.engine import Engine
+from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
@@ -844,6 +845,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
         held = state["networks"]["small"] or state["networks"]["dense"]
         assert all(tensor.isfinite().all() for tensor in held.values())
     assert not (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "lower scores.lr (it is 0.003)"),
+        ({"scores__speed": 0.5}, "lower scores.speed (it is 0.5)"),
+        # Three logits in two cycles of two epochs with four steps each.
+        ({"budget__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
+    ],
+)
+def test_scores_that_are_not_finite_name_what_says_how_fast_they_move(
+    settings: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "score_epoch", lambda *given: Tally(float("nan"), 0.0))
+    with pytest.raises(RunError, match=re.escape(f"in phase score 1, epoch 1 of 2; {remedy} and start over")):
+        fit(model(), recipe(**settings), run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

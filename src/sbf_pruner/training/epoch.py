@@ -23,7 +23,7 @@ from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
-from .schedule import Phase, is_taught, learning_rate, optimizer_config, taught_part, total_epochs
+from .schedule import Phase, is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
 from .teacher import Teacher
 
 
@@ -47,10 +47,10 @@ class Epochs:
             with nullcontext() if average is None else average.applied():
                 test, held_out = judge(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
-            self._stop("the loss is", phase, epoch)
+            self._stop("the loss is", phase, epoch, engine)
         # What the last step broke shows in no loss of training, and a test is not always due.
         if not _finite(_trained(engine, descent)):
-            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch)
+            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
         return {
             "done": number + 1,
             "total": total_epochs(self._recipe),
@@ -95,14 +95,17 @@ class Epochs:
                 engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
 
-    def _stop(self, broken: str, phase: Phase, epoch: int) -> NoReturn:
+    def _stop(self, broken: str, phase: Phase, epoch: int, engine: Engine) -> NoReturn:
         """End the run before numbers that are none are saved."""
-        section = {"score": "scores", "joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
-        rate = getattr(self._recipe, section).lr
+        section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
+        if phase.kind == "score":
+            assert engine.pruner is not None  # it knows the speed also where that follows from the budget
+            key, rate = score_rate(self._recipe), engine.pruner.lr
+        else:
+            key, rate = f"{section}.lr", getattr(self._recipe, section).lr
         raise RunError(
             f"{broken} no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
-            f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
-            f"{self._kept}"
+            f"{key} (it is {rate:g}) and start over with --force; the last good checkpoint is kept in {self._kept}"
         )
 
 
