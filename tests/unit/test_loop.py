@@ -235,6 +235,9 @@ def test_a_report_that_cannot_be_drawn_does_not_cost_the_run(
     monkeypatch.setattr("sbf_pruner.training.recording.when_pruned", broken)
     result = fit(model(), recipe(dense_control=False, phases__cycles=1), run=tmp_path / "run")
     assert result.summary["refinement"] == [] and (tmp_path / "run/summary.json").is_file()
+    assert result.summary["unmeasured"] == dict.fromkeys(("scored", "pruned"), "ZeroDivisionError: no pen")
+    lines = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").read_text().splitlines()]
+    assert lines[-1]["refinement"] == [] and lines[-1]["unmeasured"] == "ZeroDivisionError: no pen"
     assert not (tmp_path / "run/report.html").exists()
     assert "no report was drawn (ZeroDivisionError: no pen)" in caplog.text
     assert "no pen" in json.loads((tmp_path / "run/network.json").read_text())["undrawn"]
