@@ -27,6 +27,7 @@ from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
+from sbf_pruner.training.start import own_arithmetic
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -294,6 +295,42 @@ def test_a_recipe_may_set_the_threads_of_its_run(tmp_path: Path) -> None:
     result = fit(model(), made, run=tmp_path / "run", report=lambda record: seen.append(torch.get_num_threads()))
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
     assert result.summary["environment"]["threads"] == before + 1
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_settings_of_torch_that_an_engine_changes_are_put_back(precision: str, tmp_path: Path) -> None:
+    def fast(record: dict[str, Any]) -> None:
+        """As the engine for CUDA does."""
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+
+    def settings() -> list[Any]:
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        held = [backend.fp32_precision for backend in backends]
+        return [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), *held]
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = settings()
+        fit(model(), recipe(dense_control=False, phases__cycles=0), run=tmp_path / "run", report=fast)
+        assert settings() == before
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_precisions_that_have_no_one_word_are_put_back() -> None:
+    """Set for one backend alone, torch refuses to say what holds for all."""
+    mine = torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision("highest")
+        mine.fp32_precision = "tf32"
+        with own_arithmetic():
+            torch.set_float32_matmul_precision("highest")
+            assert mine.fp32_precision == "ieee"
+        assert mine.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_run_starts_where_its_name_and_seed_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

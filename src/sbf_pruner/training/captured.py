@@ -52,7 +52,7 @@ class CapturedEngine(Engine):
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = Counters(self.network)
-        if self._fast:
+        if self._fast:  # for all of torch: who makes one puts it back (own_arithmetic)
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")

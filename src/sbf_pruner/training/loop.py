@@ -1,7 +1,7 @@
 """The whole schedule: a dense network in, a trained, smaller one and a run folder out.
 
-What holds: everything is checked before the first file is written; the model and the random streams of the caller
-stay as they were; a run that has come to its end is read, not trained again.
+What holds: everything is checked before the first file is written; the model of the caller, the random streams and
+torch's settings stay as they were; a run that has come to its end is read, not trained again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .dense_stage import read_dense_stage
 from .folder import RunFolder
 from .recipe import Recipe, load_recipe
 from .run import Report, Run
-from .start import choose_device, cpu_threads
+from .start import choose_device, cpu_threads, own_arithmetic
 from .together import books, check_shared, join, same_weights
 
 
@@ -85,7 +85,7 @@ def fit(
             stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
         device = choose_device(recipe.device)
         streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
-        with streams, cpu_threads(recipe.threads):
+        with streams, cpu_threads(recipe.threads), own_arithmetic():
             data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None
