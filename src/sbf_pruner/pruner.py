@@ -167,8 +167,8 @@ class Pruner:
             thaw = thaw if joint else freeze_model(self.model, norms=self.freeze_norms)
             self.gates.soft.requires_grad_()
             yield self
-            self.projection.end_phase()
             self._hold(self._land().masks)
+            self.projection.end_phase()  # last: as long as the gates are not set, the phase can be cut short
         finally:
             if self.projection.in_phase:  # cut short: gates and statistics stay as they were
                 self.projection.end_phase()

@@ -16,6 +16,7 @@ from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import TunableConvolutions
+from sbf_pruner.training.counters import Counters
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.optimizer import make_optimizer
@@ -227,6 +228,23 @@ def test_tunable_convolutions_have_the_same_gradients(backend: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+def test_a_network_that_cannot_be_dressed_is_left_bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put on before the part that fails comes off again."""
+    model = resolve("resnet20")
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16))
+    engine = CapturedEngine(model, "cpu", pruner)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+
+    def broken(counters: Counters) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Counters, "__enter__", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.train_epoch(batches(), 0, make_optimizer(model, OptimizerConfig()), [0.1] * 3)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert not any(isinstance(held, Tensor) for module in model.modules() for held in vars(module).values())
 
 
 def test_tunable_convolutions_leave_those_of_another_kind_alone() -> None:

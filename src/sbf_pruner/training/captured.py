@@ -206,8 +206,10 @@ class _Dressed:
         self.parts, self._stack = parts, ExitStack()
 
     def __enter__(self) -> _Dressed:
-        for part in self.parts:
-            self._stack.enter_context(part)
+        with ExitStack() as entered:  # which leaves those before a part that fails
+            for part in self.parts:
+                entered.enter_context(part)
+            self._stack = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
