@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from runs import small_run
 from sbf_pruner import Plan, Pruner
+from sbf_pruner.attached import without_attached
 from sbf_pruner.budget.targets import Budget
+from sbf_pruner.inputs import real_copy
 from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
@@ -228,6 +230,15 @@ def test_tunable_convolutions_have_the_same_gradients(backend: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+def test_a_copy_of_a_tuned_network_can_be_cleaned() -> None:
+    """A copy that kept the forward would go on with weights cast before, whatever it learns."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), torch.rand(2, 3, 9, 9)
+    with TunableConvolutions(model, torch.float32):
+        bare = without_attached(real_copy(model))
+    nn.init.zeros_(bare[0].weight)
+    assert "forward" not in vars(bare[0]) and not bare(x).any() and model(x).any()
 
 
 def test_a_network_that_cannot_be_dressed_is_left_bare(monkeypatch: pytest.MonkeyPatch) -> None:
