@@ -66,6 +66,18 @@ def test_detaching_restores_the_model() -> None:
         pass
 
 
+def test_a_network_whose_blocks_cannot_be_found_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(graph: object) -> None:
+        raise PruningError("no way back")
+
+    model = network()
+    monkeypatch.setattr("sbf_pruner.pruner.residual_blocks", lost)
+    with pytest.raises(PruningError, match="no way back"):
+        Pruner(model, IMAGES, blocks=True)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    Pruner(model, IMAGES)
+
+
 def test_a_phase_that_cannot_land_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network().train()
     pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)
