@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -320,6 +321,23 @@ def test_a_run_knows_the_recipe_it_goes_on_with(here: Path, capsys: pytest.Captu
     assert (here / "mine" / "summary.json").read_bytes() == first
     assert main(["run", "--quiet", "--run", "nothing", "--resume"]) == 2
     assert "there is no run to resume in nothing; name a recipe to begin one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_warnings_of_any_room_are_said_as_all_else_is_or_not_at_all(
+    quiet: bool, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: Any) -> str:
+        raise ZeroDivisionError("no pen")
+
+    monkeypatch.setattr("sbf_pruner.report.run_page", broken)
+    monkeypatch.setattr(
+        logging.root, "handlers", []
+    )  # pytest's own: without them logging writes to stderr by itself
+    assert main(["run", "tiny.toml", *(["--quiet"] if quiet else [])]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no pen" in line]
+    assert said == ([] if quiet else ["sbf: no report was drawn (ZeroDivisionError: no pen)"])
+    assert logging.getLogger("sbf_pruner").handlers == []
 
 
 def test_an_existing_run_needs_resume_or_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,12 @@ def test_a_run_that_was_killed_comes_to_the_same_metric(way: str, tmp_path: Path
     assert accuracies[0] == pytest.approx(accuracies[1], abs=3.0)
 
 
+def test_the_settings_of_torch_stay_the_callers(tmp_path: Path) -> None:
+    before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    run("ranked", tmp_path / "run")
+    assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == before
+
+
 class Messaging(Team):
     """A team of one that sends its messages all the same."""
 

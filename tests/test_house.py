@@ -92,3 +92,13 @@ def test_files_are_short_and_open_with_what_they_do(path):
     if text.strip():
         assert ast.get_docstring(ast.parse(text)), "a file opens with what enters, what leaves, what holds"
     assert len(text.splitlines()) <= 350
+
+
+# A network may hold what deepcopy refuses, and real_copy knows that; a graph that was captured holds nothing such.
+COPIERS = ("inputs.py", "deploy/forms.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_networks_are_copied_by_real_copy(path):
+    if path.relative_to(PACKAGE).as_posix() not in COPIERS:
+        assert "deepcopy(" not in path.read_text(encoding="utf-8")

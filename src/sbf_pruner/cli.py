@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .methods import METHODS, OWN
-from .terminal.voice import check_shared, is_first, one_voice, said, teller
+from .terminal.voice import check_shared, is_first, one_voice, said, teller, told
 from .words import again, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    with one_voice():
+    with one_voice(), told(quiet=getattr(arguments, "quiet", False)):
         return _answered(arguments, given)
 
 
@@ -65,11 +65,11 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     recipe = _recipe(arguments)  # before anything is imported that takes its time
 
     from .terminal.lines import exit_code, summary_lines
-    from .terminal.progress import progress, told, watched
+    from .terminal.progress import progress, watched
     from .training.finished import build_dense
     from .training.folder import RunFolder
     from .training.loop import fit
-    from .training.schedule import total_epochs
+    from .training.schedule import score_rate, total_epochs
 
     folder = RunFolder.of(recipe, arguments.run)
     if is_first():
@@ -77,7 +77,6 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model = build_dense(recipe)
     try:
         with (
-            told("sbf_pruner.training", quiet=arguments.quiet),
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
             watched(
                 report,
@@ -105,7 +104,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return exit_code(result.summary)
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    lines = summary_lines(result.summary, os.fspath(result.folder), scored=recipe.phases.cycles > 0)
+    scored, rate = recipe.phases.cycles > 0, score_rate(recipe)
+    lines = summary_lines(result.summary, os.fspath(result.folder), scored=scored, rate=rate)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
@@ -138,7 +138,7 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from .contest import check_methods, enter, leave, standings
     from .terminal.contest import contest_lines
-    from .terminal.progress import progress, told
+    from .terminal.progress import progress
     from .training.schedule import total_epochs
 
     root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
@@ -146,10 +146,7 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         for place, entrant in enumerate(entrants, 1):
             teller(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
-            with (
-                told("sbf_pruner.training", quiet=arguments.quiet),
-                progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report,
-            ):
+            with progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
                 summaries.append(entrant.run(report).summary)
     except KeyboardInterrupt:
         print(f"sbf: stopped; go on with: sbf {shlex.join(given)}", file=sys.stderr)

@@ -102,7 +102,7 @@ def latency(
     """
     tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else "cpu"
-    with _evaluating(*models.values()), torch.no_grad(), using_threads(threads):
+    with evaluating(*models.values()), torch.no_grad(), using_threads(threads):
         calls = {name: partial(call, model, example_inputs) for name, model in models.items()}
         taken = take_turns(calls, pairs, device=device)
     return {name: Latency.of(seconds) for name, seconds in taken.items()}
@@ -117,7 +117,7 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     """
     first = next(model.parameters(), None)
     hits, seen = torch.zeros((), dtype=torch.long, device=None if first is None else first.device), 0
-    with _evaluating(model):
+    with evaluating(model):
         for images, labels in batches:
             outputs = model(images if first is None else images.to(first.device, non_blocking=True))
             # Summed where it is computed: reading each batch's count would make the device wait for us.
@@ -151,6 +151,19 @@ def saved_activations(fn: Callable[[], Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every module's own mode again (a frozen norm stays frozen)."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def _count(model: nn.Module, inputs: Any) -> tuple[int, dict[str, int]]:
     """Multiply-accumulates of a copy that may be thrown away: in all, and inside each submodule."""
     counter = FlopCounterMode(display=False)
@@ -179,16 +192,3 @@ def _plain_operators() -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch warns of Intel GPUs when these flags are set
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield
-
-
-@contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module's own mode again (a frozen norm stays frozen)."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

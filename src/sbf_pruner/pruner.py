@@ -124,12 +124,12 @@ class Pruner:
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
+        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
         self.gates = Gates(model, self.graph.sites, self.filters)  # last: what is refused leaves the model alone
         self.pressure.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # Where gates are binary in score phases too, the scores behind them are kept beside them.
         self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
-        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
         self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
         self._attached = True
 
@@ -167,8 +167,8 @@ class Pruner:
             thaw = thaw if joint else freeze_model(self.model, norms=self.freeze_norms)
             self.gates.soft.requires_grad_()
             yield self
-            self.projection.end_phase()
             self._hold(self._land().masks)
+            self.projection.end_phase()  # last: as long as the gates are not set, the phase can be cut short
         finally:
             if self.projection.in_phase:  # cut short: gates and statistics stay as they were
                 self.projection.end_phase()

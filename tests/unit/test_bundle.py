@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -193,8 +194,10 @@ def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path):
+def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.root.manager, "disable", logging.DEBUG)  # by the user, say
     manifest = export_run(finished, tmp_path / "out", Request(formats=("int8",), seconds=0.1, batch=2, threads=1))
+    assert logging.root.manager.disable == logging.DEBUG, "the quantiser alone was silenced"
     assert set(manifest["files"]) == {"network-int8.onnx", "recipe.toml", "README.md"}
     facts = manifest["int8"]
     assert facts["images"] == 64 and 0 <= facts["accuracy"] <= 100 and 0 <= facts["float_accuracy"] <= 100

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from runs import small_run
 from sbf_pruner import Plan, Pruner
+from sbf_pruner.attached import without_attached
 from sbf_pruner.budget.targets import Budget
+from sbf_pruner.inputs import real_copy
 from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import TunableConvolutions
+from sbf_pruner.training.counters import Counters
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.optimizer import make_optimizer
@@ -227,6 +230,32 @@ def test_tunable_convolutions_have_the_same_gradients(backend: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+def test_a_copy_of_a_tuned_network_can_be_cleaned() -> None:
+    """A copy that kept the forward would go on with weights cast before, whatever it learns."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), torch.rand(2, 3, 9, 9)
+    with TunableConvolutions(model, torch.float32):
+        bare = without_attached(real_copy(model))
+    nn.init.zeros_(bare[0].weight)
+    assert "forward" not in vars(bare[0]) and not bare(x).any() and model(x).any()
+
+
+def test_a_network_that_cannot_be_dressed_is_left_bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put on before the part that fails comes off again."""
+    model = resolve("resnet20")
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16))
+    engine = CapturedEngine(model, "cpu", pruner)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+
+    def broken(counters: Counters) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Counters, "__enter__", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.train_epoch(batches(), 0, make_optimizer(model, OptimizerConfig()), [0.1] * 3)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert not any(isinstance(held, Tensor) for module in model.modules() for held in vars(module).values())
 
 
 def test_tunable_convolutions_leave_those_of_another_kind_alone() -> None:

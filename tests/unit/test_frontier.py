@@ -63,6 +63,20 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_streams_of_devices_that_are_not_used_are_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = torch.random.fork_rng, []
+
+    def noted(devices: Any = None, *given: Any, **named: Any) -> Any:
+        seen.append(devices)
+        return whole(devices, *given, **named)
+
+    monkeypatch.setattr(torch.random, "fork_rng", noted)
+    before = torch.get_rng_state()
+    frontier(folder, Request(at=("0.5",), device="cpu"))
+    assert seen and all(devices == [] for devices in seen), "none named means every GPU there is"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # -- the figures ---------------------------------------------------------------------------------------------
 
 

@@ -147,11 +147,37 @@ def test_a_loop_that_leaves_out_a_call_is_told(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage() for record in caplog.records] == [told]
 
 
-def test_a_callback_of_lightning_makes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As much of Lightning as a callback needs."""
     library = ModuleType("lightning.pytorch")
     library.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", library)
+    return library
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_a_loop_that_fails_leaves_a_model_that_can_be_trained(epoch: int, library: ModuleType) -> None:
+    """Without the callback too: what it calls is `turns.abort()`."""
+    net, pruner, _ = made()
+    held = pruner.plan()
+    turns = Turns(pruner, warmup=1, cycles=1, score=1, weights=1)
+    callback = pruning_callback(turns)
+    callback.on_train_epoch_start(SimpleNamespace(current_epoch=epoch), net)
+    loss_of(net).backward()
+    callback.on_after_backward(None, net)
+    callback.on_exception(None, net, KeyboardInterrupt())
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    assert not pruner.gates.soft.requires_grad and pruner.gates.mode == "hard" and not pruner.projection.in_phase
+    assert pruner.plan() == held, "a phase that was cut short sets no gates"
+    turns.abort()  # again, which does nothing
+    assert turns.epoch_begins(1) == "score 1"
+    turns.end()
+    assert pruner.plan() != held
+
+
+def test_a_callback_of_lightning_makes_the_calls(library: ModuleType) -> None:
     net, pruner, optimizer = made()
     callback = pruning_callback(Turns(pruner, warmup=1, cycles=2, score=1, weights=1))
     assert isinstance(callback, library.Callback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,11 @@ from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
+from sbf_pruner.training.start import own_arithmetic
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -233,6 +236,9 @@ def test_a_report_that_cannot_be_drawn_does_not_cost_the_run(
     monkeypatch.setattr("sbf_pruner.training.recording.when_pruned", broken)
     result = fit(model(), recipe(dense_control=False, phases__cycles=1), run=tmp_path / "run")
     assert result.summary["refinement"] == [] and (tmp_path / "run/summary.json").is_file()
+    assert result.summary["unmeasured"] == dict.fromkeys(("scored", "pruned"), "ZeroDivisionError: no pen")
+    lines = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").read_text().splitlines()]
+    assert lines[-1]["refinement"] == [] and lines[-1]["unmeasured"] == "ZeroDivisionError: no pen"
     assert not (tmp_path / "run/report.html").exists()
     assert "no report was drawn (ZeroDivisionError: no pen)" in caplog.text
     assert "no pen" in json.loads((tmp_path / "run/network.json").read_text())["undrawn"]
@@ -269,12 +275,62 @@ def test_the_users_model_and_random_stream_are_untouched(tmp_path: Path) -> None
     assert net.training and not net.bn1.training and not net.bn1._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("on", ["small", "padded"])
+def test_a_network_with_the_old_weight_norm_is_trained_and_cut(tmp_path: Path, on: str) -> None:
+    """It holds a tensor that was computed, which a plain deep copy refuses."""
+    net = model()
+    net.conv1 = nn.utils.weight_norm(net.conv1)
+    made = recipe(phases__cycles=1, finetune_on=on, distill__alpha=0.5)
+    result = fit(net, made, run=tmp_path / "run")
+    assert 0 <= result.summary["cut_error"] <= 1e-12
+    assert result.summary["pruned"]["macs"] < result.summary["dense"]["macs"]
+    again = fit(net, made, run=tmp_path / "run", resume=True)
+    assert again.was_finished and str(again.model) == str(result.model)
+
+
 def test_a_recipe_may_set_the_threads_of_its_run(tmp_path: Path) -> None:
     before, seen = torch.get_num_threads(), []
     made = recipe(threads=before + 1, dense_control=False, phases__cycles=0)
     result = fit(model(), made, run=tmp_path / "run", report=lambda record: seen.append(torch.get_num_threads()))
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
     assert result.summary["environment"]["threads"] == before + 1
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_settings_of_torch_that_an_engine_changes_are_put_back(precision: str, tmp_path: Path) -> None:
+    def fast(record: dict[str, Any]) -> None:
+        """As the engine for CUDA does."""
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+
+    def settings() -> list[Any]:
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        held = [backend.fp32_precision for backend in backends]
+        return [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), *held]
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = settings()
+        fit(model(), recipe(dense_control=False, phases__cycles=0), run=tmp_path / "run", report=fast)
+        assert settings() == before
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_precisions_that_have_no_one_word_are_put_back() -> None:
+    """Set for one backend alone, torch refuses to say what holds for all."""
+    mine = torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision("highest")
+        mine.fp32_precision = "tf32"
+        with own_arithmetic():
+            torch.set_float32_matmul_precision("highest")
+            assert mine.fp32_precision == "ieee"
+        assert mine.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_run_starts_where_its_name_and_seed_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,6 +885,56 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
         held = state["networks"]["small"] or state["networks"]["dense"]
         assert all(tensor.isfinite().all() for tensor in held.values())
     assert not (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "lower scores.lr (it is 0.003)"),
+        ({"scores__speed": 0.5}, "lower scores.speed (it is 0.5)"),
+        # Three logits in two cycles of two epochs with four steps each.
+        ({"budget__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
+    ],
+)
+def test_scores_that_are_not_finite_name_what_says_how_fast_they_move(
+    settings: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "score_epoch", lambda *given: Tally(float("nan"), 0.0))
+    with pytest.raises(RunError, match=re.escape(f"in phase score 1, epoch 1 of 2; {remedy} and start over")):
+        fit(model(), recipe(**settings), run=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("at", "phase", "what"),
+    [(2, "warmup", "weights are"), (6, "score 1", "scores are"), (10, "weights 1", "weights are")],
+)
+def test_what_the_last_step_of_an_epoch_broke_is_not_saved(
+    at: int, phase: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test is due after that epoch, whose own loss is fine."""
+    whole = {"train_epoch": Engine.train_epoch, "score_epoch": Engine.score_epoch}
+
+    def broken(name: str) -> Any:
+        def epoch(engine: Engine, batches: Any, number: int, *given: Any) -> Any:
+            tally = whole[name](engine, batches, number, *given)
+            if number + 1 == at and engine.pruner is not None:
+                scored = name == "score_epoch"
+                (held, *_) = engine.pruner.score_parameters if scored else engine.network.parameters()
+                held.data.view(-1)[0] = float("inf" if scored else "nan")
+            return tally
+
+        return epoch
+
+    for name in whole:
+        monkeypatch.setattr(Engine, name, broken(name))
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)
+    lengths = {f"phases__{name}": 4 for name in ("warmup", "score", "weights")}
+    made = recipe(evaluate_every=4, phases__cycles=1, **lengths)
+    with pytest.raises(RunError, match=f"the {what} no longer finite in phase {phase}, epoch 2 of 4; lower"):
+        fit(model(), made, run=tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run/checkpoints")["done"] == at - 1
+    monkeypatch.undo()
+    fit(model(), made, run=tmp_path / "run", resume=True)
 
 
 def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,37 @@ def test_detaching_restores_the_model() -> None:
         pass
 
 
+def test_a_network_whose_blocks_cannot_be_found_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(graph: object) -> None:
+        raise PruningError("no way back")
+
+    model = network()
+    monkeypatch.setattr("sbf_pruner.pruner.residual_blocks", lost)
+    with pytest.raises(PruningError, match="no way back"):
+        Pruner(model, IMAGES, blocks=True)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    Pruner(model, IMAGES)
+
+
+def test_a_phase_that_cannot_land_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network().train()
+    pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)
+    before, held = state(model), pruner.plan()
+
+    def nowhere(*given: object) -> None:
+        raise PruningError("nothing fits")
+
+    with pytest.raises(PruningError, match="nothing fits"), monkeypatch.context() as patch:
+        patch.setattr(type(pruner.aim), "choose", nowhere)
+        with pruner.scoring(tune=lambda: model(IMAGES)):
+            score_steps(pruner)
+    assert same(before, model), "the statistics that were taken anew are gone"
+    assert pruner.plan() == held and pruner.gates.mode == "hard" and not pruner.projection.in_phase
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pruner.scoring():
+        score_steps(pruner)
+
+
 def test_scoring_freezes_weights_and_statistics_even_if_the_model_is_put_in_training_mode() -> None:
     model = network().train()
     pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)

@@ -175,6 +175,28 @@ def test_a_teacher_must_have_learned_something(tmp_path: Path) -> None:
     assert load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0", "model.weights=w.pt"])
 
 
+def test_what_a_method_is_made_of_cannot_be_set_otherwise(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + '[scores]\nbalance = "none"\nlr = 0.5\n')
+    asked = ["method=dmc", "budget.macs=0.5"]
+    made = load_recipe(path, [*asked, "scores.projection=free"])  # of the file's own method the file speaks
+    assert (made.scores.projection, made.scores.balance, made.scores.lr) == ("free", "cost", 0.5)
+    assert load_recipe(write(tmp_path, made.to_toml())) == made
+    for override, said in (
+        ("scores.projection=literal", "'free', not 'literal'"),
+        ("budget.steer=false", "True, not"),
+    ):
+        key = override.partition("=")[0]
+        with pytest.raises(
+            RecipeError, match=rf"^{key}: dmc is the method with {said}.*; leave {key} out, or choose"
+        ):
+            load_recipe(path, [override, *asked])
+    within = 'method = "dmc"\n' + MINIMAL + '[budget]\nmacs = 0.5\n[scores]\nbalance = "none"\n'
+    with pytest.raises(RecipeError, match=r"^scores\.balance: dmc is the method with 'cost', not 'none'; leave"):
+        load_recipe(write(tmp_path, within))
+    with pytest.raises(RecipeError, match=r"^method: 'dcm' is not one of"):
+        load_recipe(path, ["method=dcm"])
+
+
 def test_a_joint_step_has_one_batch_size() -> None:
     with pytest.raises(RecipeError, match=r"^scores\.batch_size: with scores\.joint .*; set weights\.batch_size$"):
         load_recipe("digits", ["scores.joint=true", "scores.batch_size=64"])

@@ -290,6 +290,23 @@ def test_the_refinement_figure_shows_bounds_ratios_and_blocks_that_are_gone(run:
         assert top <= float(dot["cy"] or 0) <= top + height, "measured within the bounds"
 
 
+def test_refinement_that_could_not_be_measured_says_why(folder: Path, unfinished: Path, tmp_path: Path) -> None:
+    going = copy_of(unfinished, tmp_path / "going")
+    lines = [json.loads(line) for line in (going / "scores.jsonl").read_text().splitlines()]
+    changed = [line | ({"refinement": [], "unmeasured": "it <adds>"} if "kept" in line else {}) for line in lines]
+    (going / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    assert read_run(going).missing["refinement"] == "No residual block was measured: it <adds>."
+    over = copy_of(folder, tmp_path / "over")
+    summary = json.loads((over / "summary.json").read_text())
+    (over / "summary.json").write_text(json.dumps(summary | {"unmeasured": {"pruned": "it <adds>"}}))
+    assert "At the end nothing could be measured: it &lt;adds&gt;." in refinement(read_run(over)).caption
+    both = {"refinement": [], "unmeasured": {"scored": "it <adds>", "pruned": "no pen"}}
+    (over / "summary.json").write_text(json.dumps(summary | both))
+    run = read_run(over)
+    assert run.missing["refinement"] == "No residual block was measured: it <adds>; no pen."
+    assert "it &lt;adds&gt;; no pen." in run_page(run)
+
+
 def test_the_network_is_filled_as_far_as_it_is_kept() -> None:
     first = Box("input", "image", ("an image",))
     conv = Box(LAYER, "conv", ("conv", "a layer"), "16 · 8x8 · 3 %", 16, layer="conv", sources=[first])

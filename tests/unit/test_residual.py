@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small
+from sbf_pruner.errors import PruningError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.residual import residual_blocks
 from sbf_pruner.pruner import Pruner
@@ -131,4 +132,25 @@ def test_a_network_that_adds_at_other_times_is_not_measured() -> None:
     images = torch.rand(MEASURED_ON, 1, 8, 8)
     assert len(under_scores(pruner, images)) == 2
     model.calm = False
-    assert under_scores(pruner, images) == [] and when_pruned(pruner, model, images) == {}
+    for measured in (lambda: under_scores(pruner, images), lambda: when_pruned(pruner, model, images)):
+        with pytest.raises(PruningError, match="adds maps 3 times where its graph has 2 additions"):
+            measured()
+
+
+def test_shortcuts_that_carry_nothing_are_told_of() -> None:
+    model = Small()
+    pruner = Pruner(model, torch.rand(2, 1, 8, 8))
+    for held in (model.norm.weight, model.norm.bias, model.blocks[0].bn2.weight, model.blocks[0].bn2.bias):
+        nn.init.zeros_(held)
+    with pytest.raises(PruningError, match=r"the shortcut of blocks\.1 carries nothing"):
+        under_scores(pruner, torch.rand(4, 1, 8, 8))
+
+
+def test_every_module_keeps_its_mode(scored: tuple[Pruner, Tensor]) -> None:
+    pruner, images = scored
+    pruner.model.train()
+    pruner.model.norm.eval()
+    before = [module.training for module in pruner.model.modules()]
+    under_scores(pruner, images)
+    when_pruned(pruner, pruner.model, images)
+    assert [module.training for module in pruner.model.modules()] == before

@@ -129,6 +129,8 @@ def test_a_run_whose_scores_removed_nothing_says_what_to_do():
     whole = SUMMARY | {"layers": {"conv": {"before": 4, "after": 4}}}
     cut = SUMMARY | {"layers": {"conv": {"before": 4, "after": 3}}}
     assert any("ask for a size" in line for line in summary_lines(whole, "runs/x", scored=True))
+    told = summary_lines(whole, "runs/x", scored=True, rate="scores.speed")
+    assert any(line.endswith("raise scores.speed or scores.penalty") for line in told)
     assert not any("ask for a size" in line for line in summary_lines(whole, "runs/x"))  # it was to stay dense
     assert not any("ask for a size" in line for line in summary_lines(cut, "runs/x", scored=True))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ class _Reader:
         return iter(self.get_next, None)
 
 
-class _silent:
+@contextmanager
+def _silent() -> Iterator[None]:
     """The quantiser writes advice to the root logger."""
-
-    def __enter__(self) -> None:
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *failure: object) -> None:
-        logging.disable(logging.NOTSET)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

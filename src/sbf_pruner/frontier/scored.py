@@ -19,15 +19,14 @@ from ..plan import Plan
 from ..report.data import Record
 from ..report.data import read_run as read_records
 from ..training.checkpoint import load_checkpoint
-from ..training.data import Augment, Batches, Data, Split, load_data
+from ..training.data import Batches, load_data
+from ..training.feed import Feed
 from ..training.finished import build_dense
 from ..training.folder import SCORED, RunFolder
 from ..training.networks import Networks
 from ..training.recipe import Recipe, load_recipe
 from ..training.schedule import cycles_end
 from ..training.start import choose_device
-
-_AT_ONCE = 256  # images that are judged together
 
 
 @dataclass(frozen=True)
@@ -59,22 +58,26 @@ class Scored:
         return found
 
 
-def read_scored(path: str | Path, device: str | None = None) -> Scored:
-    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says."""
+def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
+    """The folder of a run, its recipe, and where to look at it; `device` is another than the recipe says."""
     folder = RunFolder(Path(path))
     if not folder.begun:
         raise RunError(f"there is no run in {path}; name the folder of a run")
     recipe = load_recipe(folder.recipe)
-    _check_far_enough(folder, recipe)
     # A run that was made on a GPU may be looked at without one.
-    where = choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
+    return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
+
+
+def read_scored(path: str | Path, device: str | None = None) -> Scored:
+    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says."""
+    folder, recipe, where = find_run(path, device)
+    _check_far_enough(folder, recipe)
     state = load_checkpoint(folder.checkpoints, SCORED)
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-    judged_on = "validation" if len(data.validation) else "test"
-    judged = _batches(recipe, data, getattr(data, judged_on), where)
+    feed = Feed(recipe, data, where)
     # The weights the run began with are not needed: the file holds those it came to.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
-    networks = Networks(build_dense(recipe), bare, data, next(judged.epoch(0))[0], where, folder.latency)
+    networks = Networks(build_dense(recipe), bare, data, feed.images, where, folder.latency)
     _load(networks.dense, state["dense"], folder)
     known = read_records(folder.path)
     return Scored(
@@ -83,9 +86,9 @@ def read_scored(path: str | Path, device: str | None = None) -> Scored:
         networks,
         {name: np.asarray(held.cpu()) for name, held in state["scores"].items()},
         Plan(state["plan"]),
-        _batches(recipe, data, data.train, where, Augment(recipe.data.crop, recipe.data.flip)),
-        judged,
-        judged_on,
+        feed.train,
+        feed.test if feed.validation is None else feed.validation,
+        "test" if feed.validation is None else "validation",
         known.records,
         known.summary,
     )
@@ -119,10 +122,3 @@ def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolde
         raise RunError(
             f"the network that the recipe builds is no longer that of the run in {folder.path}; put its code back"
         ) from error
-
-
-def _batches(
-    recipe: Recipe, data: Data, split: Split, device: torch.device, augment: Augment | None = None
-) -> Batches:
-    size = recipe.data.batch_size if augment else _AT_ONCE
-    return Batches(split, size, data.mean, data.std, device=device, augment=augment, seed=recipe.seed)

@@ -32,7 +32,7 @@ from ..stored import Stored, saved_bytes
 from ..surgery import extract
 from ..training.engine import Engine
 from ..training.start import cpu_threads
-from .scored import Scored, read_scored
+from .scored import Scored, find_run, read_scored
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
 BATCHES = 32
@@ -87,7 +87,8 @@ def frontier(
 ) -> dict[str, Any]:
     """Accuracy against size for the run in a folder."""
     request = request or Request()
-    with torch.random.fork_rng():
+    device = find_run(path, request.device)[-1]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's streams stay as they are
         report("reading the run")
         scored = read_scored(path, request.device)
         with cpu_threads(scored.recipe.threads):

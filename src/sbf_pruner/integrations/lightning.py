@@ -34,6 +34,9 @@ def pruning_callback(turns: Turns) -> Any:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             turns.end()
 
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            turns.abort()
+
         def state_dict(self) -> dict[str, Any]:
             return turns.state_dict()
 

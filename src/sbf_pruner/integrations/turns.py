@@ -94,6 +94,13 @@ class Turns:
             left, self._open = self._open, None
             left.__exit__(None, None, None)
 
+    def abort(self) -> None:
+        """Tell that the training has failed: the phase is cut short, nothing stays frozen, and no gate is set."""
+        if self._open is not None:
+            left, self._open = self._open, None
+            given_up = RuntimeError("the training has failed")
+            left.__exit__(type(given_up), given_up, None)  # as it would pass through the phase
+
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, also in the middle of a score phase."""
         return {"epoch": self._epoch, "pruner": self.pruner.state_dict()}

@@ -50,6 +50,7 @@ class Run:
     layers: list[LayerKept] = field(default_factory=list)
     scores: list[Record] = field(default_factory=list)
     refinement: list[Record] = field(default_factory=list)
+    unmeasured: dict[str, str] = field(default_factory=dict)  # of the refinement: "scored" or "pruned" -> why
     boxes: list[Box] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     followers: dict[str, list[str]] = field(default_factory=dict)
@@ -109,7 +110,7 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
         run.missing["network"] = f"The network cannot be drawn: {network.get('undrawn', 'it is not stored yet')}."
         run.skipped = (run.summary or {}).get("skipped", {})
     run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
-    run.refinement = _refinement(run)
+    run.refinement, run.unmeasured = _refinement(run)
     run.time = asked_time(path, recipe, run.summary)
     _explain_missing(run)
     return run
@@ -170,10 +171,12 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
     return [LayerKept(name, before[name], after[name], shares.get(name)) for name in before]
 
 
-def _refinement(run: Run) -> list[Record]:
-    if run.summary is not None and run.summary.get("refinement"):
-        return list(run.summary["refinement"])
-    return next((line["refinement"] for line in reversed(run.scores) if line.get("refinement")), [])
+def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
+    """What was measured, and why the rest of it was not."""
+    if run.summary is not None and (run.summary.get("refinement") or run.summary.get("unmeasured")):
+        return list(run.summary["refinement"]), dict(run.summary.get("unmeasured", {}))
+    last: Record = next((line for line in reversed(run.scores) if "refinement" in line), {})
+    return last.get("refinement", []), {"scored": last["unmeasured"]} if "unmeasured" in last else {}
 
 
 def _explain_missing(run: Run) -> None:
@@ -186,7 +189,9 @@ def _explain_missing(run: Run) -> None:
     if run.method is not None:
         run.missing["scores"] = f"No scores are learned: filters are chosen by {told(run.method)}."
     if not run.refinement:
-        if any("kept" in line for line in run.scores):
+        if run.unmeasured:
+            said = f"No residual block was measured: {'; '.join(dict.fromkeys(run.unmeasured.values()))}."
+        elif any("kept" in line for line in run.scores):
             said = "No residual block was measured: none has a branch that ends in a prunable layer."
         elif scored and not run.scores:
             said = f"{older}how blocks refine."

@@ -8,6 +8,7 @@ and the greatest score of the branch's last layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from typing import Any
 
 from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
@@ -15,6 +16,7 @@ from .data import Run
 from .numbers import DASH
 
 _HEIGHT = 190.0
+_WHEN = {"scored": "Under the scores", "pruned": "At the end"}
 _CAPTION = (
     "The energy a block adds, as a part of what arrives: |S·f(x)|² / |x|² on test images. Under continuous scores "
     "it must lie between δ² and (1+ε)² times the value without scores, where δ and 1+ε are the least and the "
@@ -61,7 +63,10 @@ def refinement(run: Run) -> Figure:
         legend += [("dot final", "at the end, pruned and fine-tuned")]
     if any(block.get("pruned") == 0 for block in blocks):
         legend += [("cross", "block gone")]
-    return Figure(key, title, _CAPTION, picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
+    caption = _CAPTION + "".join(
+        f" {_WHEN[which]} nothing could be measured: {escape(why)}." for which, why in run.unmeasured.items()
+    )
+    return Figure(key, title, caption, picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
 
 
 def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:

@@ -7,7 +7,6 @@ there, and one that does not fit is measured anew.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from ..files import user_cache, write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
+from ..inputs import real_copy
 from ..latency.model import BLOCKWISE, Conditions, LatencyModel, from_dict, read_model, signature
 from ..latency.predictor import Predictor
 from ..latency.table import Table
@@ -90,7 +90,7 @@ def clock_here(
     report: Report = lambda line: None,
 ) -> LatencyModel:
     """The same for a network that is in use, wherever it is: a clock for its own graph."""
-    dense = copy.deepcopy(network).cpu().eval()
+    dense = real_copy(network).cpu().eval()
     found = get_model(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
     return from_dict(found.to_dict(), graph)
 

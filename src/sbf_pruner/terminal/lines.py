@@ -14,10 +14,13 @@ from ..methods import OWN, told
 from .tables import boxed, change, percent, share, table
 
 
-def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = False) -> list[str]:
+def summary_lines(
+    summary: Mapping[str, Any], folder: str, *, scored: bool = False, rate: str = "scores.lr"
+) -> list[str]:
     """The closing table: dense against pruned, what removal changed, and where the run lies.
 
-    `scored` says that the run trained scores, so that nothing removed is worth a word.
+    `scored` says that the run trained scores, so that nothing removed is worth a word; `rate` is the setting that
+    says how fast they move.
     """
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
@@ -46,9 +49,7 @@ def summary_lines(summary: Mapping[str, Any], folder: str, *, scored: bool = Fal
     by = "" if method == OWN else f", chosen by {told(method)}"
     lines.append(f"filters kept: {after:,} of {before:,}{by}")
     if scored and method == OWN and before and before == after:
-        lines.append(
-            "nothing was removed; ask for a size (--target macs=0.5), or raise scores.lr or scores.penalty"
-        )
+        lines.append(f"nothing was removed; ask for a size (--target macs=0.5), or raise {rate} or scores.penalty")
     lines.append(
         "latency: of the network as it is saved, in eager PyTorch; `sbf bench` times the forms for runtimes"
     )

@@ -6,7 +6,6 @@ Records of a run, or bytes of a transfer, enter; text leaves on stderr, so that 
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,22 +46,6 @@ def progress(
             bar.update(task, completed=record["done"], description=_stage(record), facts=_facts(record))
 
         yield show
-
-
-@contextmanager
-def told(logger: str, *, quiet: bool) -> Iterator[None]:
-    """While entered, what a part of the package logs is said on stderr, a line each."""
-    held, handler = logging.getLogger(logger), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("sbf: %(message)s"))
-    before = held.level
-    try:
-        if not quiet:
-            held.addHandler(handler)
-            held.setLevel(logging.INFO)
-        yield
-    finally:
-        held.removeHandler(handler)
-        held.setLevel(before)
 
 
 @contextmanager

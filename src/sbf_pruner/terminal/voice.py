@@ -6,6 +6,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,26 @@ def one_voice() -> Iterator[None]:
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
+
+
+@contextmanager
+def told(*, quiet: bool) -> Iterator[None]:
+    """While entered, what the package logs is said on stderr, a line each: warnings, and how training goes on.
+
+    If asked to be quiet, nothing is: without a handler, logging would write warnings there by itself.
+    """
+    package, training = logging.getLogger("sbf_pruner"), logging.getLogger("sbf_pruner.training")
+    handler = logging.NullHandler() if quiet else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("sbf: %(message)s"))
+    before = training.level
+    try:
+        package.addHandler(handler)
+        if not quiet:
+            training.setLevel(logging.INFO)
+        yield
+    finally:
+        package.removeHandler(handler)
+        training.setLevel(before)
 
 
 def check_shared(command: str) -> None:

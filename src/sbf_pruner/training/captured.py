@@ -52,7 +52,7 @@ class CapturedEngine(Engine):
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = Counters(self.network)
-        if self._fast:
+        if self._fast:  # for all of torch: who makes one puts it back (own_arithmetic)
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
@@ -206,8 +206,10 @@ class _Dressed:
         self.parts, self._stack = parts, ExitStack()
 
     def __enter__(self) -> _Dressed:
-        for part in self.parts:
-            self._stack.enter_context(part)
+        with ExitStack() as entered:  # which leaves those before a part that fails
+            for part in self.parts:
+                entered.enter_context(part)
+            self._stack = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

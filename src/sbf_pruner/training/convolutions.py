@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attached import Attached
+
 _ALIGNED = 64  # elements; a tensor that starts anywhere would be copied before a compiled kernel reads it
 
 
@@ -70,7 +72,7 @@ class TunableConvolutions:
             torch.index_select(self._plain, 0, self._places, out=self._turned)
 
 
-class _Tuned:
+class _Tuned(Attached):
     """What stands for one convolution's forward.
 
     A partial function would do, but a compiler writes down what it relies on, and would print the tensors with it,

@@ -1,25 +1,29 @@
 """One epoch of a phase: the batches go through the engine, the network is judged where that is due.
 
 A phase and the number of an epoch enter; the record that `metrics.jsonl` gets leaves.  What holds: an epoch follows
-from the seed and its number alone; a loss that is no number stops the run before anything of it is saved.
+from the seed and its number alone; a loss, or a weight, that is no number stops the run before anything of it is
+saved.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import RunError
 from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
-from .schedule import Phase, is_taught, learning_rate, optimizer_config, taught_part, total_epochs
+from .schedule import Phase, is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
 from .teacher import Teacher
 
 
@@ -42,7 +46,11 @@ class Epochs:
             average = None if descent is None else descent.average
             with nullcontext() if average is None else average.applied():
                 test, held_out = judge(engine, self._feed)
-        self._check_finite(phase, epoch, *([tally] if test is None else [tally, test]))
+        if not (tally.finite and (test is None or test.finite)):
+            self._stop("the loss is", phase, epoch, engine)
+        # What the last step broke shows in no loss of training, and a test is not always due.
+        if not _finite(_trained(engine, descent)):
+            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
         return {
             "done": number + 1,
             "total": total_epochs(self._recipe),
@@ -87,22 +95,36 @@ class Epochs:
                 engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
 
-    def _check_finite(self, phase: Phase, epoch: int, *tallies: Tally) -> None:
-        """Stop before weights that are no numbers are saved; those of the last step show in the test loss."""
-        if all(tally.finite for tally in tallies):
-            return
-        section = {"score": "scores", "joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
-        rate = getattr(self._recipe, section).lr
+    def _stop(self, broken: str, phase: Phase, epoch: int, engine: Engine) -> NoReturn:
+        """End the run before numbers that are none are saved."""
+        section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
+        if phase.kind == "score":
+            assert engine.pruner is not None  # it knows the speed also where that follows from the budget
+            key, rate = score_rate(self._recipe), engine.pruner.lr
+        else:
+            key, rate = f"{section}.lr", getattr(self._recipe, section).lr
         raise RunError(
-            f"the loss is no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
-            f"{section}.lr (it is {rate:g}) and start over with --force; the last good checkpoint is kept in "
-            f"{self._kept}"
+            f"{broken} no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
+            f"{key} (it is {rate:g}) and start over with --force; the last good checkpoint is kept in {self._kept}"
         )
 
 
 def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:
     """A network on the test images, and on those held out of training where there are any."""
     return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
+
+
+def _trained(engine: Engine, descent: Descent | None) -> list[Tensor]:
+    """What the steps of an epoch have changed; what stands still may hold whatever its owner likes."""
+    weights = [] if descent is None else [p for group in descent.optimizer.param_groups for p in group["params"]]
+    return weights if engine.pruner is None else [*weights, *engine.pruner.score_parameters]
+
+
+@torch.no_grad()
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    """Are they all numbers?  The largest of each tells, and the device is waited for once."""
+    largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf)
+    return bool(torch.stack([norm.isfinite() for norm in largest]).all())
 
 
 def _mixed(seed: int, epoch: int, rank: int) -> int:

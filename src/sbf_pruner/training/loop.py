@@ -1,12 +1,11 @@
 """The whole schedule: a dense network in, a trained, smaller one and a run folder out.
 
-What holds: everything is checked before the first file is written; the model and the random streams of the caller
-stay as they were; a run that has come to its end is read, not trained again.
+What holds: everything is checked before the first file is written; the model of the caller, the random streams and
+torch's settings stay as they were; a run that has come to its end is read, not trained again.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from ..errors import RunError
 from ..export import load
+from ..inputs import real_copy
 from ..plan import Plan
 from .checkpoint import NAME
 from .data import Data, load_data
@@ -24,7 +24,7 @@ from .dense_stage import read_dense_stage
 from .folder import RunFolder
 from .recipe import Recipe, load_recipe
 from .run import Report, Run
-from .start import choose_device, cpu_threads
+from .start import choose_device, cpu_threads, own_arithmetic
 from .together import books, check_shared, join, same_weights
 
 
@@ -77,7 +77,7 @@ def fit(
     check = partial(asked.check, recipe, resume=resume, force=force)
     with books(team, asked, check, resume=resume) as folder:
         if resume and folder.finished:
-            small = load(folder.path, lambda: copy.deepcopy(model))
+            small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
         goes_on = resume and (folder.checkpoints / NAME).is_file()
         stage = None
@@ -85,7 +85,7 @@ def fit(
             stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
         device = choose_device(recipe.device)
         streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
-        with streams, cpu_threads(recipe.threads):
+        with streams, cpu_threads(recipe.threads), own_arithmetic():
             data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None

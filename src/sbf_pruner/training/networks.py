@@ -7,7 +7,6 @@ one must give the same outputs.  `state` holds all that training changed, and `r
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attached import without_attached
 from ..errors import PruningError, RunError
+from ..inputs import real_copy
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
@@ -46,7 +46,7 @@ class Networks:
         measured: Path | None = None,
     ) -> None:
         self.images = images
-        self.dense = copy.deepcopy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.dense = real_copy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.model.weights:
             load_weights(self.dense, Path(recipe.model.weights))
         check_fit(self.dense, images[:2], data)
@@ -96,7 +96,7 @@ class Networks:
 
     def bare_copy(self) -> nn.Module:
         """The dense network as it is now, without gates, to be looked at and not trained."""
-        return without_attached(copy.deepcopy(self.dense)).eval().requires_grad_(False)
+        return without_attached(real_copy(self.dense)).eval().requires_grad_(False)
 
     def scored(self) -> dict[str, Any]:
         """The dense network with the scores it has come to, to choose other sizes from; before anything is cut."""
@@ -214,6 +214,6 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 def _difference(gated: nn.Module, small: nn.Module, images: Tensor) -> float:
     """The largest difference of the outputs in float64, as a part of the largest output."""
     inputs = images.double()
-    expected, found = (copy.deepcopy(network).double().eval()(inputs) for network in (gated, small))
+    expected, found = (real_copy(network).double().eval()(inputs) for network in (gated, small))
     largest = expected.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
     return float((expected - found).abs().max() / largest)

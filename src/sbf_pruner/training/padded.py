@@ -9,14 +9,13 @@ what was trained into the large network, where checkpoints and the final extract
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..graph.channels import ChannelGraph
 from ..graph.layout import solve
+from ..inputs import real_copy
 from ..plan import Plan
 from ..pruner import Pruner
 from ..surgery import extract
@@ -92,7 +91,7 @@ def _within(outer: Plan, inner: Plan, graph: ChannelGraph) -> Plan:
 
 def _numbered(model: nn.Module) -> nn.Module:
     """A copy whose stored numbers say where each of them stands: surgery on it tells what goes where."""
-    model, start = copy.deepcopy(model), 0
+    model, start = real_copy(model), 0
     for tensor in _states(model):
         tensor.data = torch.arange(start, start + tensor.numel(), device=tensor.device).double().view(tensor.shape)
         start += tensor.numel()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..budget.targets import Budget
 from ..errors import RecipeError, nearest
@@ -90,9 +90,24 @@ class Recipe(Section):
         """
         return load_recipe(name_or_path, overrides)
 
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        """Build from a table, in which a method and what it is made of must not contradict each other."""
+        made = super().from_dict(table)
+        for key, value in _settings_of(made.method).items():
+            section, _, name = key.partition(".")
+            given = table.get(section, {}).get(name, value)
+            if given != value:
+                raise RecipeError(
+                    f"{key}: {made.method} is the method with {value!r}, not {given!r}; leave {key} out, "
+                    "or choose another method"
+                )
+        return made
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value in (METHODS[self.method].settings if self.method in METHODS else {}).items():
+        # Also where a recipe is given another method later, as in a comparison: they are what the method is.
+        for key, value in _settings_of(self.method).items():
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
@@ -123,9 +138,14 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         hint = nearest(str(name_or_path), known)
         raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r}, and a file ends in .toml; {hint}")
     table = {"name": path.stem, **table}
+    said: dict[str, Any] = {}
     for override in overrides:
-        table = merge(table, _override(override))
-    return Recipe.from_dict(table)
+        said = merge(said, _override(override))
+    if said.get("method", table.get("method")) != table.get("method"):
+        # What the file says is meant for its own method; what is said beside this one is not.
+        for key, value in _settings_of(said["method"]).items():
+            table = merge(table, _nested(key, value))
+    return Recipe.from_dict(merge(table, said))
 
 
 def bundled_recipes() -> list[str]:
@@ -140,6 +160,11 @@ def settings() -> dict[str, Setting]:
     0.001
     """
     return describe(Recipe)
+
+
+def _settings_of(method: Any) -> Mapping[str, Any]:
+    """What a method is made of, where it learns scores in a way of its own."""
+    return METHODS[method].settings if isinstance(method, str) and method in METHODS else {}
 
 
 def _bundle() -> Any:
@@ -172,9 +197,13 @@ def _override(text: str) -> dict[str, Any]:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not all(key.split(".")):
         raise RecipeError(f"override {text!r}: write KEY=VALUE, such as phases.cycles=4")
-    table: Any = _value(value, wants_text=key in (known := settings()) and known[key].kind == "str")
+    return _nested(key, _value(value, wants_text=key in (known := settings()) and known[key].kind == "str"))
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
-        table = {part: table}
+        value = {part: value}
+    table: dict[str, Any] = value
     return table
 
 

@@ -8,19 +8,23 @@ is a reason written down, not a run lost.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..drawing.scene import compose, to_json
 from ..environment import environment
+from ..errors import PruningError
 from ..files import write_text
 from ..overview import inspect
 from .folder import RunFolder
 from .networks import Networks
 from .refinement import joined, under_scores, when_pruned
 from .schedule import Phase
+
+Measured = TypeVar("Measured")
 
 
 class Recording:
@@ -39,7 +43,7 @@ class Recording:
             seen = inspect(pruner.model, self.images[:1], pruner.graph)
             written |= {"facts": seen.facts, "boxes": to_json(compose(seen))}
         except Exception as error:  # whatever a user's network does, it can still be trained
-            written["undrawn"] = f"{type(error).__name__}: {error}"
+            written["undrawn"] = _told(error)
         write_text(self.folder.network, json.dumps(written) + "\n")
 
     def after_epoch(self, phase: Phase, done: int) -> None:
@@ -52,7 +56,8 @@ class Recording:
         if done == phase.end:
             kept = self.networks.plan.widths()
             line["kept"] = {name: kept.get(name, len(held)) for name, held in scores.items()}
-            line["refinement"] = self._under_scores()
+            measured, why = _tried(lambda: under_scores(pruner, self.images))
+            line |= {"refinement": measured or [], **({"unmeasured": why} if why else {})}
         self.folder.append_scores(line)
 
     def finish(self, small: nn.Module) -> dict[str, Any]:
@@ -61,14 +66,23 @@ class Recording:
         found: dict[str, Any] = next(
             (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
         )
-        try:
-            pruned = when_pruned(self.networks.pruner, small, self.images)
-        except Exception:  # an analysis beside the run
-            pruned = {}
-        return {"skipped": dict(graph.skipped), "refinement": joined(found.get("refinement", []), pruned)}
+        pruned, why = _tried(lambda: when_pruned(self.networks.pruner, small, self.images))
+        reasons = {"scored": found.get("unmeasured"), "pruned": why}
+        return {
+            "skipped": dict(graph.skipped),
+            "refinement": joined(found.get("refinement", []), pruned or {}),
+            "unmeasured": {which: reason for which, reason in reasons.items() if reason},
+        }
 
-    def _under_scores(self) -> list[dict[str, Any]]:
-        try:
-            return under_scores(self.networks.pruner, self.images)
-        except Exception:  # an analysis beside the run
-            return []
+
+def _tried(measure: Callable[[], Measured]) -> tuple[Measured | None, str]:
+    """What was measured, or None and the reason: it is an analysis beside the run."""
+    try:
+        return measure(), ""
+    except Exception as error:  # whatever a user's network does
+        return None, _told(error)
+
+
+def _told(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return said if isinstance(error, PruningError) else f"{type(error).__name__}: {said}"

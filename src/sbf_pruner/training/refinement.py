@@ -2,7 +2,8 @@
 
 A network, its residual blocks and images enter; plain records leave.  The additions are met in the order in
 which the graph recorded them; a network that adds more or less often when it really runs is not measured,
-and the record says so.  Energies are summed in float64 where they arise; the network is left as it was.
+and the error says so.  Energies are summed in float64 where they arise; the network is left as it was, with the
+mode of each of its modules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import PruningError
 from ..graph.residual import ResidualBlock, additions, is_addition, residual_blocks
+from ..measuring import evaluating
 from ..pruner import Pruner
 
 MEASURED_ON = 64  # images: after every phase of scores, and a large network takes its time on a CPU
@@ -24,24 +27,29 @@ def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     """Per residual block: the ratio under the continuous scores, without them, and the scores' extremes.
 
     With the scores S of the branch's last layer, delta the least and top the greatest of them, the ratio lies
-    between delta^2 and top^2 times the one without scores: that is Lemma 1, put right.
+    between delta^2 and top^2 times the one without scores: that is Lemma 1, put right.  None of a network whose
+    branches end in no prunable layer; a PruningError where there are some and none could be measured.
     """
     layers = pruner.graph.layers
-    # A score behind the sum leaves the branch itself as it is, and the lemma is another one there.
-    blocks = [b for b in residual_blocks(pruner.graph) if b.layer and layers[b.layer].site.kind != "sum"]
+    known = [block for block in residual_blocks(pruner.graph) if block.layer]
+    blocks = [block for block in known if layers[block.layer].site.kind != "sum"]
+    if known and not blocks:
+        raise PruningError("scores behind a sum leave the branch as it is, and the lemma is another one there")
     was, pruner.gates.mode = pruner.gates.mode, "soft"
     try:
         energies = _energies(pruner.model, blocks, images, len(additions(pruner.graph.trace.ops)))
     finally:
         pruner.gates.mode = was
-    if energies is None:
-        return []
     scores = pruner.scores()
-    found = []
+    found, left = [], ""
     for block, (branch, shortcut) in zip(blocks, energies, strict=True):
         score = scores[block.layer].double()
         whole = float(shortcut.sum())
-        if len(score) != len(branch) or not whole > 0:
+        if len(score) != len(branch):
+            left = f"the branch of {block.name} has {len(branch)} channels and {len(score)} scores"
+            continue
+        if not whole > 0:
+            left = f"the shortcut of {block.name} carries nothing"
             continue
         freed = torch.where(score > 0, branch / score.square().clamp_min(1e-300), 0.0)
         found.append(
@@ -54,6 +62,8 @@ def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
                 "top": float(score.max()),
             }
         )
+    if left and not found:
+        raise PruningError(left)
     return found
 
 
@@ -61,8 +71,6 @@ def when_pruned(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, f
     """Per residual block the ratio in the small network; none where nothing is left of the shortcut."""
     blocks = residual_blocks(pruner.graph)
     energies = _energies(small, blocks, images, len(additions(pruner.graph.trace.ops)))
-    if energies is None:
-        return {}
     sums = {block.name: (float(f.sum()), float(x.sum())) for block, (f, x) in zip(blocks, energies, strict=True)}
     return {name: f / x if x > 0 else None for name, (f, x) in sums.items()}
 
@@ -80,17 +88,14 @@ def joined(scored: Sequence[Mapping[str, Any]], pruned: Mapping[str, float | Non
 
 def _energies(
     network: nn.Module, blocks: Sequence[ResidualBlock], images: Tensor, expected: int
-) -> list[tuple[Tensor, Tensor]] | None:
-    """Squares of branch and shortcut of every block, summed per channel; None if additions do not match."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Squares of branch and shortcut of every block, summed per channel."""
     listener = _Listener(blocks)
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.no_grad(), listener:
-            network(images[:MEASURED_ON].contiguous(memory_format=torch.channels_last))
-    finally:
-        network.train(was_training)
-    return [listener.heard[b.addition] for b in blocks] if listener.count == expected else None
+    with evaluating(network), torch.no_grad(), listener:
+        network(images[:MEASURED_ON].contiguous(memory_format=torch.channels_last))
+    if listener.count != expected:
+        raise PruningError(f"the network adds maps {listener.count} times where its graph has {expected} additions")
+    return [listener.heard[b.addition] for b in blocks]
 
 
 class _Listener(TorchDispatchMode):

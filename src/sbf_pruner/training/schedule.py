@@ -93,6 +93,16 @@ def total_epochs(recipe: Recipe) -> int:
     return sum(phase.epochs for phase in phases(recipe))
 
 
+def score_rate(recipe: Recipe) -> str:
+    """The setting that says how fast scores move: where there is a speed, the learning rate says nothing.
+
+    >>> from .recipe import load_recipe
+    >>> score_rate(load_recipe("digits")), score_rate(load_recipe("digits", ["budget.steer=true"]))
+    ('scores.lr', 'scores.speed')
+    """
+    return "scores.speed" if recipe.scores.speed or recipe.budget.steer else "scores.lr"
+
+
 def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
     """How a phase trains the weights; the control is trained as the warm-up is, over all its epochs."""
     return {

@@ -7,7 +7,8 @@ leave.  Weights are loaded all or not at all.
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,24 @@ def choose_device(wanted: str) -> torch.device:
 def cpu_threads(count: int) -> AbstractContextManager[None]:
     """Let torch use `count` threads on the CPU, or as many as it likes if that is 0; then as before."""
     return using_threads(count or None)
+
+
+@contextmanager
+def own_arithmetic() -> Iterator[None]:
+    """Put back, in the end, what the engine for CUDA sets for all of torch: how precisely and by which kernels."""
+    tuned, word = torch.backends.cudnn.benchmark, None
+    with suppress(RuntimeError):  # there is no one word for what backends were given each by itself
+        word = torch.get_float32_matmul_precision()
+    backends: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    held = [backend.fp32_precision for backend in backends]
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = tuned
+        if word is not None:
+            torch.set_float32_matmul_precision(word)
+        for backend, precision in zip(backends, held, strict=True):
+            backend.fp32_precision = precision
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

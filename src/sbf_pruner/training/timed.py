@@ -9,7 +9,6 @@ measured nothing is timed, and the summary says so.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from ..errors import PruningError, RecipeError, RunError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
+from ..inputs import real_copy
 from ..latency.model import LatencyModel, from_dict, read_model
 from ..latency.ways import WAYS, Chosen, choose_way
 from ..plan import Plan
@@ -187,7 +187,7 @@ def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pair
     held = clock.conditions
     if held.runtime not in RUNTIMES or not same_place(held, here(held.runtime, held.batch, held.threads)):
         return None
-    return Pairs(copy.deepcopy(network).cpu().eval(), images[:1].cpu(), held)
+    return Pairs(real_copy(network).cpu().eval(), images[:1].cpu(), held)
 
 
 def coupling(way: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ away in the end.  So all of them take the same way through a run, and only one o
 from __future__ import annotations
 
 import atexit
-import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RunError
+from ..inputs import real_copy
 from ..team import Team
 from .folder import RunFolder
 from .recipe import Recipe
@@ -57,7 +57,7 @@ def check_shared(recipe: Recipe, images: int, team: Team) -> None:
 def same_weights(model: nn.Module, team: Team) -> nn.Module:
     """The model with the weights that the first process has; a copy, where there are other processes."""
     if not team.alone:
-        model = copy.deepcopy(model)
+        model = real_copy(model)
         team.follow([held for held in model.state_dict().values() if isinstance(held, Tensor)])
     return model
 
