@@ -8,11 +8,15 @@ Nothing is ever pickled.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ try:
 except ImportError:  # Windows: nobody is kept out there
     fcntl = None  # type: ignore[assignment]
 
+_FORGOTTEN = 3600.0  # seconds without a byte written: its writer was killed
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -38,19 +44,33 @@ def replacing(path: Path) -> Iterator[Path]:
     except (FileExistsError, NotADirectoryError):
         file = next((parent for parent in path.parents if parent.is_file()), path.parent)
         raise RunError(f"{path} cannot be written, because {file} is a file; name a folder") from None
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = aside(path)
     try:
+        temporary.touch()  # with the mode of any new file here
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path} cannot be written ({error})") from error
     except OSError as error:
-        error.filename = error.filename or str(path)  # which a full disk does not tell
+        if error.filename in (None, str(temporary)):  # a full disk tells none, and ours nobody knows
+            error.filename, error.filename2 = str(path), None
         raise
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)
+
+
+def aside(path: Path) -> Path:
+    """A name beside `path` that no other process has, to write there and move into its place.
+
+    What others left there goes once it is old: a younger one may belong to a process that writes `path` too.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*partial"):
+        with suppress(OSError):  # another process was quicker
+            if time.time() - left.stat().st_mtime > _FORGOTTEN:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 @contextmanager
@@ -86,8 +106,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     """Write tensors and a JSON header as one safetensors file in one step."""
     plain, metadata = _storable(tensors, header)
     with replacing(path) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # that of any new file here; safetensors would let nobody else read it
+        mode = temporary.stat().st_mode  # safetensors would let nobody else read it
         save_file(plain, temporary, metadata=metadata)
         temporary.chmod(mode)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -190,6 +191,22 @@ def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, mon
     assert manifest["folder"] == str(tmp_path / "out")
     again = export_run(finished, tmp_path / "out", Request(formats=("safetensors",), force=True))
     assert again["files"] == manifest["files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_path, monkeypatch):
+    (tmp_path / ".out.0123.partial").mkdir()  # of a process that was killed long ago
+    os.utime(tmp_path / ".out.0123.partial", (0, 0))
+    weights, real = Request(formats=("safetensors",)), bundle.card
+
+    def meanwhile(*given):
+        monkeypatch.setattr(bundle, "card", real)
+        export_run(finished, tmp_path / "out", weights)  # as another process would
+        return real(*given)
+
+    monkeypatch.setattr(bundle, "card", meanwhile)
+    manifest = export_run(finished, tmp_path / "out", weights)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*manifest["files"], MANIFEST}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -670,6 +670,16 @@ def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"
 
 
+def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, dense_control=False)
+    with pytest.raises(Killed):
+        fit(model(), short, run=tmp_path / "run", report=kill_after(1))
+    left = tmp_path / "run/checkpoints/.last.safetensors.0123.partial"
+    left.write_text("half of")
+    fit(model(), short, run=tmp_path / "run", resume=True)
+    assert not left.exists()
+
+
 def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
     short = recipe(phases__cycles=0, dense_control=False)
     fit(model(), short, run=tmp_path / "run")

@@ -26,7 +26,7 @@ from ..deploy.onnx import require, run, session, to_onnx
 from ..environment import environment, version_of
 from ..errors import DataError, PruningError, RunError, nearest
 from ..export import PROGRAM, save
-from ..files import write_text
+from ..files import aside, write_text
 from ..inputs import call, made_up_inputs
 from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
@@ -88,8 +88,7 @@ def export_run(
     finished = read_run(path)
     folder = Path(to) if to is not None else finished.path / "export"
     _check_place(folder, finished.path, request.force)
-    work = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
+    work = aside(folder)
     work.mkdir(parents=True)
     try:
         manifest = _Export(finished, request, work, report).write()
@@ -113,8 +112,7 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
 
 def _put(work: Path, folder: Path) -> None:
     """Move the finished folder to its place; an older export goes only then."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = aside(folder)
     if folder.exists():
         os.replace(folder, old)
     os.replace(work, folder)

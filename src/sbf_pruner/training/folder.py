@@ -81,6 +81,8 @@ class RunFolder:
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, RunError(otherwise)):
+                for left in self.checkpoints.glob(".*.safetensors.*partial"):  # by one that was killed
+                    left.unlink(missing_ok=True)
                 yield
         except BaseException:
             with suppress(OSError):  # only if nothing came of the run
