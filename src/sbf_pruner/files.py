@@ -102,6 +102,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def append_text(path: Path, text: str) -> None:
+    """Add to a text file, safely on disk: what is written after it may rely on it."""
+    new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+    _flush(path)
+    if new:
+        _flush(path.parent)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file in one step."""
     plain, metadata = _storable(tensors, header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
@@ -821,6 +822,29 @@ def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> 
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="has 0 records but the checkpoint is of epoch 4"):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+def test_records_are_on_disk_before_the_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure the metrics may otherwise be shorter than the checkpoint, and the run is refused."""
+    folder, held, safe, real = tmp_path / "run", ("metrics.jsonl", "scores.jsonl"), dict[int, int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        safe[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+        real(descriptor)
+
+    def saved(*given: Any) -> Path:
+        for path in (folder / name for name in held if (folder / name).exists()):
+            assert safe.get(path.stat().st_ino) == path.stat().st_size
+            assert folder.stat().st_ino in safe, "nor is the file's name only promised"
+        return save_checkpoint(*given)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(run, "save_checkpoint", saved)
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=folder, report=kill_after(4))
+    assert all((folder / name).stat().st_size for name in held)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import locked, read_lines, write_text
+from ..files import append_text, locked, read_lines, write_text
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
@@ -101,10 +101,9 @@ class RunFolder:
             path.unlink(missing_ok=True)
         write_text(self.recipe, recipe.to_toml())
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records to the metrics, safely on disk before the checkpoint that counts them."""
+        append_text(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far."""
@@ -112,8 +111,7 @@ class RunFolder:
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
-        with self.scores.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        append_text(self.scores, json.dumps(line, separators=(",", ":")) + "\n")
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""
