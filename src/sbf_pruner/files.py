@@ -242,7 +242,8 @@ def _flush(path: Path) -> None:
     """Make sure that a file, or a folder's list of names, is on disk and not only promised."""
     if os.name == "nt" and path.is_dir():  # folders cannot be opened there
         return
-    handle = os.open(path, os.O_RDONLY)
+    # Windows flushes only what may be written to; a folder cannot be opened so anywhere.
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,17 @@ def test_a_file_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -
     with pytest.raises(OSError, match="directory") as caught:
         files.write_text(tmp_path / "held", "text")
     assert caught.value.filename == str(tmp_path / "held") and "partial" not in str(caught.value)
+
+
+def test_files_are_flushed_through_handles_that_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows refuses to flush any other."""
+    fcntl, flushed = pytest.importorskip("fcntl"), []
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            flushed.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_text(tmp_path / "a", "text")
+    files.write_tensors(tmp_path / "b", {"x": torch.ones(2)}, {})
+    assert flushed == [os.O_RDWR, os.O_RDWR]
