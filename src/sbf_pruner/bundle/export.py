@@ -87,12 +87,13 @@ def export_run(
         require()
     finished = read_run(path)
     folder = Path(to) if to is not None else finished.path / "export"
+    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     _check_place(folder, finished.path, request.force)
-    work = aside(folder)
+    work = aside(place)
     work.mkdir(parents=True)
     try:
         manifest = _Export(finished, request, work, report).write()
-        _put(work, folder)
+        _put(work, place)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return {**manifest, "folder": os.fspath(folder)}
@@ -101,6 +102,11 @@ def export_run(
 def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
     if folder.resolve() == run_folder.resolve():
         raise RunError(f"{folder} is the run itself; name another folder (--to)")
+    if Path.cwd().is_relative_to(folder.resolve()):  # it would be moved away under the user's feet
+        raise RunError(
+            f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
+            "name another one, which may be new (--to)"
+        )
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
