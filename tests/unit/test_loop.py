@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RecipeError, RunError
+from sbf_pruner.manifest import MANIFEST, write_manifest
 from sbf_pruner.measuring import measure
 from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
@@ -669,6 +670,27 @@ def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
     assert (tmp_path / "run/checkpoints/best.pt").read_text() == "mine too"
     assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"
+
+
+def test_force_removes_what_was_exported_and_no_other_file(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, phases__warmup=1, phases__finetune=0, dense_control=False)
+    fit(model(), short, run=tmp_path / "run")
+    export = tmp_path / "run/export"
+    sbf.save(model(), export)
+    write_manifest(export, {})
+    fit(model(1), short, run=tmp_path / "run", force=True)
+    assert not export.exists(), "it holds another network"
+    sbf.save(model(), export)
+    manifest = write_manifest(export, {})
+    (export / "notes.txt").write_text("mine")
+    manifest["files"] |= {"../notes.txt": {}, "..": {}, str(tmp_path / "run/notes.txt"): {}}
+    (export / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "run/notes.txt").write_text("mine too")
+    fit(model(), short, run=tmp_path / "run", force=True)
+    assert os.listdir(export) == ["notes.txt"] and (tmp_path / "run/notes.txt").is_file()
+    (export / MANIFEST).write_text('{"format": "sbf-pruner export 1", "files": 5}')
+    fit(model(), short, run=tmp_path / "run", force=True)
+    assert sorted(os.listdir(export)) == [MANIFEST, "notes.txt"], "it is no export of ours"
 
 
 def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(tmp_path: Path) -> None:

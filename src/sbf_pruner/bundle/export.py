@@ -32,6 +32,7 @@ from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
 from ..training.data import Batches, Data, Split, load_data
 from ..training.finished import FinishedRun, read_run
+from ..training.folder import EXPORT
 from .card import card
 
 FORMATS = ("onnx", "pt2", "safetensors", "int8")
@@ -86,7 +87,7 @@ def export_run(
     if request.onnx or request.target == "onnxruntime":
         require()
     finished = read_run(path)
-    folder = Path(to) if to is not None else finished.path / "export"
+    folder = Path(to) if to is not None else finished.path / EXPORT
     place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     _check_place(folder, finished.path, request.force)
     work = aside(place)

@@ -4,7 +4,7 @@ A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.js
 `scores.jsonl`, `checkpoints/`, `latency.json` where a time was asked for, and at the end `plan.json`,
 `model.safetensors`, `report.html` and `summary.json`, which comes last: a run with a summary is finished.  What
 holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's folder only the files
-named here are.
+named here are, and what `sbf export` wrote into it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 
 from ..errors import RecipeError, RunError
 from ..files import append_text, locked, read_lines, write_text
+from ..manifest import remove_export
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
 DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
 SCORED = "scored.safetensors"
+EXPORT = "export"  # where `sbf export` writes to, unless it is told
 REMEDY = "put the file back, or start over with --force"
 
 
@@ -99,6 +101,7 @@ class RunFolder:
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)
+        remove_export(self.path / EXPORT)
         write_text(self.recipe, recipe.to_toml())
 
     def append(self, *records: Mapping[str, Any]) -> None:
