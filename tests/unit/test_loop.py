@@ -712,6 +712,16 @@ def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
     assert (tmp_path / "run/summary.json").read_bytes() == before
 
 
+def test_a_network_that_no_file_would_hold_is_not_trained(tmp_path: Path) -> None:
+    class Noted(Tiny):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 2}
+
+    with pytest.raises(PruningError, match=r"^Noted puts a 'dict' into its state"):
+        fit(Noted(), recipe(), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("mine")
     for force in (False, True):

@@ -19,6 +19,7 @@ from ..errors import PruningError, RunError
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
+from ..stored import tensors_of
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
@@ -203,7 +204,7 @@ class Networks:
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
