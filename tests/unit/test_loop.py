@@ -998,10 +998,12 @@ def test_auxiliary_outputs_are_refused_before_anything_is_written(tmp_path: Path
     refused("TwoHeaded gives tuple in training mode, .* build it without auxiliary", tmp_path, TwoHeaded())
 
 
-def test_a_network_that_comes_trained_is_judged_first(tmp_path: Path) -> None:
+def test_a_network_that_comes_trained_is_judged_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = fit(model(), recipe(phases__cycles=0, phases__finetune=0), run=tmp_path / "dense")
     torch.save(trained.model.state_dict(), tmp_path / "dense.pt")
-    made = recipe(model__weights=str(tmp_path / "dense.pt"), phases__warmup=0, dense_control=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # which is what Windows calls it
+    made = recipe(model__weights="~/dense.pt", phases__warmup=0, dense_control=False)
     with pytest.raises(Killed):
         fit(model(3), made, run=tmp_path / "run", report=kill_after(1))
     result = fit(model(4), made, run=tmp_path / "run", resume=True)

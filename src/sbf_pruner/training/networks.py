@@ -8,6 +8,7 @@ one must give the same outputs.  `state` holds all that training changed, and `r
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Networks:
         self.images = images
         self.dense = copy.deepcopy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.model.weights:
-            load_weights(self.dense, Path(recipe.model.weights))
+            load_weights(self.dense, Path(os.path.expanduser(recipe.model.weights)))
         check_fit(self.dense, images[:2], data)
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
