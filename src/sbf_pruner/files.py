@@ -169,22 +169,42 @@ def read_lines(
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write_tensors` wrote; a RunError if it is not whole."""
+    with _opened(path, remedy) as file:
+        text, expected = _entry(file, path, remedy)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _digest(tensors, text) != expected:
+        raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
+    return tensors, json.loads(text)
+
+
+def read_header(path: Path, remedy: str) -> Any:
+    """The header alone, however long the file is; so nobody knows whether it was changed."""
+    with _opened(path, remedy) as file:
+        text, _ = _entry(file, path, remedy)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise RunError(f"{path} was changed after it was written; {remedy}") from None
+
+
+@contextmanager
+def _opened(path: Path, remedy: str) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; {remedy}") from None
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
+
+
+def _entry(file: Any, path: Path, remedy: str) -> tuple[str, Any]:
+    """The header as text, and the digest that was written with it."""
     try:
-        entry = json.loads(metadata["sbf"])
-        text, expected = str(entry["header"]), entry["sha256"]
+        entry = json.loads((file.metadata() or {})["sbf"])
+        return str(entry["header"]), entry["sha256"]
     except (ValueError, LookupError, TypeError):
         raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
-    if _digest(tensors, text) != expected:
-        raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
-    return tensors, json.loads(text)
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
