@@ -603,6 +603,10 @@ BAD_LATENCY = {
     "batch": (["resnet20", "--batch", "0"], "--batch must be at least 1"),
     "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),
     "file": (["resnet20", "--out", "x.txt"], "--out 'x.txt': give a file that ends in .json"),
+    "one file for both": (
+        ["resnet20", "--out", "x.json", "--json", "../{here}/./x.json"],
+        "--out and --json both name ../{here}/x.json, which can hold one of them; name two files",
+    ),
     "model": (["resnet21"], "resnet21"),
     "input of a recipe": (
         ["digits", "--input", "1,8,8"],
@@ -615,6 +619,7 @@ BAD_LATENCY = {
 def test_a_bad_latency_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(here)
     words, expected = BAD_LATENCY[case]
+    words, expected = [word.format(here=here.name) for word in words], expected.format(here=here.name)
     assert main(["latency", *words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("sbf: ") and said.err.count("\n") == 1, said.err

@@ -259,7 +259,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
-    out = target_file("--out", arguments.out, (".json",))
+    out = target_file("--out", arguments.out, (".json",), facts)
     shapes = [shape(text) for text in arguments.input]
     options = dict(option(text) for text in arguments.option)
 

@@ -23,7 +23,7 @@ from .inputs import check_model
 from .manifest import MANIFEST, check_files
 from .plan import Plan
 from .program import read_program
-from .stored import FORMAT, header, wiring
+from .stored import FORMAT, contents, wiring
 from .surgery import extract
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
@@ -45,10 +45,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     check_model(model)
-    plans: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-    written = header(plans, getattr(model, "sbf_inputs", None), wiring(model))
-    write_tensors(Path(folder) / MODEL, model.state_dict(), written)
-    write_text(Path(folder) / PLAN, _joined(plans).to_json())
+    write_tensors(Path(folder) / MODEL, *contents(model))
+    write_text(Path(folder) / PLAN, _joined(getattr(model, "sbf_plans", ())).to_json())
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:

@@ -8,11 +8,15 @@ Nothing is ever pickled.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ try:
 except ImportError:  # Windows: nobody is kept out there
     fcntl = None  # type: ignore[assignment]
 
+_FORGOTTEN = 3600.0  # seconds without a byte written: its writer was killed
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -38,19 +44,33 @@ def replacing(path: Path) -> Iterator[Path]:
     except (FileExistsError, NotADirectoryError):
         file = next((parent for parent in path.parents if parent.is_file()), path.parent)
         raise RunError(f"{path} cannot be written, because {file} is a file; name a folder") from None
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = aside(path)
     try:
+        temporary.touch()  # with the mode of any new file here
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path} cannot be written ({error})") from error
     except OSError as error:
-        error.filename = error.filename or str(path)  # which a full disk does not tell
+        if error.filename in (None, str(temporary)):  # a full disk tells none, and ours nobody knows
+            error.filename, error.filename2 = str(path), None
         raise
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)
+
+
+def aside(path: Path) -> Path:
+    """A name beside `path` that no other process has, to write there and move into its place.
+
+    What others left there goes once it is old: a younger one may belong to a process that writes `path` too.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*partial"):
+        with suppress(OSError):  # another process was quicker
+            if time.time() - left.stat().st_mtime > _FORGOTTEN:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 @contextmanager
@@ -82,12 +102,21 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def append_text(path: Path, text: str) -> None:
+    """Add to a text file, safely on disk: what is written after it may rely on it."""
+    new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+    _flush(path)
+    if new:
+        _flush(path.parent)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file in one step."""
     plain, metadata = _storable(tensors, header)
     with replacing(path) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # that of any new file here; safetensors would let nobody else read it
+        mode = temporary.stat().st_mode  # safetensors would let nobody else read it
         save_file(plain, temporary, metadata=metadata)
         temporary.chmod(mode)
 
@@ -140,22 +169,42 @@ def read_lines(
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write_tensors` wrote; a RunError if it is not whole."""
+    with _opened(path, remedy) as file:
+        text, expected = _entry(file, path, remedy)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _digest(tensors, text) != expected:
+        raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
+    return tensors, json.loads(text)
+
+
+def read_header(path: Path, remedy: str) -> Any:
+    """The header alone, however long the file is; so nobody knows whether it was changed."""
+    with _opened(path, remedy) as file:
+        text, _ = _entry(file, path, remedy)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise RunError(f"{path} was changed after it was written; {remedy}") from None
+
+
+@contextmanager
+def _opened(path: Path, remedy: str) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; {remedy}") from None
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
+
+
+def _entry(file: Any, path: Path, remedy: str) -> tuple[str, Any]:
+    """The header as text, and the digest that was written with it."""
     try:
-        entry = json.loads(metadata["sbf"])
-        text, expected = str(entry["header"]), entry["sha256"]
+        entry = json.loads((file.metadata() or {})["sbf"])
+        return str(entry["header"]), entry["sha256"]
     except (ValueError, LookupError, TypeError):
         raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
-    if _digest(tensors, text) != expected:
-        raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
-    return tensors, json.loads(text)
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
@@ -213,7 +262,8 @@ def _flush(path: Path) -> None:
     """Make sure that a file, or a folder's list of names, is on disk and not only promised."""
     if os.name == "nt" and path.is_dir():  # folders cannot be opened there
         return
-    handle = os.open(path, os.O_RDONLY)
+    # Windows flushes only what may be written to; a folder cannot be opened so anywhere.
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read ({error.strerror or error}); {_REMEDY}") from error
     except ValueError as error:
         raise RunError(f"{path} is damaged; {_REMEDY}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+    known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    if not known or not isinstance(manifest.get("files"), dict):
         raise RunError(f"{path} is no manifest of this version ({FORMAT}); {_REMEDY}")
     return manifest
 
@@ -57,6 +59,19 @@ def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
         if path.stat().st_size != stated["bytes"] or digest(path) != stated["sha256"]:
             raise RunError(f"{path} is not the file that was exported (its checksum differs); {_REMEDY}")
     return manifest
+
+
+def remove_export(folder: Path) -> None:
+    """Remove what an exported folder's manifest names, and the folder unless it holds more; leave any other."""
+    try:
+        manifest = read_manifest(folder)
+    except RunError:
+        return
+    for name in (*manifest["files"], MANIFEST):  # last what says that the others are ours
+        if (folder / name).parent == folder and (folder / name).is_file():  # somebody may have written it by hand
+            (folder / name).unlink()
+    with suppress(OSError):  # files of the user's own lie there
+        folder.rmdir()
 
 
 def digest(path: Path) -> str:

@@ -14,7 +14,6 @@ import json
 import re
 import warnings
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,9 @@ _IN_EXPRESSIONS = {
     "Mod",
     "CleanDiv",
 }
-_CONTAINERS = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
+_CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _LIMIT = 2**34  # bytes of one archive, unpacked
+_DEEPEST = 100  # a program is nested about ten deep
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
@@ -104,11 +104,12 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
-            if sum(member.file_size for member in members) > _LIMIT:
-                raise refuse("it is too large when unpacked")
-            found = [(_inner(member.filename), archive.read(member)) for member in members]
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+            large = sum(member.file_size for member in members) > _LIMIT
+            found = [] if large else [(_inner(member.filename), archive.read(member)) for member in members]
+    except Exception as error:  # of many kinds: a name that is no text, a place before the file's beginning
         raise RunError(f"{path} is damaged or cut short ({error}); export the run again") from error
+    if large:
+        raise refuse("it is too large when unpacked")
     records = {name: held for name, held in found if not _BOOKKEEPING.fullmatch(name)}
     strange = [name for name, _ in found if not (_RECORD.fullmatch(name) or _BOOKKEEPING.fullmatch(name))]
     if strange:
@@ -118,7 +119,10 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     if records.get("data/sample_inputs/model.pt"):
         raise refuse("it holds pickled inputs")
     for config in ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json"):
-        for name, entry in _parsed(records, config, path).get("config", {}).items():
+        tensors = _parsed(records, config, path).get("config", {})
+        if not isinstance(tensors, dict):
+            raise refuse(f"its {config.rpartition('/')[2]} names no tensors")
+        for name, entry in tensors.items():
             pickled = not isinstance(entry, Mapping) or entry.get("use_pickle") is not False
             if pickled or not _NAME.fullmatch(name) or not re.fullmatch(r"\w+", str(entry.get("path_name"))):
                 raise refuse(f"its tensor {name!r} is pickled")
@@ -137,25 +141,27 @@ def _inner(name: str) -> str:
 def _parsed(records: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
     try:
         held = json.loads(records[name])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise RunError(f"{path} has no readable {name}; export the run again") from error
     if not isinstance(held, dict):
         raise RunError(f"{path} has no readable {name}; export the run again")
     return held
 
 
-def _check(value: Any, key: str = "") -> None:
+def _check(value: Any, key: str = "", depth: int = 0) -> None:
     """Raise a ValueError, naming the place, for a text of the program that is not of the kind it should be."""
+    if depth > _DEEPEST:
+        raise ValueError("it is nested deeper than any network")
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} in it is no name")
             if name in ("metadata", "guards_code", "custom_obj_values", "extra_files") and inner:
                 raise ValueError(f"it has {name}, which no network needs")
-            _check(inner, name)
+            _check(inner, name, depth + 1)
     elif isinstance(value, list):
         for inner in value:
-            _check(inner, key)
+            _check(inner, key, depth + 1)
     elif isinstance(value, str):
         kinds = {"target": _is_operator, "expr_str": _is_expression, "in_spec": _is_spec, "out_spec": _is_spec}
         kinds["torch_version"] = lambda text: bool(_VERSION.fullmatch(text))
@@ -198,10 +204,10 @@ def _is_expression(text: str) -> bool:
 def _is_spec(text: str) -> bool:
     """How arguments are nested: in tuples, lists and dicts."""
     try:
-        version, tree = json.loads(text)
-    except ValueError:
+        held = json.loads(text)
+        return isinstance(held, list) and len(held) == 2 and isinstance(held[0], int) and _is_nest(held[1])
+    except (ValueError, RecursionError):
         return False
-    return isinstance(version, int) and _is_nest(tree)
 
 
 def _is_nest(tree: Any) -> bool:

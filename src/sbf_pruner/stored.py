@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import PruningError
 from .files import metadata_of, stored_bytes, to_plain
 from .graph.channels import ChannelGraph
 from .graph.costs import Laid, entries_left
@@ -27,6 +28,7 @@ _INSERTED = len("module.")  # what surgery may put into a name
 _DTYPE = len("F8_E4M3")  # the longest there is
 _ALIGNED = 8
 _ANY = "0" * 16  # in the place of a wiring: all are as long
+_EXTRA = "_extra_state"  # what torch calls the rest of a module's state
 
 
 def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
@@ -54,9 +56,28 @@ def wiring(network: nn.Module) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[: len(_ANY)]
 
 
+def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    """The tensors of a network by name; refused where its state holds anything else, which no file would."""
+    state: dict[str, Any] = model.state_dict(keep_vars=keep_vars)
+    for name, held in state.items():
+        if not isinstance(held, Tensor):
+            module = name.removesuffix(_EXTRA).removesuffix(".") or type(model).__name__
+            raise PruningError(
+                f"{module} puts a {type(held).__name__!r} into its state, as get_extra_state does, and the "
+                "file of a network holds tensors alone; keep it in a buffer, or give a tensor there"
+            )
+    return state
+
+
+def contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the file of a network holds: its tensors, and its header."""
+    plans, inputs = getattr(model, "sbf_plans", ()), getattr(model, "sbf_inputs", None)
+    return tensors_of(model), header(plans, inputs, wiring(model))
+
+
 def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
     """How long the file of weights would be if `model` were what `plan` left."""
-    return stored_bytes(model.state_dict(), header((plan,), inputs, _ANY))
+    return stored_bytes(tensors_of(model), header((plan,), inputs, _ANY))
 
 
 class Stored:
@@ -75,7 +96,7 @@ class Stored:
     def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
         self._graph, self._inputs = graph, inputs
         self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-        state = model.state_dict(keep_vars=True)
+        state = tensors_of(model, keep_vars=True)
         used = {id(state[name]): name for name in graph.trace.states if name in state}
         self._twins = {  # a tensor with several names is stored under each of them
             name: used[id(tensor)]
@@ -88,7 +109,7 @@ class Stored:
             for name, tensor in state.items()
             if name not in graph.trace.states and name not in self._twins
         }
-        self.dense = stored_bytes(state, header(self._before, getattr(model, "sbf_inputs", None), _ANY))
+        self.dense = stored_bytes(*contents(model))
         """with all filters: the network itself, whose file tells of no plan"""
 
     def bytes(self, laid: Laid, tensors: int) -> int:

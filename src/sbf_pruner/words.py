@@ -67,8 +67,8 @@ def numbers(flag: str, text: str) -> list[int]:
     return found
 
 
-def target_file(flag: str, text: str | None, endings: Sequence[str]) -> Path | None:
-    """A file that can be written, said before any work is done."""
+def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path | None = None) -> Path | None:
+    """A file that can be written, said before any work is done; not the one where `--json` puts the `facts`."""
     if text is None:
         return None
     path = Path(text)
@@ -79,6 +79,8 @@ def target_file(flag: str, text: str | None, endings: Sequence[str]) -> Path | N
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise PruningError(f"{flag} {text!r} cannot be written, because {above} is no folder one may write to")
+    if facts is not None and path.resolve() == facts.resolve():
+        raise PruningError(f"{flag} and --json both name {facts}, which can hold one of them; name two files")
     return path
 
 

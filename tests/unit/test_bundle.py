@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -191,6 +192,37 @@ def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, mon
     assert manifest["folder"] == str(tmp_path / "out")
     again = export_run(finished, tmp_path / "out", Request(formats=("safetensors",), force=True))
     assert again["files"] == manifest["files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_folder_one_is_in_is_not_replaced(finished, tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    weights = Request(formats=("safetensors",))
+    for to in (".", "..", tmp_path / "here", "../below", ""):
+        with pytest.raises(RunError, match=r"is or holds the folder you are in, .*; name another one, .* \(--to\)"):
+            export_run(finished, to, weights)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "below"]
+    (tmp_path / "beside").mkdir()
+    for to in ("new/./", "../../beside/../beside"):  # the second is there, and empty
+        assert export_run(finished, to, weights)["folder"] == str(Path(to))
+    assert (tmp_path / "here/below/new" / MANIFEST).is_file() and (tmp_path / "beside" / MANIFEST).is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "here"]
+
+
+def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_path, monkeypatch):
+    (tmp_path / ".out.0123.partial").mkdir()  # of a process that was killed long ago
+    os.utime(tmp_path / ".out.0123.partial", (0, 0))
+    weights, real = Request(formats=("safetensors",)), bundle.card
+
+    def meanwhile(*given):
+        monkeypatch.setattr(bundle, "card", real)
+        export_run(finished, tmp_path / "out", weights)  # as another process would
+        return real(*given)
+
+    monkeypatch.setattr(bundle, "card", meanwhile)
+    manifest = export_run(finished, tmp_path / "out", weights)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*manifest["files"], MANIFEST}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +196,82 @@ def test_the_file_is_plain_safetensors_with_readable_names(tmp_path: Path) -> No
         assert list(file.keys()) == ["networks.dense.conv1.weight"]
         header = json.loads(json.loads(file.metadata()["sbf"])["header"])
         assert header["format"] == "sbf-pruner checkpoint 1"
+
+
+# -- several writers of one file -----------------------------------------------------------------------------
+
+
+def test_writers_of_one_file_do_not_disturb_one_another(tmp_path: Path) -> None:
+    path = tmp_path / "answer.txt"
+    with files.replacing(path) as first, files.replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first != second and first.parent == second.parent == tmp_path
+    assert path.read_text() == "first"  # which was moved there last
+    with files.replacing(path) as first:
+        first.write_text("whole")
+        with pytest.raises(KeyboardInterrupt), files.replacing(path):
+            raise KeyboardInterrupt
+    assert path.read_text() == "whole" and os.listdir(tmp_path) == ["answer.txt"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from sbf_pruner.files import write_text
+for turn in range(200):
+    write_text(Path(sys.argv[1]), sys.argv[2] * 50_000)
+"""
+
+
+def test_processes_that_write_one_file_leave_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    started = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), letter]) for letter in "ab"]
+    seen = set()
+    while any(writer.poll() is None for writer in started):
+        if path.is_file():
+            seen.add(path.read_text())
+    assert [writer.returncode for writer in started] == [0, 0]
+    assert seen <= {"a" * 50_000, "b" * 50_000} and os.listdir(tmp_path) == ["table.json"]
+
+
+def test_what_killed_writers_left_goes_when_it_is_old(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    old = [tmp_path / name for name in (".table.json.partial", ".table.json.0123.partial", ".other.json.0.partial")]
+    for left in (*old, young := tmp_path / ".table.json.4567.partial"):
+        left.write_text("half of")
+    for left in old:
+        os.utime(left, (0, 0))
+    files.write_text(path, "whole")
+    assert sorted(tmp_path.iterdir()) == sorted([path, young, old[2]])
+
+
+def test_a_new_file_may_be_read_by_those_who_may_read_any(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        files.write_text(tmp_path / "a", "text")
+        files.write_tensors(tmp_path / "b", {"x": torch.ones(2)}, {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_a_file_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "held" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory") as caught:
+        files.write_text(tmp_path / "held", "text")
+    assert caught.value.filename == str(tmp_path / "held") and "partial" not in str(caught.value)
+
+
+def test_files_are_flushed_through_handles_that_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows refuses to flush any other."""
+    fcntl, flushed = pytest.importorskip("fcntl"), []
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            flushed.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_text(tmp_path / "a", "text")
+    files.write_tensors(tmp_path / "b", {"x": torch.ones(2)}, {})
+    assert flushed == [os.O_RDWR, os.O_RDWR]

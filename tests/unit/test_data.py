@@ -244,6 +244,17 @@ def test_folder(pictures: Path) -> None:
     assert grey.test.images[:, 0, 0, 0].tolist() == [29, 76]
 
 
+def test_a_path_may_begin_at_home(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(pictures.parent))
+    monkeypatch.setenv("USERPROFILE", str(pictures.parent))  # which is what Windows calls it
+    data = load("folder", 2, path=f"~/{pictures.name}", image_size=4)
+    assert len(data.train) == 4 and data.classes == ("blue", "red")
+    np.savez(pictures / "held.npz", **arrays())
+    assert len(load("npz", path=f"~/{pictures.name}/held.npz").train)
+    with pytest.raises(DataError, match=rf"data.path: {pictures.parent}/none does not exist"):
+        load("cifar10", path="~/none")
+
+
 def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(**options: Any) -> Data:
         return load("folder", 2, **{"path": str(pictures), "image_size": 4, **options})

@@ -214,3 +214,33 @@ def test_another_network_is_refused(tmp_path: Path) -> None:
         load(tmp_path, lambda: net(4))
     with pytest.raises(RunError, match=r"build\(\) returned NoneType"):
         load(tmp_path, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+class Scaled(nn.Conv2d):
+    """A layer that has more to say of itself than tensors."""
+
+    extra: object = {"scale": 2.0}
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("where", ["1", "Scaled"])
+def test_state_that_is_no_tensor_is_refused_by_name(where: str, tmp_path: Path) -> None:
+    layer = Scaled(8, 4, 3)
+    model = layer if where == "Scaled" else nn.Sequential(nn.Conv2d(3, 8, 3), layer)
+    with pytest.raises(PruningError, match=rf"^{where} puts a 'dict' into its state, .*; keep it in a buffer, or"):
+        save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_tensor_among_the_extra_state_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "extra", torch.zeros(1))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), layer := Scaled(8, 4, 3))
+    layer.extra = torch.tensor([3.0])
+    save(model, tmp_path)
+    again = load(tmp_path, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Scaled(8, 4, 3)))
+    assert torch.equal(again[1].extra, layer.extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner.errors import PruningError, RecipeError, RunError
+from sbf_pruner.manifest import MANIFEST, write_manifest
 from sbf_pruner.measuring import measure
 from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
 from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.checkpoint import load_checkpoint
+from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import Recipe
@@ -726,6 +728,37 @@ def test_force_starts_over_and_leaves_strangers_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "run/checkpoints/scored.safetensors").exists(), "a run without cycles has no scores"
 
 
+def test_force_removes_what_was_exported_and_no_other_file(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, phases__warmup=1, phases__finetune=0, dense_control=False)
+    fit(model(), short, run=tmp_path / "run")
+    export = tmp_path / "run/export"
+    sbf.save(model(), export)
+    write_manifest(export, {})
+    fit(model(1), short, run=tmp_path / "run", force=True)
+    assert not export.exists(), "it holds another network"
+    sbf.save(model(), export)
+    manifest = write_manifest(export, {})
+    (export / "notes.txt").write_text("mine")
+    manifest["files"] |= {"../notes.txt": {}, "..": {}, str(tmp_path / "run/notes.txt"): {}}
+    (export / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "run/notes.txt").write_text("mine too")
+    fit(model(), short, run=tmp_path / "run", force=True)
+    assert os.listdir(export) == ["notes.txt"] and (tmp_path / "run/notes.txt").is_file()
+    (export / MANIFEST).write_text('{"format": "sbf-pruner export 1", "files": 5}')
+    fit(model(), short, run=tmp_path / "run", force=True)
+    assert sorted(os.listdir(export)) == [MANIFEST, "notes.txt"], "it is no export of ours"
+
+
+def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    short = recipe(phases__cycles=0, dense_control=False)
+    with pytest.raises(Killed):
+        fit(model(), short, run=tmp_path / "run", report=kill_after(1))
+    left = tmp_path / "run/checkpoints/.last.safetensors.0123.partial"
+    left.write_text("half of")
+    fit(model(), short, run=tmp_path / "run", resume=True)
+    assert not left.exists()
+
+
 def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
     short = recipe(phases__cycles=0, dense_control=False)
     fit(model(), short, run=tmp_path / "run")
@@ -733,6 +766,16 @@ def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
     with pytest.raises(PruningError, match="gives 7 numbers per image"):
         fit(Tiny(7), short, run=tmp_path / "run", force=True)
     assert (tmp_path / "run/summary.json").read_bytes() == before
+
+
+def test_a_network_that_no_file_would_hold_is_not_trained(tmp_path: Path) -> None:
+    class Noted(Tiny):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 2}
+
+    with pytest.raises(PruningError, match=r"^Noted puts a 'dict' into its state"):
+        fit(Noted(), recipe(), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
@@ -867,6 +910,29 @@ def test_metrics_shorter_than_the_checkpoint_are_not_made_up(tmp_path: Path) -> 
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="has 0 records but the checkpoint is of epoch 4"):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+def test_records_are_on_disk_before_the_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure the metrics may otherwise be shorter than the checkpoint, and the run is refused."""
+    folder, held, safe, real = tmp_path / "run", ("metrics.jsonl", "scores.jsonl"), dict[int, int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        safe[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+        real(descriptor)
+
+    def saved(*given: Any) -> Path:
+        for path in (folder / name for name in held if (folder / name).exists()):
+            assert safe.get(path.stat().st_ino) == path.stat().st_size
+            assert folder.stat().st_ino in safe, "nor is the file's name only promised"
+        return save_checkpoint(*given)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(run, "save_checkpoint", saved)
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=folder, report=kill_after(4))
+    assert all((folder / name).stat().st_size for name in held)
 
 
 @pytest.mark.parametrize(
@@ -1038,10 +1104,12 @@ def test_auxiliary_outputs_are_refused_before_anything_is_written(tmp_path: Path
     refused("TwoHeaded gives tuple in training mode, .* build it without auxiliary", tmp_path, TwoHeaded())
 
 
-def test_a_network_that_comes_trained_is_judged_first(tmp_path: Path) -> None:
+def test_a_network_that_comes_trained_is_judged_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = fit(model(), recipe(phases__cycles=0, phases__finetune=0), run=tmp_path / "dense")
     torch.save(trained.model.state_dict(), tmp_path / "dense.pt")
-    made = recipe(model__weights=str(tmp_path / "dense.pt"), phases__warmup=0, dense_control=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # which is what Windows calls it
+    made = recipe(model__weights="~/dense.pt", phases__warmup=0, dense_control=False)
     with pytest.raises(Killed):
         fit(model(3), made, run=tmp_path / "run", report=kill_after(1))
     result = fit(model(4), made, run=tmp_path / "run", resume=True)

@@ -197,6 +197,60 @@ def test_names_guards_notes_and_nests_are_plain(archive, tmp_path):
     refused(edited_program(archive, tmp_path, nest), "its in_spec is ")
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("5", "null", "[]", "{}", '"ab"', "[1]", "[1, 5]", "[1, null]", "[1, [], 2]", "no JSON", "[" * 5000),
+        *(f'[1, {{"type": {kind}, "context": null, "children_spec": []}}]' for kind in ("[]", "{}", "5", "[[1]]")),
+        *(f'[1, {{"type": null, "context": null, "children_spec": {held}}}]' for held in ("null", "5", "[5]")),
+        '[1, {"type": null, "context": [], "children_spec": []}]',
+        "[1, " + '{"type": null, "context": null, "children_spec": [' * 300 + "5" + "]}" * 300 + "]",
+    ],
+    ids=lambda spec: spec[:60],
+)
+def test_nests_are_of_the_kind_they_should_be(archive, tmp_path, spec):
+    def edit(program):
+        signature = next(c["signature"] for c in program["graph_module"]["module_call_graph"] if c["signature"])
+        signature["in_spec"] = spec
+
+    refused(edited_program(archive, tmp_path, edit), "its in_spec is .*; nothing in it was run")
+
+
+@pytest.mark.parametrize("kind", ["weights", "constants"])
+@pytest.mark.parametrize("held", [[], None, 5, "text", [["0.weight", {}]]])
+def test_tensors_are_listed_by_name(archive, tmp_path, kind, held):
+    def edit(members, root):
+        members[f"{root}/data/{kind}/model_{kind}_config.json"] = json.dumps({"config": held}).encode()
+
+    refused(
+        changed(archive, tmp_path, edit), f"its model_{kind}_config.json names no tensors; nothing in it was run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "match"),
+    [
+        ("models/model.json", 150, "because it is nested deeper than any network; nothing in it was run"),
+        ("models/model.json", 100_000, "has no readable models/model.json"),
+        (
+            "data/weights/model_weights_config.json",
+            100_000,
+            "has no readable data/weights/model_weights_config.json",
+        ),
+    ],
+)
+def test_texts_nested_without_end_are_refused(archive, tmp_path, name, depth, match):
+    content = b'{"config": ' + b"[" * depth + b"]" * depth + b"}"
+    refused(changed(archive, tmp_path, lambda m, root: m.update({f"{root}/{name}": content})), match)
+
+
+def test_an_archive_whose_names_are_no_text_is_damaged(archive, tmp_path):
+    content, path = bytearray(archive.read_bytes()), tmp_path / "network.pt2"
+    content[content.index(b"PK\x01\x02") + 46] = 0xFF  # where the first name in the table begins
+    path.write_bytes(content)
+    refused(path, "is damaged or cut short")
+
+
 def test_damaged_archives_are_named(archive, tmp_path):
     path = tmp_path / "network.pt2"
     path.write_bytes(archive.read_bytes()[:-200])

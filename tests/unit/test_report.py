@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from runs import EPOCHS, small_run
+from sbf_pruner import files
 from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
 from sbf_pruner.errors import RunError
 from sbf_pruner.phases import planned
@@ -28,11 +31,13 @@ from sbf_pruner.report.headline import headline, sentence
 from sbf_pruner.report.kept import kept
 from sbf_pruner.report.network import marked, network
 from sbf_pruner.report.numbers import DASH, MINUS
+from sbf_pruner.report.older import checkpointed_plan
 from sbf_pruner.report.page import FIGURES, SECTIONS, WIDE, run_page, run_parts
 from sbf_pruner.report.refinement import refinement
 from sbf_pruner.report.scores import scores
 from sbf_pruner.report.settings import recipe, skipped
 from sbf_pruner.report.timed import timed
+from sbf_pruner.training.checkpoint import save_checkpoint
 from sbf_pruner.training.recipe import bundled_recipes, load_recipe
 from sbf_pruner.training.schedule import phases
 
@@ -172,6 +177,22 @@ def test_the_network_of_an_older_folder_is_built_anew_and_the_plan_read_from_the
     assert any(one.after < one.before for one in rebuilt.layers)
     (older / "checkpoints/last.safetensors").write_bytes(b"cut short")
     assert read_run(older).layers == []
+
+
+def test_no_tensor_is_read_for_the_plan_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"conv": [0, 2], "last": [1]}
+    save_checkpoint(tmp_path / "checkpoints", {"networks": {"plan": plan, "dense": {"x": torch.ones(9)}}})
+    monkeypatch.setattr(files, "_digest", lambda *given: pytest.fail("a large one would take seconds"))
+    assert checkpointed_plan(tmp_path) == {"conv": 2, "last": 1}
+
+
+@pytest.mark.parametrize(
+    "header", ['{"state"', "[]", '{"state": {}}', '{"state": {"dict": 5}}', '{"state": "text"}']
+)
+def test_a_header_that_was_changed_tells_no_plan(header: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "checkpoints", {"networks": {"plan": {"conv": [0]}}})
+    save_file({}, path, metadata={"sbf": json.dumps({"sha256": "", "header": header})})
+    assert checkpointed_plan(tmp_path) is None
 
 
 def test_a_last_line_cut_short_does_not_count(folder: Path, tmp_path: Path) -> None:

@@ -167,6 +167,37 @@ def test_nothing_is_measured_twice(fake, tmp_path, monkeypatch):
     assert fake["layers"] > 2 * before["layers"]
 
 
+def test_processes_that_measure_at_once_keep_each_others_layers(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    real, other = source.measure_layers, resnet20(in_channels=1)
+
+    def meanwhile(table, wanted, conditions, report):
+        monkeypatch.setattr(source, "measure_layers", real)
+        get_model(other, torch.zeros(1, 1, 16, 16), TORCH)  # as another process would
+        return real(table, wanted, conditions, report)
+
+    monkeypatch.setattr(source, "measure_layers", meanwhile)
+    get_model(resnet20(), IMAGE, TORCH)
+    before = fake["layers"]
+    for again in tmp_path.glob("latency-*"):
+        again.unlink()
+    get_model(other, torch.zeros(1, 1, 16, 16), TORCH)
+    get_model(resnet20(), IMAGE, TORCH)
+    assert fake["layers"] == before, "all layers are known"
+
+
+def test_layers_measured_anew_stand_beside_those_of_other_networks(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("SBF_CACHE", str(tmp_path))
+    get_model(resnet20(), IMAGE, TORCH)
+    (kept,) = tmp_path.glob("layers-*")
+    measured = json.loads(kept.read_text())
+    known, other = next(iter(measured)), str(Site("linear", size=(77,)))
+    before = {**measured, known: [[1, 1, 9.0], *measured[known]], other: [[1, 1, 5.0]]}
+    kept.write_text(json.dumps(before))
+    get_model(resnet20(), IMAGE, TORCH, fresh=True)
+    assert json.loads(kept.read_text()) == {**measured, other: [[1, 1, 5.0]]}
+
+
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path / "here"))
     assert cache_folder() == tmp_path / "here"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from cases import random_plans
+from sbf_pruner import files
 from sbf_pruner.export import MODEL, save
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.costs import cost_of, lay_out
+from sbf_pruner.measuring import Latency
 from sbf_pruner.stored import Stored, saved_bytes
 from sbf_pruner.surgery import extract
+from sbf_pruner.training.summary import _size
 from zoo import ZOO
 
 FREE = [
@@ -32,6 +36,20 @@ def test_no_file_is_longer_than_said_and_none_much_shorter(name, tmp_path):
         file = (tmp_path / MODEL).stat().st_size
         assert file <= said <= file + 16 * len(model.state_dict()), plan
         assert file == saved_bytes(small, inputs, small.sbf_plans[0])
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_summary_tells_the_exact_bytes_of_files_that_it_does_not_write(name, tmp_path, monkeypatch):
+    model, inputs = ZOO[name]()
+    middle = extract(model, inputs, random_plans(trace(model, inputs), 6)[3])
+    again = extract(middle, inputs, random_plans(trace(middle, inputs), 6)[2])
+    networks = [model, middle, again, again.to(memory_format=torch.channels_last)]
+    for place, network in enumerate(networks):
+        save(network, tmp_path / str(place))
+    monkeypatch.setattr(files, "save_file", lambda *given, **named: pytest.fail("a file is written"))
+    time = Latency(1.0, 0.1, 3)
+    found = [_size(network, inputs, time)["file_bytes"] for network in networks]
+    assert found == [(tmp_path / str(place) / MODEL).stat().st_size for place in range(4)]
 
 
 def test_a_network_that_was_pruned_before_tells_of_both_plans(tmp_path):

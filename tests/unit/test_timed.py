@@ -225,8 +225,10 @@ def table(tmp_path):
     return path
 
 
-def test_a_run_with_a_table_from_elsewhere_lands_by_prediction_and_says_so(table, tmp_path):
-    recipe = load_recipe("digits", [*SHORT, f"latency.table={table}"])
+def test_a_run_with_a_table_from_elsewhere_lands_by_prediction_and_says_so(table, tmp_path, monkeypatch):
+    for name in ("HOME", "USERPROFILE"):  # the second is what Windows calls it
+        monkeypatch.setenv(name, str(table.parent))
+    recipe = load_recipe("digits", [*SHORT, f"latency.table=~/{table.name}"])
     result = fit(build_dense(recipe), recipe, run=tmp_path / "run")
     found = result.summary["latency"]
     assert found["measured"] is None and found["landings"] == []

@@ -26,12 +26,13 @@ from ..deploy.onnx import require, run, session, to_onnx
 from ..environment import environment, version_of
 from ..errors import DataError, PruningError, RunError, nearest
 from ..export import PROGRAM, save
-from ..files import write_text
+from ..files import aside, write_text
 from ..inputs import call, made_up_inputs
 from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
 from ..training.data import Batches, Data, Split, load_data
 from ..training.finished import FinishedRun, read_run
+from ..training.folder import EXPORT
 from .card import card
 
 FORMATS = ("onnx", "pt2", "safetensors", "int8")
@@ -86,14 +87,14 @@ def export_run(
     if request.onnx or request.target == "onnxruntime":
         require()
     finished = read_run(path)
-    folder = Path(to) if to is not None else finished.path / "export"
+    folder = Path(to) if to is not None else finished.path / EXPORT
+    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     _check_place(folder, finished.path, request.force)
-    work = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
+    work = aside(place)
     work.mkdir(parents=True)
     try:
         manifest = _Export(finished, request, work, report).write()
-        _put(work, folder)
+        _put(work, place)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return {**manifest, "folder": os.fspath(folder)}
@@ -102,6 +103,11 @@ def export_run(
 def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
     if folder.resolve() == run_folder.resolve():
         raise RunError(f"{folder} is the run itself; name another folder (--to)")
+    if Path.cwd().is_relative_to(folder.resolve()):  # it would be moved away under the user's feet
+        raise RunError(
+            f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
+            "name another one, which may be new (--to)"
+        )
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
@@ -113,8 +119,7 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
 
 def _put(work: Path, folder: Path) -> None:
     """Move the finished folder to its place; an older export goes only then."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = aside(folder)
     if folder.exists():
         os.replace(folder, old)
     os.replace(work, folder)

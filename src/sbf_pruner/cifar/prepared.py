@@ -79,7 +79,7 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
 def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
     """The verified images (uint8, N,3,32,32) and labels, from `path` or from where recipes find them."""
     if path:
-        found = Path(os.path.expanduser(path))
+        found = Path(path)
         if not found.exists():
             raise DataError(f"data.path: {path} does not exist; leave it empty and run: sbf data cifar10")
     else:

@@ -73,7 +73,7 @@ def get_model(
     table = _layers(conditions, fresh)
     wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, Aim(graph).least()))
     if measure_layers(table, wanted, conditions, report):
-        write_text(_layers_file(conditions), json.dumps(table.to_dict()) + "\n")
+        _keep_layers(table, conditions, fresh)
     found = calibrate(network, example, graph, table.of(wanted), conditions, report)
     found.calibration["load"] = busy
     found.write(kept)
@@ -110,6 +110,16 @@ def _layers(conditions: Conditions, fresh: bool) -> Table:
         return Table.from_dict(json.loads(path.read_text("utf-8")), blocks)
     except (OSError, ValueError, TypeError, AttributeError):
         return Table(blocks=blocks)
+
+
+def _keep_layers(table: Table, conditions: Conditions, fresh: bool) -> None:
+    """Write the layers beside those there now: another process may have kept some since ours were read."""
+    held = _layers(conditions, fresh=False)
+    for site, seconds in table.points.items():
+        if fresh:  # times of one layer are compared with each other: none from before stays among them
+            held.points.pop(site, None)
+        held.add(site, seconds)
+    write_text(_layers_file(conditions), json.dumps(held.to_dict()) + "\n")
 
 
 def _layers_file(conditions: Conditions) -> Path:

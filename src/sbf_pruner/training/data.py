@@ -8,8 +8,9 @@ epoch's number alone (random numbers are drawn on the CPU): it can be replayed a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
     >>> len(data.train), len(data.validation), len(data.test)
     (1167, 130, 500)
     """
+    config = replace(config, path=os.path.expanduser(config.path))  # here for all sources, those of users too
     splits: dict[str, Split] = {}
     for part, (images, labels) in read_arrays(config, num_classes, seed).items():
         split = Split(torch.from_numpy(images), torch.from_numpy(labels))

@@ -4,7 +4,7 @@ A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.js
 `scores.jsonl`, `checkpoints/`, `latency.json` where a time was asked for, and at the end `plan.json`,
 `model.safetensors`, `report.html` and `summary.json`, which comes last: a run with a summary is finished.  What
 holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's folder only the files
-named here are.
+named here are, and what `sbf export` wrote into it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import locked, read_lines, write_text
+from ..files import append_text, locked, read_lines, write_text
+from ..manifest import remove_export
 from .recipe import Recipe, load_recipe
 
 INITIAL = "initial.safetensors"
 DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
 SCORED = "scored.safetensors"
+EXPORT = "export"  # where `sbf export` writes to, unless it is told
 REMEDY = "put the file back, or start over with --force"
 
 
@@ -81,6 +83,8 @@ class RunFolder:
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, RunError(otherwise)):
+                for left in self.checkpoints.glob(".*.safetensors.*partial"):  # by one that was killed
+                    left.unlink(missing_ok=True)
                 yield
         except BaseException:
             with suppress(OSError):  # only if nothing came of the run
@@ -97,12 +101,12 @@ class RunFolder:
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
         for path in (*(self.path / name for name in stale), *logs):
             path.unlink(missing_ok=True)
+        remove_export(self.path / EXPORT)
         write_text(self.recipe, recipe.to_toml())
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records to the metrics, safely on disk before the checkpoint that counts them."""
+        append_text(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far."""
@@ -110,8 +114,7 @@ class RunFolder:
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Add the scores of one epoch."""
-        with self.scores.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        append_text(self.scores, json.dumps(line, separators=(",", ":")) + "\n")
 
     def read_scores(self) -> list[dict[str, Any]]:
         """The scores written so far; a run begun by an older version has none of its first epochs."""

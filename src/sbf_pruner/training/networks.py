@@ -7,6 +7,7 @@ one must give the same outputs.  `state` holds all that training changed, and `r
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..inputs import real_copy
 from ..measuring import measure
 from ..plan import Plan
 from ..pruner import Pruner
+from ..stored import tensors_of
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
@@ -48,7 +50,7 @@ class Networks:
         self.images = images
         self.dense = real_copy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.model.weights:
-            load_weights(self.dense, Path(recipe.model.weights))
+            load_weights(self.dense, Path(os.path.expanduser(recipe.model.weights)))
         check_fit(self.dense, images[:2], data)
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
@@ -203,7 +205,7 @@ class Networks:
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:

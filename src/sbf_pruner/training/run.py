@@ -105,8 +105,7 @@ class Run:
 
     def _come_from(self, stage: DenseStage) -> None:
         """Write what the warm-up would have left."""
-        for record in stage.records:
-            self.folder.append(record)
+        self.folder.append(*stage.records)
         self.done, self.spent = len(stage.records), stage.seconds
         self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
         self._keep_dense()

@@ -6,17 +6,16 @@ The networks of a run enter, with a way to judge them; plain dictionaries leave,
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..export import MODEL, save
+from ..files import stored_bytes
 from ..graph.channels import ChannelGraph
 from ..measuring import Latency, latency, measure
 from ..plan import Plan
+from ..stored import contents
 from .networks import Networks
 from .recipe import Recipe
 from .schedule import phases
@@ -71,13 +70,10 @@ def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str
 
 def _size(network: nn.Module, images: Tensor, time: Latency) -> dict[str, Any]:
     cost = measure(network, images[:1])
-    with TemporaryDirectory() as folder:
-        save(network, folder)
-        file_bytes = (Path(folder) / MODEL).stat().st_size
     return {
         "params": cost.params,
         "macs": cost.macs,
-        "file_bytes": file_bytes,
+        "file_bytes": stored_bytes(*contents(network)),
         "latency_ms": time.median,
         "latency_iqr_ms": time.iqr,
     }

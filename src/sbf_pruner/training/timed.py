@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Timed:
         if kept is not None and kept.is_file():
             return cls._read(kept, graph)
         if config.table:
-            clock = read_model(config.table, graph)
+            clock = read_model(os.path.expanduser(config.table), graph)
         else:
             there = here(config.runtime, config.batch, config.threads or torch.get_num_threads())
             clock = clock_here(network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info)
