@@ -54,6 +54,11 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error).partition("\n")[0]:  # torch's way
+            raise
+        print(f"sbf: not enough memory ({' '.join(str(error).split())}); ask for less", file=sys.stderr)
+        return 1
     except OSError as error:
         if not is_first():  # it is this process's alone, and would be lost
             raise

@@ -19,27 +19,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .attached import check_unattached, without_attached
+from .attached import check_unattached
 from .budget.aim import Aim, Clock
 from .budget.guards import Couple, Guards, with_coupled
 from .budget.landing import Landing
 from .budget.steering import Steering
 from .budget.targets import Budget, check_budget
 from .errors import PruningError
+from .gated import Gated
 from .graph.build import trace
 from .graph.channels import ChannelGraph
-from .graph.masks import Mask
 from .graph.residual import residual_blocks
 from .graph.unchanged import weights_now
 from .latency.model import bound
-from .plan import Plan, check_plan
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
 from .scoring.bounds import check_name, check_numbers
 from .scoring.elsewhere import Given, comparable
 from .scoring.forms import PROJECTIONS
 from .scoring.frozen import freeze_model
-from .scoring.gates import Gates
 from .scoring.gradient import Gradient
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
@@ -47,12 +45,11 @@ from .scoring.projection import Projection
 from .scoring.saved import check_saved
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
-from .surgery import extract
 from .team import Team
 from .trial import note_insisted
 
 
-class Pruner:
+class Pruner(Gated):
     """One score per filter, learned from the filter weights.  Example inputs are what `trace` takes.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -99,39 +96,37 @@ class Pruner:
         check_name("activation", activation, ACTIVATIONS)
         check_numbers(penalty=penalty, leak=leak, lr=lr, speed=speed, eps=eps, threshold=threshold)
         check_budget(budget)
-        self.model = model
-        self.example_inputs = example_inputs
-        self.graph = graph if graph is not None else trace(model, example_inputs, ignore=ignore)
-        if not self.graph.layers:
-            reasons = "; ".join(f"{n}: {why}" for n, why in list(self.graph.skipped.items())[:3])
+        traced = graph is None
+        if graph is None:
+            graph = trace(model, example_inputs, ignore=ignore)
+        elif ignore:
+            raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
+        if not graph.layers:
+            reasons = "; ".join(f"{n}: {why}" for n, why in list(graph.skipped.items())[:3])
             raise PruningError(f"no layer of the model can be pruned ({reasons})")
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
         self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
-        self.filters = {name: layer.filters for name, layer in self.graph.layers.items()}
-        self.projection: Projection = PROJECTIONS[projection](
-            weights_now(model, self.graph), list(self.filters.values()), even=bool(speed)
-        )
-        if graph is None and budget is not None and budget.asked:
+        widths = [layer.filters for layer in graph.layers.values()]
+        self.projection: Projection = PROJECTIONS[projection](weights_now(model, graph), widths, even=bool(speed))
+        if traced and budget is not None and budget.asked:
             with suppress(PruningError):  # which says no more than that nothing is known
-                note_insisted(model, example_inputs, self.graph)
+                note_insisted(model, example_inputs, graph)
         self.optimizer: torch.optim.Optimizer | None = None
-        self._held = self.graph.all_filters()
-        clock = bound(clock, self.graph)
-        stored = Stored(model, example_inputs, self.graph) if budget is not None and budget.size != 1 else None
-        guards = with_coupled(Guards(min_filters, max_removed, round_to), self.graph, couple)
-        self.aim = Aim(self.graph, budget, guards, clock, stored)
+        clock = bound(clock, graph)
+        stored = Stored(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
+        guards = with_coupled(Guards(min_filters, max_removed, round_to), graph, couple)
+        self.aim = Aim(graph, budget, guards, clock, stored)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
-        self.pressure = Pressure(self.graph, self.aim, penalty, balance, steering)
-        branches = [block.layer for block in residual_blocks(self.graph) if block.layer] if blocks else []
-        self.gates = Gates(model, self.graph.sites, self.filters)  # last: what is refused leaves the model alone
+        self.pressure = Pressure(graph, self.aim, penalty, balance, steering)
+        branches = [block.layer for block in residual_blocks(graph) if block.layer] if blocks else []
+        super().__init__(model, example_inputs, graph)  # last: what is refused leaves the model alone
         self.pressure.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # Where gates are binary in score phases too, the scores behind them are kept beside them.
         self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
         self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
-        self._attached = True
 
     # -- phases --------------------------------------------------------------------------------------------
 
@@ -170,14 +165,15 @@ class Pruner:
             self._hold(self._land().masks)
             self.projection.end_phase()  # last: as long as the gates are not set, the phase can be cut short
         finally:
-            if self.projection.in_phase:  # cut short: gates and statistics stay as they were
-                self.projection.end_phase()
-                untune()
-            self.gradient.tell()
-            self.gates.soft.requires_grad_(False).grad = None
+            thaw()  # first: whatever else fails, the model is the user's again
+            self.gates.soft.requires_grad_(False)
             self.gates.mode = "hard"
             self.optimizer = None
-            thaw()
+            self.gradient.tell()
+            self.zero_grad()
+            if self.projection.in_phase:  # cut short: gates and statistics stay as they were
+                untune()
+                self.projection.end_phase()
 
     @contextmanager
     def gated(self) -> Iterator[Pruner]:
@@ -213,6 +209,13 @@ class Pruner:
         self.optimizer.step()
         self._refresh_scores()
 
+    def zero_grad(self) -> None:
+        """Forget what earlier backward passes left on the scores, as an optimiser's `zero_grad` does of weights.
+
+        `step()` does it too; it is for a batch that is skipped, or for a backward pass with another purpose.
+        """
+        self.gates.soft.grad = None
+
     # -- plans -----------------------------------------------------------------------------------------------
 
     @property
@@ -224,28 +227,12 @@ class Pruner:
         """The continuous score of every filter, by layer."""
         return {name: self.values[span].detach().clone() for name, span in self.gates.spans.items()}
 
-    def plan(self) -> Plan:
-        """The filters the gates let through: those held since the last score phase or `gate`."""
-        return Plan.from_masks(self._held)
-
-    def alive(self) -> tuple[int, int]:
-        """How many filters the gates let through, and how many there are."""
-        return sum(int(m.sum()) for m in self._held.values()), sum(m.size for m in self._held.values())
-
-    def gate(self, plan: Plan) -> None:
-        """Set the gates from any plan."""
-        self._check_attached()
-        check_plan(plan)
-        masks = plan.masks(self.graph)
-        self.graph.check_connected(masks)
-        self._hold(masks)
-
     def rank(self, scores: Given) -> None:
         """Take scores from elsewhere, one for each filter, the higher the better, and set the gates from them.
 
         They say which filters go first; how many go is the budget's to say.
         """
-        self._check_attached()
+        self._check_ready("rank")
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
         values = comparable(scores, self.filters)
@@ -256,19 +243,8 @@ class Pruner:
 
     def land(self) -> None:
         """Set the gates from the scores once more, after the limits or the clock have changed."""
-        self._check_attached()
+        self._check_ready("land")
         self._hold(self._chosen().masks)
-
-    def extract(self) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes."""
-        if self.gates.soft.requires_grad:  # it would be frozen too, and cut by the gates of an earlier phase
-            raise PruningError("extract() belongs behind `with pruner.scoring():`, whose end sets the gates")
-        return extract(self.model, self.example_inputs, self.plan(), self.graph)
-
-    def detach(self) -> nn.Module:
-        """Take the gates off the model and return it as it was (with the weights it has now)."""
-        self._attached = False
-        return without_attached(self.model)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -286,6 +262,7 @@ class Pruner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken, also towards another budget."""
+        self._check_ready("load_state_dict")
         check_saved(state, self.filters, blocks=self.blocks is not None)
         self.projection.load_state_dict(state["projection"])
         self.optimizer = None
@@ -338,13 +315,3 @@ class Pruner:
 
     def _score_values(self) -> dict[str, NDArray[np.floating]]:
         return {name: values.cpu().numpy() for name, values in self.scores().items()}
-
-    def _hold(self, masks: dict[str, Mask]) -> None:
-        self._held, flow = self.graph.settled(masks)
-        self.gates.set_hard([site.open(flow) for site in self.graph.sites])
-        self.gates.mode = "hard"
-
-    def _check_attached(self) -> None:
-        if not self._attached:
-            raise PruningError("this pruner was detached; make a new one")
-        self.gates.check(self.model)

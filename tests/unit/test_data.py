@@ -244,6 +244,15 @@ def test_folder(pictures: Path) -> None:
     assert grey.test.images[:, 0, 0, 0].tolist() == [29, 76]
 
 
+def test_pictures_of_sixteen_bits_are_lowered_to_eight(pictures: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    deep = np.linspace(0, 65535, 16).reshape(4, 4)
+    image.fromarray(deep.astype(np.uint16)).save(pictures / "test" / "blue" / "0.png")
+    for channels in (1, 3):
+        found = load("folder", 2, path=str(pictures), image_size=4, channels=channels).test.images[0]
+        assert (found == np.rint(deep / 257).astype(np.uint8)).all()
+
+
 def test_a_path_may_begin_at_home(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(pictures.parent))
     monkeypatch.setenv("USERPROFILE", str(pictures.parent))  # which is what Windows calls it
@@ -276,6 +285,18 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(DataError, match=r"test/red/torn.png is not a readable image \(.*\); replace or remove it$"):
         read()
     torn.unlink()
+    (pictures / "train" / "red" / "more").mkdir()
+    with pytest.raises(DataError, match=r"train/red/more: images lie in .*/train/CLASS itself; move them up"):
+        read()
+    (pictures / "train" / "red" / "more").rmdir()
+    (pictures / "train" / "green").mkdir()
+    with pytest.raises(DataError, match=r"train/green holds no images; fill it, or remove it from train and test$"):
+        load("folder", 3, path=str(pictures), image_size=4)
+    (pictures / "train" / "green").rmdir()
+    (pictures / "none" / "train").mkdir(parents=True)
+    (pictures / "none" / "test").mkdir()
+    with pytest.raises(DataError, match=r"none/train holds no classes; expected .*train/CLASS/\*\.png"):
+        read(path=str(pictures / "none"))
     for path in pictures.glob("test/*/*.png"):
         path.unlink()
     with pytest.raises(DataError, match=r"test holds no images; expected .*test/CLASS/\*\.png"):

@@ -423,7 +423,7 @@ def test_the_average_is_judged_and_stays(full: Result) -> None:
 
 
 def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, tmp_path: Path) -> None:
-    short = recipe(**{**EVERYTHING, "phases__cycles": 0, "phases__finetune": 0})
+    short = recipe(**{**EVERYTHING, "phases__cycles": 0, "phases__finetune": 0, "budget__macs": 1.0})
     dense = fit(model(), short, run=tmp_path / "dense")
     teacher = load_checkpoint(full.folder / "checkpoints", "dense.safetensors")
     assert list(teacher) == list(model().state_dict())
@@ -1139,9 +1139,40 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused(r"fc.weight has shape \(9, 8\), the model's \(4, 8\)", tmp_path, **given(other))
     refused("something other than a state_dict", tmp_path, **given({"epoch": 3, "model": good}))
     refused(r"cannot be read \(it is damaged, or holds a whole model, which is never", tmp_path, **given(model()))
-    path.write_bytes(b"nothing")
-    refused("cannot be read", tmp_path, model__weights=str(path))
+    for content in (b"nothing", b"hello", b""):
+        path.write_bytes(content)
+        refused("cannot be read", tmp_path, model__weights=str(path))
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(b"\x10")
+    refused("cannot be read .*; save it with safetensors", tmp_path, model__weights=str(torn))
+    broken = {**good, "bn1.weight": good["bn1.weight"] / 0}
+    refused("bn1.weight holds numbers that are not finite", tmp_path, **given(broken))
+    whole = {**good, "bn1.weight": good["bn1.weight"].long()}
+    refused("bn1.weight has torch.int64, the model's torch.float32", tmp_path, **given(whole))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
+
+
+@pytest.mark.parametrize("name", ["", " ", "../../evil", "/evil", "a/../../b"])
+def test_a_name_does_not_lead_elsewhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match=r"^name: a folder below runs cannot be called .*; name one \(--run\)$"):
+        fit(model(), recipe(name=name))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_recipe_that_was_changed_meanwhile_is_noticed(tmp_path: Path) -> None:
+    made = recipe()
+    with pytest.raises(Killed):
+        fit(model(), made, run=tmp_path / "run", report=kill_after(3))
+    held = tmp_path / "run" / "recipe.toml"
+    before = held.read_text()
+    held.write_text(before.replace(f"finetune = {made.phases.finetune}", f"finetune = {made.phases.finetune + 1}"))
+    changed = Recipe.load(held)
+    assert changed != made
+    with pytest.raises(RunError, match=r"recipe.toml was changed since .*: phases.finetune was \d and is \d;"):
+        fit(model(), changed, run=tmp_path / "run", resume=True)
+    held.write_text(before)
+    assert fit(model(), made, run=tmp_path / "run", resume=True).summary["epochs"]
 
 
 # -- the forms that stand for the small network in fine-tuning ------------------------------------------------

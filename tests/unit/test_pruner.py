@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner import Plan, Pruner, PruningError
+from sbf_pruner import Budget, Plan, Pruner, PruningError, trace
 from sbf_pruner.models import resolve
 from sbf_pruner.scoring.folded import Folded
 
@@ -604,3 +604,54 @@ def test_gates_find_their_channels_where_the_batch_is_left_out() -> None:
     pruner.gate(Plan({"0": range(5)}))
     torch.testing.assert_close(model(images[0]), model(images)[0])
     torch.testing.assert_close(pruner.extract()(images[0]), model(images)[0])
+
+
+CALLS = {
+    "gate": lambda pruner: pruner.gate(half(pruner)),
+    "land": lambda pruner: pruner.land(),
+    "rank": lambda pruner: pruner.rank({name: np.ones(count) for name, count in pruner.filters.items()}),
+    "load_state_dict": lambda pruner: pruner.load_state_dict(pruner.state_dict()),
+    "detach": lambda pruner: pruner.detach(),
+    "extract": lambda pruner: pruner.extract(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_sets_the_gates_is_refused_while_scores_are_learned(name: str) -> None:
+    pruner = Pruner(network(), IMAGES, budget=Budget(macs=0.5))
+    with pruner.scoring():
+        with pytest.raises(PruningError, match=rf"{name}\(\) belongs behind `with pruner.scoring\(\):`"):
+            CALLS[name](pruner)
+        assert pruner.model(IMAGES).requires_grad, "the scores still hear of the task"
+    CALLS[name](pruner)
+
+
+def test_an_earlier_backward_can_be_forgotten() -> None:
+    pruner = Pruner(network(), IMAGES)
+    with pruner.scoring():
+        pruner.model(IMAGES).sum().backward()
+        assert pruner.gates.soft.grad is not None
+        pruner.zero_grad()
+        with pytest.raises(PruningError, match="found no gradient"):
+            pruner.step()
+
+
+def test_layers_are_not_ignored_in_a_graph_that_is_there() -> None:
+    model = network()
+    graph = trace(model, IMAGES)
+    with pytest.raises(PruningError, match="ignore is for tracing"):
+        Pruner(model, IMAGES, graph=graph, ignore=["conv1"])
+
+
+def test_a_phase_that_cannot_end_leaves_the_model_to_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    pruner = Pruner(network(), IMAGES)
+
+    def broken() -> None:
+        raise RuntimeError("no end")
+
+    monkeypatch.setattr(pruner.projection, "end_phase", broken)
+    with pytest.raises(RuntimeError, match="no end"), pruner.scoring():
+        pass
+    assert all(parameter.requires_grad for parameter in pruner.model.parameters())
+    assert pruner.gates.mode == "hard" and not pruner.gates.soft.requires_grad
+    assert not any("forward" in module.__dict__ for module in pruner.model.modules())

@@ -309,3 +309,14 @@ def test_targets_are_written_with_units_or_without():
     assert Recipe.from_dict(tomllib.loads(written.to_toml())) == written
     with pytest.raises(PruningError, match=r"target 'size=much': write a part such as size=0.5"):
         load_recipe("digits", ["budget.size=much"])
+
+
+NONE = ["phases.score=0", "phases.weights=0"]
+
+
+@pytest.mark.parametrize("changes", [["phases.cycles=0"], ["phases.score=0"], ["scores.joint=true", *NONE]])
+def test_a_size_that_no_phase_can_come_to_is_refused(changes: list[str]) -> None:
+    with pytest.raises(RecipeError, match=r"^budget: there is no score phase in which filters could go"):
+        load_recipe("digits", ["budget.macs=0.5", *changes])
+    load_recipe("digits", changes)  # without a size there is nothing to miss
+    load_recipe("digits", ["budget.macs=0.5", "method=l1", *changes])

@@ -141,7 +141,7 @@ def _object(path: Path, *keys: str) -> Record | None:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not set(keys) <= set(found):
-        raise RunError(f"{path} is damaged; remove it, and --resume to write it anew")
+        raise RunError(f"{path} is damaged; remove it (--resume writes it anew where the run has not ended)")
     return found
 
 

@@ -43,7 +43,11 @@ class RunFolder:
     @classmethod
     def of(cls, recipe: Recipe, path: str | Path | None) -> RunFolder:
         """The folder given, or runs/NAME-seedN below the current one."""
-        return cls(Path(path) if path is not None else Path("runs") / f"{recipe.name}-seed{recipe.seed}")
+        if path is not None:
+            return cls(Path(path))
+        if not recipe.name.strip() or Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
+            raise RunError(f"name: a folder below runs cannot be called {recipe.name!r}; name one (--run)")
+        return cls(Path("runs") / f"{recipe.name}-seed{recipe.seed}")
 
     @property
     def begun(self) -> bool:
@@ -159,6 +163,16 @@ class RunFolder:
                 raise RunError(
                     f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
                     f"as it is (sbf run --run {self.path} --resume), or start over with --force"
+                )
+
+    def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
+        """Refuse to go on with another recipe than a checkpoint's; settings that it does not know are new ones."""
+        now = flat(recipe.to_dict())
+        for key, before in flat(trained_with).items():
+            if now.get(key) != before:
+                raise RunError(
+                    f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
+                    f"{now.get(key)!r}; put it back, or start over with --force"
                 )
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from ..budget.targets import Budget
 from ..errors import RecipeError, nearest
 from ..methods import METHODS, OWN
 from .sections import (
@@ -110,9 +109,15 @@ class Recipe(Section):
         for key, value in _settings_of(self.method).items():
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
+        epochs = self.phases.score + (self.phases.weights if self.scores.joint else 0)
+        if self.method == OWN and self.budget.asked and not self.phases.cycles * epochs:
+            raise RecipeError(
+                "budget: there is no score phase in which filters could go; set phases.cycles and phases.score, or "
+                "another method"
+            )
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
             raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
-        if self.method != OWN and all(getattr(self.budget, limit.name) == 1 for limit in fields(Budget)):
+        if self.method != OWN and not self.budget.asked:
             raise RecipeError(
                 f"method: {self.method} tells which filters go first, not how many go; set a budget, such as "
                 "budget.macs=0.5"

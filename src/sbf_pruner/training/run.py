@@ -115,6 +115,7 @@ class Run:
     def restore(self) -> None:
         """Go to where the last checkpoint was taken."""
         state = load_checkpoint(self.folder.checkpoints)
+        self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
         self._check_timer(state["done"])
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
@@ -267,6 +268,7 @@ class Run:
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
             return
         state = {
+            "recipe": self.recipe.to_dict(),
             "done": self.done,
             "seconds": self._seconds(),
             "given_accuracy": self.given_accuracy,

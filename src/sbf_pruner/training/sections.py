@@ -241,6 +241,11 @@ class BudgetConfig(Section):
         metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
     )
 
+    @property
+    def asked(self) -> bool:
+        """Is anything limited?"""
+        return any(getattr(self, each.name) != 1 for each in fields(Budget))
+
     def __post_init__(self) -> None:
         for key in (each.name for each in fields(Budget)):
             if isinstance(written := getattr(self, key), str):  # as on the command line: "50%", "1MB", "5ms"

@@ -113,6 +113,8 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> Arrays:
             )
             raise DataError(f"data.path: {root} has no folder {part!r}; expected {root / part}/CLASS/*.png{hint}")
     classes = class_names(config)
+    if not classes:
+        raise DataError(f"data.path: {root / 'train'} holds no classes; expected {root / 'train'}/CLASS/*.png")
     if len(classes) != num_classes:
         raise DataError(
             f"data.path: {root / 'train'} holds {len(classes)} classes ({some(classes, 3)}), and model.num_classes "
@@ -208,6 +210,11 @@ def _from_folder(
     ]
     if not files:
         raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
+    for label, name in enumerate(classes):
+        if inner := next(iter(_subfolders(root / name)), None) if (root / name).is_dir() else None:
+            raise DataError(f"{root / name / inner}: images lie in {root}/CLASS itself; move them up, or it away")
+        if root.name == "train" and not any(found == label for _, found in files):
+            raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
     images = np.empty((len(files), channels, size, size), dtype=np.uint8)
     for row, (path, _) in zip(images, files, strict=True):
         row[:] = _picture(path, channels, size)
@@ -224,10 +231,19 @@ def _picture(path: Path, channels: int, size: int) -> NDArray[np.uint8]:
         raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {channels}")
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(image.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR))
+            # What has more than eight bits would be cut off at white.
+            shown = Image.fromarray(_lowered(np.asarray(image))) if image.mode.startswith("I") else image
+            pixels = np.asarray(shown.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is not a readable image ({error}); replace or remove it") from error
     return np.atleast_3d(pixels).transpose(2, 0, 1)
+
+
+def _lowered(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Pixels of 16 bits in eight."""
+    if not (pixels.min() >= 0 and pixels.max() < 2**16):
+        raise ValueError("its pixels have more than 16 bits")
+    return np.rint(pixels / 257.0).astype(np.uint8)
 
 
 def _subfolders(root: Path) -> list[str]:

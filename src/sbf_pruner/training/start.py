@@ -6,7 +6,6 @@ leave.  Weights are loaded all or not at all.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -76,6 +75,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 f"{where}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(held[name].shape)}; "
                 "set model.num_classes, model.in_channels or model.options to what it was trained with"
             )
+        if tensor.is_floating_point() != held[name].is_floating_point():
+            raise RunError(f"{where}: {name} has {tensor.dtype}, the model's {held[name].dtype}; save it so")
+        if not tensor.isfinite().all():
+            raise RunError(f"{where}: {name} holds numbers that are not finite; give others")
     model.load_state_dict(given)
 
 
@@ -133,15 +136,14 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
         given: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         )
-    except pickle.UnpicklingError as error:  # what torch says of it tells how to run the file's code after all
+    except SafetensorError as error:
+        raise RunError(f"{where} cannot be read ({error}); save it with safetensors.torch.save_file") from error
+    except OSError as error:
+        raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
+    except Exception as error:  # an unpickler fails in any way, and torch's words tell how to run the file's code
         raise RunError(
             f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
             "with torch.save(model.state_dict(), path)"
-        ) from error
-    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise RunError(
-            f"{where} cannot be read ({cause}); save it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         raise RunError(f"{where} holds something other than a state_dict; save model.state_dict() alone")
