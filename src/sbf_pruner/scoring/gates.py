@@ -124,12 +124,11 @@ class Fold(Attached):
         module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        held = module.__dict__.pop(_HELD, None)
-        if held is not None:
-            module.__dict__.update(held)
-        elif not _is_replica(module):
-            for pair in self.pairs:
-                module.__dict__.pop(pair.name, None)
+        if _is_replica(module):
+            module.__dict__.update(module.__dict__.pop(_HELD, {}))
+            return
+        for pair in self.pairs:
+            module.__dict__.pop(pair.name, None)
 
     def multiply(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
         gate = self.gates.read(self.number, self.span)
