@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 from .methods import METHODS, OWN
 
 Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
+SCORED = ("score", "joint")  # the kinds that train scores
 
 
-class Planned(NamedTuple):
+class Phase(NamedTuple):
     """A stretch of epochs in which the same thing is trained in the same way."""
 
     kind: Kind
@@ -22,10 +23,28 @@ class Planned(NamedTuple):
     """which cycle of scores and weights it belongs to, from 1; 0 outside the cycles"""
     epochs: int
     first: int
-    """number of its first epoch in the whole run"""
+    """number of its first epoch in the whole run, from 0"""
+
+    @property
+    def end(self) -> int:
+        """Number of the first epoch after it."""
+        return self.first + self.epochs
+
+    @property
+    def trains_scores(self) -> bool:
+        """Do its epochs move the scores?"""
+        return self.kind in SCORED
+
+    @property
+    def trains_weights(self) -> bool:
+        """Do its epochs move the weights?"""
+        return self.kind != "score"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.cycle}" if self.cycle else self.kind
 
 
-def planned(recipe: Mapping[str, Any]) -> list[Planned]:
+def planned(recipe: Mapping[str, Any]) -> list[Phase]:
     """The phases of a run in order, from its recipe as a table; those without epochs are left out.
 
     The control is trained for as many epochs as the pruned network in all its phases together.  Where another
@@ -54,6 +73,6 @@ def planned(recipe: Mapping[str, Any]) -> list[Planned]:
     found, first = [], 0
     for kind, number, epochs in order:
         if epochs:
-            found.append(Planned(kind, number, epochs, first))
+            found.append(Phase(kind, number, epochs, first))
         first += epochs
     return found

@@ -207,7 +207,7 @@ def test_a_last_line_cut_short_does_not_count(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", bundled_recipes())
 def test_the_schedule_is_the_one_that_is_run(name: str, overrides: tuple[str, ...]) -> None:
     recipe = load_recipe(name, overrides)
-    expected = [(p.kind, p.cycle, p.first_epoch, p.epochs) for p in phases(recipe)]
+    expected = [(p.kind, p.cycle, p.first, p.epochs) for p in phases(recipe)]
     assert [(s.kind, s.cycle, s.first, s.epochs) for s in planned(tomllib.loads(recipe.to_toml()))] == expected
 
 

@@ -63,7 +63,7 @@ def test_joint_cycles_are_as_long_and_train_weights_as_weight_phases_do() -> Non
 def test_every_epoch_belongs_to_one_phase(overrides: tuple[str, ...]) -> None:
     for control in ("true", "false"):
         made = recipe(f"dense_control={control}", *overrides)
-        numbers = [n for phase in phases(made) for n in range(phase.first_epoch, phase.end)]
+        numbers = [n for phase in phases(made) for n in range(phase.first, phase.end)]
         assert numbers == list(range(total_epochs(made)))
         assert all(phase.epochs > 0 for phase in phases(made))
 

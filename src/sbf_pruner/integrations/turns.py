@@ -15,7 +15,7 @@ from typing import Any
 from torch.amp import GradScaler
 
 from ..errors import PruningError
-from ..phases import Planned, planned
+from ..phases import Phase, planned
 from ..pruner import Pruner
 
 
@@ -50,25 +50,23 @@ class Turns:
         self.pruner, self.cycles = pruner, cycles
         self._phases = planned({"phases": {**lengths, "finetune": 0}})
         self._epoch: int | None = None
-        self._now: Planned | None = None
+        self._now: Phase | None = None
         self._open: AbstractContextManager[Pruner] | None = None
 
     @property
     def phase(self) -> str:
         """What is trained now, and in which cycle."""
-        if self._now is None:
-            return "finetune"
-        return f"{self._now.kind} {self._now.cycle}" if self._now.cycle else self._now.kind
+        return "finetune" if self._now is None else str(self._now)
 
     @property
     def scores_now(self) -> bool:
         """Do the scores move, while the weights stand still?"""
-        return self._now is not None and self._now.kind == "score"
+        return self._now is not None and self._now.trains_scores
 
     def epoch_begins(self, epoch: int) -> str:
         """Tell that an epoch begins, numbered from 0; returns its phase."""
         self._epoch = epoch
-        now = next((p for p in self._phases if p.first <= epoch < p.first + p.epochs), None)
+        now = next((p for p in self._phases if p.first <= epoch < p.end), None)
         if self._open is None or now != self._now:
             self.end()
             self._now = now

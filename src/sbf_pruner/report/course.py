@@ -127,7 +127,7 @@ def _stages(run: Run, across: _Across) -> str:
     for phase in run.schedule:
         if phase.kind != "control":
             stage = "cycles" if phase.cycle else STAGES[phase.kind]
-            spans.setdefault(stage, [phase.first, 0])[1] = phase.first + phase.epochs
+            spans.setdefault(stage, [phase.first, 0])[1] = phase.end
     parts = [
         f'<span style="flex:{(end - first) / across.epochs:.4f}">'
         f"<b>{stage}</b> <i>{first + 1}{DASH}{end}</i></span>"

@@ -17,13 +17,11 @@ from ..drawing.scene import Box, from_json
 from ..errors import RunError
 from ..files import read_lines
 from ..methods import METHODS, OWN, told
-from ..phases import Planned, planned
+from ..phases import SCORED, Phase, planned
 from .asked import asked_time
 from .older import checkpointed_plan, inspected
 
 Record = dict[str, Any]
-
-SCORED = ("score", "joint")  # the phases that train scores
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Run:
     folder: Path
     name: str
     recipe: Record
-    schedule: list[Planned]
+    schedule: list[Phase]
     records: list[Record] = field(default_factory=list)  # of the network that is pruned
     control: list[Record] = field(default_factory=list)
     summary: Record | None = None
@@ -66,7 +64,7 @@ class Run:
     @property
     def epochs(self) -> int:
         """Epochs of the network that is pruned, those to come included."""
-        return max((s.first + s.epochs for s in self.schedule if s.kind != "control"), default=0)
+        return max((s.end for s in self.schedule if s.kind != "control"), default=0)
 
     @property
     def last(self) -> Record | None:

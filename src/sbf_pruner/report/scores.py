@@ -13,8 +13,9 @@ from html import escape
 import numpy as np
 
 from ..budget.targets import Budget
+from ..phases import SCORED
 from .chart import Figure, Table, tick, way
-from .data import SCORED, Run
+from .data import Run
 
 _WIDE, _HIGH = 300.0, 140.0  # fine enough for whole numbers
 _LEVELS = (0, 25, 50, 75, 100)
@@ -28,7 +29,7 @@ def scores(run: Run) -> Figure:
     last = run.scores[-1]
     names = list(last["scores"])
     # There may be epochs of scores still to come, and some that an older version did not store.
-    planned = sum(phase.epochs for phase in run.schedule if phase.kind in SCORED)
+    planned = sum(phase.epochs for phase in run.schedule if phase.trains_scores)
     missed = max(sum(record["phase"] in SCORED for record in run.records) - len(run.scores), 0)
     times = max(planned, len(run.scores))
     threshold = float(run.recipe.get("scores", {}).get("threshold", 0.5))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PruningError
-from .data import SCORED
+from ..phases import SCORED
 
 FOLDER = "tensorboard"
 _SCALARS = {

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
+from ..phases import Phase
 from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
-from .schedule import Phase, is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
+from .schedule import is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
 from .teacher import Teacher
 
 
@@ -38,7 +39,7 @@ class Epochs:
     ) -> dict[str, Any]:
         """Train epoch `number` of the run and tell what it came to; without a `descent` it is one of scores."""
         began = time.perf_counter()
-        epoch, last = number - phase.first_epoch, number + 1 == phase.end
+        epoch, last = number - phase.first, number + 1 == phase.end
         torch.manual_seed(_mixed(self._recipe.seed, number, self._rank))
         tally, rate = self._train(phase, number, engine, descent, teacher)
         test = held_out = None
@@ -77,7 +78,7 @@ class Epochs:
     ) -> tuple[Tally, float]:
         """What the steps of an epoch came to, and the learning rate of the first."""
         batches = self._feed.of(phase)
-        epoch = number - phase.first_epoch
+        epoch = number - phase.first
         teacher = teacher if is_taught(self._recipe, phase) else None
         if teacher is not None:
             teacher.alpha.fill_(taught_part(self._recipe, phase, epoch))

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from ..errors import DataError
+from ..phases import Phase
 from .data import Augment, Batches, Data, Split
 from .recipe import Recipe
-from .schedule import Phase, batch_size, optimizer_config
+from .schedule import batch_size, optimizer_config
 
 EVALUATED_AT_ONCE = 256
 

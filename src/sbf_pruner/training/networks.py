@@ -18,13 +18,14 @@ from ..attached import without_attached
 from ..errors import PruningError, RunError
 from ..inputs import real_copy
 from ..measuring import measure
+from ..phases import Phase
 from ..plan import Plan
 from ..pruner import Pruner
 from ..stored import tensors_of
 from .data import Data
 from .padded import Padded
 from .recipe import Recipe
-from .schedule import Phase, closing_cycles
+from .schedule import closing_cycles
 from .scorer import attach
 from .start import check_fit, load_weights
 from .timed import rehearse, timer_here
@@ -118,7 +119,7 @@ class Networks:
     def after_step(self, phase: Phase, epoch: int, step: int, steps: int) -> None:
         """So many steps of an epoch of scores are done."""
         if step < steps and step * STEERED // steps > (step - 1) * STEERED // steps:
-            self.closes_in(phase, epoch - phase.first_epoch + step / steps)
+            self.closes_in(phase, epoch - phase.first + step / steps)
 
     def closes_in(self, phase: Phase, epochs: float) -> None:
         """A score phase has come so many epochs far: what the gates may leave is less, and the penalty follows."""

@@ -19,10 +19,10 @@ from ..environment import environment
 from ..errors import PruningError
 from ..files import write_text
 from ..overview import inspect
+from ..phases import Phase
 from .folder import RunFolder
 from .networks import Networks
 from .refinement import joined, under_scores, when_pruned
-from .schedule import Phase
 
 Measured = TypeVar("Measured")
 

@@ -22,6 +22,7 @@ from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import REHEARSED, ranked, rehearse, shown
 from ..methods.subject import Batch, Scores, Subject
+from ..phases import Phase
 from ..pruner import Pruner
 from ..report import leave_report
 from ..team import Team
@@ -37,7 +38,7 @@ from .networks import Networks
 from .optimizer import Descent
 from .recipe import Recipe
 from .recording import Recording
-from .schedule import Phase, cycles_end, is_scored, is_soft, optimizer_config, phases
+from .schedule import cycles_end, is_scored, is_soft, optimizer_config, phases
 from .summary import summarise
 from .teacher import Teacher
 
@@ -162,7 +163,7 @@ class Run:
                 record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
                 self.done += 1
                 if scored:
-                    self.networks.closes_in(phase, self.done - phase.first_epoch)
+                    self.networks.closes_in(phase, self.done - phase.first)
                 if self.done == phase.end:
                     # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
                     frozen.close()

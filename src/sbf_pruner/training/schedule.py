@@ -7,42 +7,11 @@ A `Recipe` enters; a list of `Phase`s leaves, in the order they run, with every 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ..methods import METHODS, OWN
-from ..phases import Kind, planned
+from ..phases import Phase, planned
 from .recipe import Recipe
 from .sections import OptimizerConfig
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of epochs in which the same thing is trained in the same way."""
-
-    kind: Kind
-    cycle: int
-    """Which cycle of scores and weights it belongs to, from 1; 0 outside the cycles."""
-    epochs: int
-    first_epoch: int
-    """Number of its first epoch in the whole run, from 0."""
-
-    @property
-    def end(self) -> int:
-        """Number of the first epoch after it."""
-        return self.first_epoch + self.epochs
-
-    @property
-    def trains_scores(self) -> bool:
-        """Do its epochs move the scores?"""
-        return self.kind in ("score", "joint")
-
-    @property
-    def trains_weights(self) -> bool:
-        """Do its epochs move the weights?"""
-        return self.kind != "score"
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.cycle}" if self.cycle else self.kind
 
 
 def phases(recipe: Recipe) -> list[Phase]:
@@ -53,7 +22,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     >>> [phase.kind for phase in phases(short)]
     ['warmup', 'score', 'weights', 'finetune', 'control']
     """
-    return [Phase(*each) for each in planned(recipe.to_dict())]
+    return planned(recipe.to_dict())
 
 
 def is_scored(recipe: Recipe) -> bool:
