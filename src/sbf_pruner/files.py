@@ -268,3 +268,15 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys.
+
+    >>> flat({"seed": 1, "model": {"name": "resnet56"}})
+    {'seed': 1, 'model.name': 'resnet56'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
+    return found

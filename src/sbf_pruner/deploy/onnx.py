@@ -58,18 +58,22 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
 def session(path: str | Path, threads: int = 0) -> Any:
     """An ONNX Runtime session on the CPU with all its optimisations; 0 threads: as many as there are cores."""
     runtime = require()
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # Idle threads that spin would take the cores from whatever runs next, another session say.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:
         raise PruningError(
             f"{path} cannot be run by ONNX Runtime ({first_line(error)}); export it again"
         ) from error
+
+
+def session_options(threads: int) -> Any:
+    """How networks and layers are run alike."""
+    options = require().SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # Idle threads that spin would take the cores from whatever runs next, another session say.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
 
 
 def feed(session: Any, inputs: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ..files import flat
 from .against import Point, against
 from .chart import Figure, Table
 from .data import Run
@@ -175,22 +176,12 @@ def _kept(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def _settings(entries: Sequence[Entry]) -> Figure:
-    flat = [_flat(one.run.recipe) for one in entries]
-    keys = [key for key in dict.fromkeys(k for table in flat for k in table) if len({t.get(key) for t in flat}) > 1]
+    told = [{key: spelled(value) for key, value in flat(one.run.recipe).items()} for one in entries]
+    keys = [key for key in dict.fromkeys(k for table in told for k in table) if len({t.get(key) for t in told}) > 1]
     title = "Settings that differ"
     if not keys:
         return Figure("settings", title, missing="None: these are runs of one and the same recipe.", wide=True)
-    rows = [[key, *(table.get(key, DASH) for table in flat)] for key in keys]
+    rows = [[key, *(table.get(key, DASH) for table in told)] for key in keys]
     table = Table(["setting", *(one.sign for one in entries)], rows).html()
     body = f'<div class=scroll tabindex=0 role=region aria-label="{title}">{table}</div>'
     return Figure("settings", title, picture=body, wide=True)
-
-
-def _flat(table: Mapping[str, Any], at: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{at}{key}.")
-        else:
-            found[at + key] = spelled(value)
-    return found

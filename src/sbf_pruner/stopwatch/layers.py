@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..deploy.onnx import require
+from ..deploy.onnx import require, session_options
 from ..latency.shapes import Site
 from ..latency.table import Widths
 from ..timing import take_turns
@@ -127,12 +127,9 @@ _WEIGHTED = ("Conv", "ConvTranspose", "FusedConv", "Gemm", "FusedGemm", "MatMul"
 
 
 def _session(runtime: Any, model: bytes, threads: int, folder: str, pair: Widths) -> Any:
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
+    options = session_options(threads)
     options.enable_profiling = True
     options.profile_file_prefix = f"{folder}/{pair[0]}-{pair[1]}"
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # as `deploy` runs networks
     return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

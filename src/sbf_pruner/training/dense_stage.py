@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RunError
+from ..files import flat
 from .checkpoint import load_checkpoint
-from .folder import DENSE, RunFolder, flat
+from .folder import DENSE, RunFolder
 from .recipe import Recipe, load_recipe
 from .schedule import total_epochs
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import append_text, locked, read_lines, write_text
+from ..files import append_text, flat, locked, read_lines, write_text
 from ..manifest import remove_export
 from .recipe import Recipe, load_recipe
 
@@ -174,15 +174,3 @@ class RunFolder:
                     f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
                     f"{now.get(key)!r}; put it back, or start over with --force"
                 )
-
-
-def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys.
-
-    >>> flat({"seed": 1, "model": {"name": "resnet56"}})
-    {'seed': 1, 'model.name': 'resnet56'}
-    """
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
-    return found
