@@ -109,7 +109,7 @@ class Driver:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, **run.environment},
                 pass_fds=[lock],
                 start_new_session=True,
             )

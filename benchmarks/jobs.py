@@ -36,6 +36,13 @@ class Run:
     """another job of the file: this one is asked for the MACs that the run of its seed has left"""
     dense_from: str = ""
     """another job of the file: this one takes over the dense stage of the run of its seed"""
+    background: bool = False
+    """it leaves a device that is shared to the others, where both want it"""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its process is told beside its command; to CUDA's multi-process service 1 is below normal."""
+        return {"CUDA_MPS_CLIENT_PRIORITY": "1"} if self.background else {}
 
     @property
     def name(self) -> str:
@@ -126,10 +133,10 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
         raise SystemExit(f"{path}: asks for nothing; each job is a table [[job]]")
     runs = []
     for job in jobs:
-        unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside", "dense_from"}
+        unknown = job.keys() - {"recipe", "name", "seeds", "set", "beside", "dense_from", "background"}
         if unknown or "recipe" not in job:
             raise SystemExit(
-                f"{path}: a job has recipe, and may have name, seeds, set, beside and dense_from; "
+                f"{path}: a job has recipe, and may have name, seeds, set, beside, dense_from and background; "
                 f"found {sorted(job)}"
             )
         if job.get("set") and "name" not in job:
@@ -137,7 +144,8 @@ def read_runs(path: Path, root: Path, only: Sequence[str] = ()) -> list[Run]:
         for seed in job.get("seeds", [0]):
             group = job.get("name", Path(job["recipe"]).stem)
             others = (job.get(key, "") for key in ("beside", "dense_from"))
-            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root, *others))
+            waits = job.get("background", False)
+            runs.append(Run(group, job["recipe"], seed, tuple(job.get("set", ())), root, *others, waits))
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: asks twice for {', '.join(sorted(twice))}")

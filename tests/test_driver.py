@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +242,22 @@ def test_a_damaged_run_is_given_up_and_does_not_stop_the_driver(here: Path) -> N
     assert whole.finished
 
 
+def test_a_run_in_the_background_is_told_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = '[[job]]\nrecipe = "small.toml"\nseeds = [0]\n'
+    (here / "jobs.toml").write_text(job + job.replace("[0]", "[1]\nbackground = true"))
+    given, real = [], subprocess.Popen
+
+    def started(words: list[str], **options: Any) -> Any:
+        given.append(options["env"].get("CUDA_MPS_CLIENT_PRIORITY"))
+        return real([sys.executable, "-c", ""], **options)
+
+    monkeypatch.setattr("driver.subprocess.Popen", started)
+    driver = Driver(runs_in(here / "runs"), here / "runs", 1, 0, mps=False)
+    monkeypatch.setattr("driver.TRIES", 1)
+    assert driver.work() == 1
+    assert given == [None, "1"]
+
+
 def test_none_at_once_is_refused(here: Path) -> None:
     done = command("start", "--at-once", "0")
     assert done.returncode == 2 and "--at-once: '0' is no whole number above 0" in done.stderr
@@ -250,7 +267,7 @@ def test_none_at_once_is_refused(here: Path) -> None:
 
 def test_jobs_that_make_no_sense(here: Path) -> None:
     for text, message in {
-        '[[job]]\nseed = [0]\nrecipe = "digits"': "may have name, seeds, set, beside and dense_from",
+        '[[job]]\nseed = [0]\nrecipe = "digits"': "may have name, seeds, set, beside, dense_from and background",
         '[[job]]\nrecipe = "digits"\nset = ["seed=1"]': "needs a name of its own",
         '[[job]]\nrecipe = "digits"\nseeds = [1, 1]': "asks twice for digits-seed1",
         "[[job]": r"cannot be read \(TOMLDecodeError",
