@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load a state_dict from a .safetensors, .pt or .pth file, which must fit the model tensor by tensor."""
     where = f"model.weights: {path}"
     given = _read(path, where)
-    held = model.state_dict()
+    held, trained = model.state_dict(), dict(model.named_parameters())
     missing = [name for name in held if name not in given]
     unknown = [name for name in given if name not in held]
     if unknown and all(name.startswith("module.") for name in given):
@@ -77,7 +77,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
             )
         if tensor.is_floating_point() != held[name].is_floating_point():
             raise RunError(f"{where}: {name} has {tensor.dtype}, the model's {held[name].dtype}; save it so")
-        if not tensor.isfinite().all():
+        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # a mask may hold infinities
             raise RunError(f"{where}: {name} holds numbers that are not finite; give others")
     model.load_state_dict(given)
 
