@@ -488,7 +488,8 @@ def test_two_pruners():
     Pruner(model, inputs)
     with says(
         PruningError,
-        "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy",
+        "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is gone, "
+        "take its gates off with sbf_pruner.attached.without_attached(model)",
     ):
         Pruner(model, inputs)
 

@@ -40,7 +40,8 @@ def check_unattached(model: nn.Module) -> None:
     check_model(model)
     if any(attached_hooks(model)):
         raise PruningError(
-            "the model has a pruner already, or is a copy of one that had; detach() that one first, then copy"
+            "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is "
+            "gone, take its gates off with sbf_pruner.attached.without_attached(model)"
         )
 
 
