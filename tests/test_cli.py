@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -177,6 +178,20 @@ def test_the_help_of_run_names_what_there_is_to_choose_from(capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "how the learning rate falls (cosine, or step, constant)" in said
     assert "finetune.weight_decay float        weight decay (0.0005)" in said
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("12 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_too_little_memory_is_one_sentence_and_1(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sbf_pruner.overview.inspect", Mock(side_effect=error))
+    assert main(["inspect", "resnet20"]) == 1
+    assert capsys.readouterr().err == f"sbf: not enough memory ({error}); ask for less\n"
+    monkeypatch.setattr("sbf_pruner.overview.inspect", Mock(side_effect=RuntimeError("a fault of ours")))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        main(["inspect", "resnet20"])
 
 
 def test_force_starts_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
