@@ -509,7 +509,7 @@ EXPORTED = [
 ]
 
 
-def exports(name):
+def check_export(name):
     _, _, inputs, made = case(name)
     for _, _, small in (made[1], made[3]):
         args, kwargs = (
@@ -523,13 +523,13 @@ def exports(name):
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_the_result_can_be_exported(name):
-    exports(name)
+    check_export(name)
 
 
 @pytest.mark.slow
 @nets
 def test_all_results_can_be_exported(name):
-    exports(name)
+    check_export(name)
 
 
 def test_no_helper_module_stands_where_none_is_needed():

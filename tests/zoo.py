@@ -1457,14 +1457,18 @@ def TrainingStatistics():
     return nn.Sequential(*conv_bn(3, 6), nn.ReLU(), Average(6), *conv_bn(6, 5), nn.ReLU(), Average(5), Head(5))
 
 
-@entry(IMAGE)
-class NormalisedByHand(nn.Module):
-    """Quotients and choices in which a constant is harmless: what it divides, or chooses between, is gone."""
+class FourConvs(nn.Module):
+    """What is between them, a network of the zoo says."""
 
     def __init__(self):
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 6), (6, 5), (5, 6), (6, 5)))
         self.head = Head(5)
+
+
+@entry(IMAGE)
+class NormalisedByHand(FourConvs):
+    """Quotients and choices in which a constant is harmless: what it divides, or chooses between, is gone."""
 
     def forward(self, x):
         x = self.convs[0](x)
@@ -1527,13 +1531,8 @@ class Transformer(nn.Module):
 
 
 @entry(IMAGE)
-class DividedByMore(nn.Module):
+class DividedByMore(FourConvs):
     """Divisors of which a removed channel is no zero, because something was added to it or it was clamped."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 6), (6, 5), (5, 6), (6, 5)))
-        self.head = Head(5)
 
     def forward(self, x):
         x = self.convs[0](x)

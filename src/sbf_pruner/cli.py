@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .methods import METHODS, OWN
-from .terminal.voice import check_shared, is_first, one_voice, said, teller, told
+from .terminal.voice import check_shared, is_first, lacks_memory, one_voice, said, teller, told
 from .words import again, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error).partition("\n")[0]:  # torch's way
+        if not lacks_memory(error):
             raise
         print(f"sbf: not enough memory ({' '.join(str(error).split())}); ask for less", file=sys.stderr)
         return 1

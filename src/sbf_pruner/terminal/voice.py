@@ -65,3 +65,8 @@ def said(line: str) -> None:
 def teller(*, quiet: bool) -> Callable[[str], None]:
     """What tells how the work goes on: nothing if asked to be quiet."""
     return (lambda line: None) if quiet else said
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Did something not fit into memory?  torch has a kind of error for a GPU's alone, and words for the rest."""
+    return isinstance(error, MemoryError) or any(f"{word} memory" in str(error) for word in ("out of", "allocate"))

@@ -110,14 +110,14 @@ class Recipe(Section):
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
         epochs = self.phases.score + (self.phases.weights if self.scores.joint else 0)
-        if self.method == OWN and self.budget.asked and not self.phases.cycles * epochs:
+        if self.method == OWN and self.budget.limits.asked and not self.phases.cycles * epochs:
             raise RecipeError(
                 "budget: there is no score phase in which filters could go; set phases.cycles and phases.score, or "
                 "another method"
             )
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
             raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
-        if self.method != OWN and not self.budget.asked:
+        if self.method != OWN and not self.budget.limits.asked:
             raise RecipeError(
                 f"method: {self.method} tells which filters go first, not how many go; set a budget, such as "
                 "budget.macs=0.5"

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..budget.guards import Guards
-from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
@@ -39,7 +38,7 @@ def attach(
     """
     scores, guards, budget, example = recipe.scores, recipe.guards, recipe.budget, images[:2]
     graph = trace(dense, example, guards.ignore)
-    limits = Budget(params=budget.params, macs=budget.macs, size=budget.size, latency=budget.latency)
+    limits = budget.limits
     kept = _guards(dense, example, graph, recipe)
     words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
     together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}

@@ -242,9 +242,9 @@ class BudgetConfig(Section):
     )
 
     @property
-    def asked(self) -> bool:
-        """Is anything limited?"""
-        return any(getattr(self, each.name) != 1 for each in fields(Budget))
+    def limits(self) -> Budget:
+        """What it limits, as a pruner is given it."""
+        return Budget(**{each.name: getattr(self, each.name) for each in fields(Budget)})
 
     def __post_init__(self) -> None:
         for key in (each.name for each in fields(Budget)):

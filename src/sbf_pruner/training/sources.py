@@ -210,10 +210,11 @@ def _from_folder(
     ]
     if not files:
         raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
+    filled = {label for _, label in files}
     for label, name in enumerate(classes):
-        if inner := next(iter(_subfolders(root / name)), None) if (root / name).is_dir() else None:
+        for inner in _subfolders(root / name) if (root / name).is_dir() else ():
             raise DataError(f"{root / name / inner}: images lie in {root}/CLASS itself; move them up, or it away")
-        if root.name == "train" and not any(found == label for _, found in files):
+        if root.name == "train" and label not in filled:
             raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
     images = np.empty((len(files), channels, size, size), dtype=np.uint8)
     for row, (path, _) in zip(images, files, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from ...errors import RunError
 from ...files import replacing
 
 
@@ -27,7 +28,7 @@ def recall(question: str) -> str | None:
 
 def keep(question: str, answer: str) -> None:
     """Keep an answer; a folder that cannot be written to keeps none."""
-    with suppress(OSError), replacing(_place(question)) as path:
+    with suppress(OSError, RunError), replacing(_place(question)) as path:
         path.write_text(f"{question}\n{answer}\n", "utf-8")
 
 
