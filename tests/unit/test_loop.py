@@ -1009,6 +1009,15 @@ def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatc
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")
 
 
+class Viewed(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv1(self.stem(x)).view(len(x), -1)[:, :4]
+
+
+def test_a_view_of_maps_that_lie_otherwise_is_answered_with_what_to_write(tmp_path: Path) -> None:
+    refused(r"write flatten\(1\), or reshape in the place of that view", tmp_path, Viewed(4))
+
+
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
     said = refused("Tiny gives 7 numbers per image but synthetic has 4 classes", tmp_path, Tiny(7))
     assert "num_classes = 4" in said

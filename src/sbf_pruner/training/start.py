@@ -90,10 +90,12 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             outputs = model.eval()(images)
     except Exception as error:  # a user's network may fail in any way
         cause = " ".join(str(error).split())
+        remedy = f"set model.in_channels = {images.shape[1]}, or data.image_size to what it needs"
+        if "view size is not compatible" in cause:
+            remedy = "maps have their channels last here: write flatten(1), or reshape in the place of that view"
         raise RunError(
             f"{type(model).__name__} does not run on the images of {data.name}, {shape} "
-            f"({type(error).__name__}: {cause}); set model.in_channels = {images.shape[1]}, or "
-            "data.image_size to what it needs"
+            f"({type(error).__name__}: {cause}); {remedy}"
         ) from error
     if not isinstance(outputs, Tensor) or outputs.dim() != 2:
         what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
