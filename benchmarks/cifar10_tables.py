@@ -16,7 +16,7 @@ from sbf_pruner import Recipe
 
 Entry = dict[str, Any]
 NETWORKS = {"resnet56": "ResNet-56", "resnet110": "ResNet-110"}
-RATIOS = {"medium": "medium", "high": "high", "rivals": "cut as rivals cut"}
+RATIOS = {"medium": "medium", "high": "high", "rivals": "at the ratio of rivals"}
 NONE = "No run yet."
 EARLIER = " (*)"
 

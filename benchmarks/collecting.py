@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sbf_pruner.files import write_text
 from sbf_pruner.training.finished import build_dense
 from sbf_pruner.training.folder import RunFolder
-from sbf_pruner.training.recipe import Recipe, load_recipe
+from sbf_pruner.training.recipe import Recipe
 
 
 def collect(runs: Iterable[Run], path: Path) -> list[str]:
@@ -39,7 +39,7 @@ def collect(runs: Iterable[Run], path: Path) -> list[str]:
 def entry_of(run: Run) -> dict[str, Any]:
     """What a finished run came to."""
     folder = RunFolder(run.folder)
-    summary, recipe = folder.read_summary(), load_recipe(folder.recipe)
+    summary, recipe = folder.read_summary(), folder.read_recipe()
     dense, pruned, layers = summary["dense"], summary["pruned"], summary["layers"]
     sequential = sequential_count(recipe, {name: layer["after"] for name, layer in layers.items()})
     whole = {"params": dense["params"], "macs": dense["macs"]}

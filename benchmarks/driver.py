@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,7 @@ class Driver:
     def work(self) -> int:
         """Run everything; 0 if all of it is finished in the end, else 1."""
         signal.signal(signal.SIGTERM, self._stop)
-        server = _mps_server() if self.mps else {}
+        server = _mps_server(self.root) if self.mps else {}
         environment = {**os.environ, **server, **_settings(self.root, self.at_once)}
         try:
             self._tell()
@@ -53,8 +54,8 @@ class Driver:
                 time.sleep(POLL_SECONDS)
         finally:
             self._end_all()
-        if server and not self.stopped:
-            _mps_quit(server)
+            if server:
+                _mps_quit(server)
         return 0 if all(run.finished for run in self.runs) else 1
 
     def _advance(self, environment: dict[str, str]) -> bool:
@@ -86,7 +87,10 @@ class Driver:
         for child in self.children.values():
             child.terminate()
         for child in self.children.values():
-            child.wait()
+            try:
+                child.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
         end_holders((run.lock for run in self.runs), ENDING_SECONDS)
 
     def _start(self, run: Run, environment: dict[str, str]) -> bool:
@@ -163,12 +167,16 @@ def _settings(root: Path, at_once: int) -> dict[str, str]:
     }
 
 
-def _mps_server() -> dict[str, str]:
-    """Start CUDA's multi-process service where there is one; the environment that makes a run use it."""
+def _mps_server(root: Path) -> dict[str, str]:
+    """Start CUDA's multi-process service where there is one; the environment that makes a run use it.
+
+    Drivers of other runs have services of their own, as whoever ends first ends his.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         return {}
-    folder = Path(tempfile.gettempdir()) / f"sbf-mps-{os.getuid()}"
+    whose = zlib.crc32(str(root.resolve()).encode())
+    folder = Path(tempfile.gettempdir()) / f"sbf-mps-{os.getuid()}-{whose:08x}"
     places = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder / kind.lower()) for kind in ("PIPE", "LOG")}
     for place in places.values():
         Path(place).mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from sbf_pruner import Plan, Pruner, measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training import captured
-from sbf_pruner.training.captured import CapturedEngine
+from sbf_pruner.training.captured import CapturedEngine, make_engine
 from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
+from sbf_pruner.training.machine import Machine
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.padded import Padded
 from sbf_pruner.training.sections import OptimizerConfig
@@ -76,14 +77,6 @@ class Setting:
 QUICK = Setting("resnet20", 8, 8, 2, 2, 20, 1)
 
 
-class PlainEngine(Engine):
-    """The loop anyone would write: eager, in bfloat16 where that is safe, with the data on the device."""
-
-    def _forward(self, images: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return super()._forward(images).float()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing saved")
@@ -111,10 +104,13 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """The sections' figures, one after another."""
     if "plain" in sections:
-        yield {"plain": time_engine(PlainEngine, setting, device, setting.eager_steps)}
+        # The loop anyone would write: eager, in bfloat16 where that is safe, with the data on the device.
+        plain = Machine(device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        yield {"plain": time_engine(plain, setting, setting.eager_steps)}
         release()
     if "captured" in sections:
-        yield {"captured": time_engine(CapturedEngine, setting, device, setting.steps, dissected=True)}
+        fast = Machine(device, captured=True, dtype=torch.bfloat16)
+        yield {"captured": time_engine(fast, setting, setting.steps, dissected=True)}
         yield {"chosen": chosen_ways()}
         release()
     timed: dict[str, Any] = {}
@@ -149,17 +145,16 @@ def goals(figures: dict[str, Any]) -> dict[str, float]:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def time_engine(
-    kind: type[Engine], setting: Setting, device: torch.device, steps: int, *, dissected: bool = False
-) -> dict[str, Any]:
+def time_engine(machine: Machine, setting: Setting, steps: int, *, dissected: bool = False) -> dict[str, Any]:
     """Milliseconds of a weight step and of a score step on the dense network, and seconds of an evaluation.
 
     Where it is dissected, also what kinds of kernels the time of a step goes to.
     """
     torch.manual_seed(0)
+    device = machine.device
     model = resolve(setting.model).to(device)
     pruner = Pruner(model, torch.zeros(1, 3, setting.side, setting.side, device=device))
-    engine = kind(model, device, pruner)
+    engine = make_engine(model, machine, pruner)
     found: dict[str, Any] = weight_steps(engine, setting, steps, dissected=dissected)
     batches = made_up(setting, setting.batch * steps, device)
     with pruner.scoring():
@@ -276,8 +271,9 @@ def compare_engines(setting: Setting, device: torch.device, dtype: torch.dtype) 
         if exact:
             torch.backends.cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
-        plain = short_run(lambda *given: (Engine if exact else PlainEngine)(*given), setting, device)
-        fast = short_run(lambda *given: CapturedEngine(*given, dtype=dtype), setting, device)
+        of_plain = dtype if device.type == "cuda" else torch.float32
+        plain = short_run(Machine(device, dtype=of_plain), setting)
+        fast = short_run(Machine(device, captured=True, dtype=dtype), setting)
     finally:
         torch.backends.cudnn.allow_tf32 = before[0]
         torch.set_float32_matmul_precision(before[1])
@@ -291,14 +287,13 @@ def compare_engines(setting: Setting, device: torch.device, dtype: torch.dtype) 
     }
 
 
-def short_run(
-    make: Callable[[nn.Module, torch.device, Pruner], Engine], setting: Setting, device: torch.device
-) -> tuple[list[Tally], Tensor]:
+def short_run(machine: Machine, setting: Setting) -> tuple[list[Tally], Tensor]:
     """Weights, scores, gated weights, evaluation; what every epoch came to, and all weights at the end."""
     torch.manual_seed(0)
+    device = machine.device
     model = resolve(setting.checked).to(device)
     pruner = Pruner(model, torch.zeros(1, 3, setting.side, setting.side, device=device), lr=1e-4)
-    engine, batches = make(model, device, pruner), made_up(setting, 4 * setting.batch, device)
+    engine, batches = make_engine(model, machine, pruner), made_up(setting, 4 * setting.batch, device)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.01))
     tallies = [engine.train_epoch(batches, epoch, optimizer, [0.01] * 4) for epoch in range(2)]
     with pruner.scoring():

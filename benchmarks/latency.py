@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from quiet import wait
 from saving import save_result
 
 from sbf_pruner import Budget, Plan, Pruner
@@ -34,19 +34,7 @@ from sbf_pruner.training.timed import Timed, coupling
 RUNTIMES = ("onnxruntime", "torch")
 TARGETS = (0.6, 0.4)
 HALF = 0.5
-QUIET = 0.15  # of a core
 WITHIN = 0.05
-
-
-def wait(most: float) -> float:
-    """Wait until the machine has been quiet for a while, or so many seconds; how busy it was then."""
-    end, calm = time.monotonic() + most, 0
-    while True:
-        busy = load() or 0.0
-        calm = calm + 1 if busy <= QUIET else 0
-        if calm >= 5 or time.monotonic() > end:
-            return busy
-        time.sleep(0.7)
 
 
 def timed_pairs(pairs: Pairs, plan: Plan, count: int, patience: float) -> dict[str, Any]:

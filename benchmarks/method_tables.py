@@ -15,8 +15,13 @@ from saving import origin
 Runs = list[dict[str, Any]]
 
 
-def methods(result: dict[str, Any] | None) -> str:
-    """On the digits."""
+def few_methods(result: dict[str, Any] | None) -> str:
+    """On a fifth of CIFAR-10."""
+    return methods(result, "10,000 images of CIFAR-10")
+
+
+def methods(result: dict[str, Any] | None, data: str = "the digits") -> str:
+    """On the digits, or on other data that stay small."""
     if result is None:
         return "Not measured yet."
     runs: Runs = result["runs"]
@@ -30,8 +35,8 @@ def methods(result: dict[str, Any] | None) -> str:
     for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
         cells = [_cells([run for run in group if run["share"] == share]) for share in shares]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    about = f"ResNet-20 on the digits, {runs[0]['epochs']} epochs, accuracy in percent, mean ± deviation (seeds)"
-    control = f"; the dense control has {accuracy_of(dense)}" if dense else ""
+    about = f"ResNet-20 on {data}, {runs[0]['epochs']} epochs, accuracy in percent, mean ± deviation (seeds)"
+    control = f"; the dense control has {accuracy_of(dense)}" if dense else _dense_stages(runs)
     return "\n".join([f"{about}{control}. Sorted by the mean over all runs.", "", *lines, *origin(result)])
 
 
@@ -48,6 +53,12 @@ def cifar10_methods(result: dict[str, Any] | None) -> str:
     for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
         lines.append(f"| `{name}` | {accuracy_of(group)} | {removed_of(group, 'left')} |")
     return "\n".join([*lines, "", machines(result)])
+
+
+def _dense_stages(runs: Runs) -> str:
+    """What the networks of all methods had come to before anything went."""
+    stages = {run["seed"]: run["warmup_accuracy"] for run in runs}
+    return f"; the dense stage had {accuracy_of([{'accuracy': accuracy} for accuracy in stages.values()])}"
 
 
 def _mean(group: Runs) -> float:

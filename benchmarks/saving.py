@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sbf_pruner.environment import environment
+from sbf_pruner.figures import counted
 from sbf_pruner.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,7 +43,7 @@ def held(runs: list[dict[str, Any]], what: dict[str, Any]) -> dict[str, Any] | N
 def origin(result: dict[str, Any]) -> list[str]:
     """The line under a table that says which run it shows."""
     machine = result["environment"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    where = machine["gpu"] or f"{machine['cpu']}, {counted(machine['threads'], 'thread')}"
     return [
         "",
         f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",

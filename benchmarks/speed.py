@@ -2,8 +2,8 @@
 
 ResNet-56 with the plan of a real run at half the MACs (plans/), whose layers keep filters of their own, and
 ResNet-50 with every layer at half its channels; small and large batches, 100 alternating pairs each.  The
-compiler, ONNX Runtime and eager torch run what they run fastest, of the dense network too.  Saved as soon as a
-network is done.
+compiler, ONNX Runtime and eager torch run what they run fastest, of the dense network too.  Waits for a quiet
+machine; what was timed on a busy one is not saved.  Saved as soon as a network is done.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quiet import QUIET, wait
 from resnet50 import ResNet50
 from saving import RESULTS, save_result
 from torch import nn
@@ -66,6 +67,7 @@ def main() -> int:
     parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
     parser.add_argument("--plan", type=Path, default=PLAN, help="plan.json of a run of ResNet-56")
     parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a quiet machine")
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--quick", action="store_true", help="one pair of ResNet-56 in eager torch, nothing saved")
     args = parser.parse_args()
@@ -75,6 +77,9 @@ def main() -> int:
         runtimes = ("eager",) if args.quick else tuple(args.runtimes.split(","))
         settings = Settings((1,) if args.quick else batches, runtimes, pairs=1 if args.quick else args.pairs)
         torch.manual_seed(0)
+        if not args.quick and (busy := wait(args.patience)) > QUIET:
+            print(f"others keep {busy:.1f} cores busy; measure again when it is quiet", file=sys.stderr)
+            return 1
         began = time.perf_counter()
         result = bench(build(args.plan), settings, lambda line: print(line, file=sys.stderr, flush=True))
         environment = result.pop("environment")

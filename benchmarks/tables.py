@@ -17,8 +17,10 @@ from choice_tables import choices
 from cifar10_tables import budgets, cifar10, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
+from glance import glance
 from latency_tables import equal_macs, latency
-from method_tables import cifar10_methods, methods
+from method_tables import cifar10_methods, few_methods, methods
+from reference_tables import public_names, recipe_settings
 from saving import origin
 from target_tables import cifar10_latency, cifar10_targets, targets, tuning
 
@@ -99,8 +101,9 @@ def forms(result: dict[str, Any] | None) -> str:
     return "\n".join([*lines, *origin(result)])
 
 
-# The name of a block in the pages, the results it is made from (None where there are none yet), and how.
-BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
+# The name of a block in the pages, the results it is made from (None for those that are not there yet), and how.
+BLOCKS: dict[str, tuple[str, Callable[..., str]]] = {
+    "glance": ("coverage vs_torch_pruning cifar10 speed", glance),
     "digits": ("digits", demo),
     "overhead": ("overhead", overhead),
     "speed": ("speed", speed),
@@ -112,6 +115,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "budgets": ("cifar10", budgets),
     "choices": ("choices", choices),
     "methods": ("methods", methods),
+    "few_methods": ("few_methods", few_methods),
     "cifar10_methods": ("cifar10_methods", cifar10_methods),
     "targets": ("targets", targets),
     "cifar10_targets": ("cifar10_targets", cifar10_targets),
@@ -123,6 +127,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bottleneck": ("cifar10", bottleneck),
     "engine": ("engine", engine),
     "imagenet_scale": ("imagenet_scale", imagenet_scale),
+    "names": ("", public_names),
+    "settings": ("", recipe_settings),
 }
 
 
@@ -134,13 +140,13 @@ def _with_block(text: str, name: str, block: str) -> str:
 
 def written(results: Path, root: Path) -> dict[Path, str]:
     """Every file that is made from the results, with the text it must have."""
-    read = {name: _result(results / f"{name}.json") for name, _ in BLOCKS.values()}
+    read = {name: _result(results / f"{name}.json") for names, _ in BLOCKS.values() for name in names.split()}
     files = {}
     for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
         text = page.read_text("utf-8")
-        for block, (name, make) in BLOCKS.items():
+        for block, (names, make) in BLOCKS.items():
             if f"<!-- {block} -->" in text:
-                text = _with_block(text, block, make(read[name]))
+                text = _with_block(text, block, make(*(read[name] for name in names.split())))
         files[page] = text
     return files | {root / "docs" / name: text for name, text in pictures(read["cifar10"]).items()}
 

@@ -53,7 +53,7 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
     """Both networks, every target; and the fixed lambda beside the same size asked for."""
     if not result or not result["runs"]:
         return NONE
-    lines = ["| network | asked for | left, least and most | accuracy (runs) |", "|---|---|---|---|"]
+    lines = ["| network | epochs | asked for | left, least and most | accuracy (runs) |", "|---|---|---|---|---|"]
     for network, title in NETWORKS.items():
         for key, said in WORDS.items():
             groups: dict[float, list[dict[str, Any]]] = {}
@@ -62,13 +62,15 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
                     groups.setdefault(run["recipe"]["budget"][key], []).append(run)
             for share, group in sorted(groups.items(), reverse=True):
                 left = _ends([100 - run["left"][f"{key}_removed"] for run in group])
-                lines.append(f"| {title} | {100 * share:g} % of the {said} | {left} | {accuracy_of(group)} |")
+                asked = f"{group[0]['epochs']} | {100 * share:g} % of the {said}"
+                lines.append(f"| {title} | {asked} | {left} | {accuracy_of(group)} |")
     for name in ("fixed-lambda", "resnet56-fixed-lambda", "fixed-lambda-fast"):
         fixed, beside = (_named(result, one) for one in (name, f"beside-{name}"))
         if fixed and len(fixed) == len(beside):
             macs = [100 - run["left"]["macs_removed"] for run in fixed]
             network = NETWORKS[fixed[0]["recipe"]["model"]["name"]]
-            opening = f"{network} beside a fixed lambda (scores' rate {_rate(fixed):g})"
+            epochs = fixed[0]["epochs"]
+            opening = f"{network}, {epochs} epochs, beside a fixed lambda (scores' rate {_rate(fixed):g})"
             lines += ["", _paired(opening, macs, accuracy_of(fixed), accuracy_of(beside))]
     if same := _named(result, "same-rate"):
         lines[-1] += f" With its rate of the scores, {_rate(same):g}, too: {accuracy_of(same)}."

@@ -20,7 +20,6 @@ from sbf_pruner.training.finished import build_dense
 
 SEEDS = (0, 1, 2)
 SHARES = (0.7, 0.5, 0.3, 0.15)
-AIMED = ("budget.steer=true", "scores.balance=cost")  # what `sbf run --target` sets
 POINT = 0.01
 
 
@@ -28,13 +27,11 @@ def main() -> int:
     runs = held_runs("targets")
     asked = [(key, share, seed) for key in ("macs", "params") for share in SHARES for seed in SEEDS]
     for key, share, seed in asked:
-        _make(runs, {"kind": "target", "of": key, "share": share, "seed": seed}, [f"budget.{key}={share}", *AIMED])
+        _make(runs, {"kind": "target", "of": key, "share": share, "seed": seed}, [f"budget.{key}={share}"])
     for seed in SEEDS:
         plain = _make(runs, {"kind": "fixed lambda", "seed": seed}, [])
         share = round(plain["macs"], 6)
-        _make(
-            runs, {"kind": "beside", "of": "macs", "share": share, "seed": seed}, [f"budget.macs={share}", *AIMED]
-        )
+        _make(runs, {"kind": "beside", "of": "macs", "share": share, "seed": seed}, [f"budget.macs={share}"])
     landed = [run for run in runs if run["kind"] == "target"]
     missed = [run for run in landed if not 0 <= run["share"] - run[run["of"]] <= POINT]
     fixed, beside = ([r["accuracy"] for r in runs if r["kind"] == kind] for kind in ("fixed lambda", "beside"))

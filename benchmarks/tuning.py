@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from saving import held, held_runs, save_result
-from targets import AIMED
 
 import sbf_pruner as sbf
 from sbf_pruner.training.finished import build_dense
@@ -44,7 +43,7 @@ def main() -> int:
 def measured(what: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
     """One run: its figures, its recipe, and where it was made."""
     changes = [f"seed={what['seed']}", f"budget.macs={what['share']}", f"scores.recalibrate={what['batches']}"]
-    recipe = sbf.Recipe.load("digits", [*RECIPE, *AIMED, *changes])
+    recipe = sbf.Recipe.load("digits", [*RECIPE, *changes])
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         summary = sbf.fit(build_dense(recipe), recipe, run=run).summary

@@ -19,6 +19,7 @@ import pytest
 
 from sbf_pruner.cli import main
 from sbf_pruner.terminal.progress import progress, transfer
+from sbf_pruner.training.recipe import load_recipe
 
 RECIPE = """
 device = "cpu"
@@ -573,7 +574,7 @@ def test_latency_measures_and_its_table_serves_a_run(
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[0].split()[:3] == ["cut", "for", "real"]
-    assert "foretold by a fit to the others" in said.out and "ms in torch, batch 4, 1 threads" in said.out
+    assert "foretold by a fit to the others" in said.out and "ms in torch, batch 4, 1 thread" in said.out
     assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
     # A second time all is known.
     assert main([*words, "--json", "--quiet"]) == 0
@@ -717,7 +718,7 @@ BAD_FRONTIER = {
 @pytest.mark.parametrize("case", BAD_FRONTIER)
 def test_a_bad_frontier_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "begun").mkdir()
-    (here / "begun/recipe.toml").write_text(RECIPE)
+    (here / "begun/recipe.toml").write_text(load_recipe(here / "tiny.toml").to_toml())
     before = listing(here)
     words, expected = BAD_FRONTIER[case]
     assert main(["frontier", "--quiet", *words]) == 2
@@ -745,7 +746,7 @@ def test_export_writes_a_folder_that_loads_without_the_code(here: Path, capsys: 
     said = capsys.readouterr()
     assert said.out.splitlines()[0].split() == ["file", "bytes"]
     assert said.out.splitlines()[-1] == "exported to: runs/tiny-seed0/export"
-    assert "in eager, batch 2, 1 threads" in said.out and "sbf: writing network.pt2" in said.err
+    assert "in eager, batch 2, 1 thread" in said.out and "sbf: writing network.pt2" in said.err
     (here / "tinynet.py").unlink()
     network = sbf.load("runs/tiny-seed0/export")
     assert network(torch.rand(3, 1, 8, 8)).shape == (3, 4)

@@ -45,6 +45,8 @@ WAYS = {
     "behind the addition": ["model.name=after_addition:resnet20"],
     "ranked": ["method=chip"],
     "binary": ["method=dmc"],
+    "plain": ["engine=plain", "distill.alpha=0.5", "finetune.ema=0.9"],
+    "float32": ["precision=float32"],
 }
 
 

@@ -34,6 +34,39 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+class Halves(nn.Conv2d):
+    """One half of the filters times the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = super().forward(x).chunk(2, 1)
+        return one * other
+
+
+class Twice(nn.Conv2d):
+    """A layer that looks at the mirror image too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x.flip(3))
+
+
+class HoldsNorm(nn.Conv2d):
+    """A convolution that holds its norm."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.BatchNorm2d(self.out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(super().forward(x)))
+
+
+class Turned(nn.Conv2d):
+    """A convolution that activates and pools, and gives its channels last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(super().forward(x).sigmoid(), 2).flatten(2).transpose(1, 2)
+
+
 class Net(nn.Module):
     """Two layers, and whatever is done with them."""
 
@@ -98,6 +131,9 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "own operator": between(step),
     "written in place": between(written),
     "functional": Net(lambda net, x: net.out(F.conv2d(x, net.conv.weight))),
+    "moved in its module": Net(conv=Halves(3, 16, 1)),
+    "twice in its module": Net(conv=Twice(3, 8, 1)),
+    "no batch": Net(lambda net, x: net.out(torch.stack([net.conv(image) for image in x]))),
     "shared": sharing(),
     "made of the input": Net(by_input),
     "made of all filters": Net(conv=spectral_norm(nn.Conv2d(3, 8, 1))),
@@ -135,6 +171,8 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "norm over channels": between(lambda x: x * torch.linalg.vector_norm(x, dim=1, keepdim=True)),
     "softmax over pixels": between(lambda x: x * x.flatten(2).softmax(2).view_as(x)),
     "excited": Net(lambda net, x: net.out(net.conv(x) * net.more(net.conv(x)).sigmoid()), more=nn.Conv2d(8, 8, 1)),
+    "holds its norm": Net(conv=HoldsNorm(3, 8, 1)),
+    "turned in its module": Net(conv=Turned(3, 8, 1), out=nn.Linear(8, 4)),
     "called twice": Net(lambda net, x: net.out(net.conv(x) + net.conv(x.relu()))),
     "weight norm": Net(conv=weight_norm(nn.Conv2d(3, 8, 1))),
     "masked": Net(conv=prune.l1_unstructured(nn.Conv2d(3, 8, 1), "weight", 0.5)),

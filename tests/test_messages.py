@@ -212,17 +212,52 @@ def test_a_line_of_training_that_counts_on_a_width():
         def forward(self, x):
             x = self.conv(x)
             if self.training:
-                x = x * torch.ones(1, 4, 1, 1)
+                x = x * torch.rand(1, 4, 1, 1)
             return self.out(x)
 
     with says(
         PruningError,
         "in training mode the network cannot run with fewer channels: at test_messages.py:{line} (`x = x * "
-        "torch.ones(1, 4, 1, 1)`) RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at "
+        "torch.rand(1, 4, 1, 1)`) RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at "
         "non-singleton dimension 1; let that line follow the width of its input, or leave the layers that feed it "
         "out of the plan",
     ):
         extract(Noisy(), IMAGE, Plan({"conv": [0, 1, 2]}))
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_a_number_of_one_mode_that_depends_on_a_width(mode):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out, self.more = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            x = self.conv(x)
+            more = self.more(x)
+            if self.training == (mode == "training"):
+                x = x * (x.shape[1] / 4)
+            return (self.out(x), more) if self.training or mode == "training" else self.out(x)
+
+    with says(
+        PruningError,
+        f"in {mode} mode the network does something else with fewer channels, at test_messages.py:{{line}} "
+        "(aten.mul); let that line look at no width, or leave the layers that feed it out of the plan",
+    ):
+        extract(Scaled(), IMAGE, Plan({"conv": [0, 1, 2]}))
+
+
+def test_a_hook_that_was_added_since():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    pruner = Pruner(net, IMAGE)
+    pruner.gate(Plan({"0": [0, 1]}))
+    net[0].register_forward_hook(lambda module, given, result: result.exp())
+    with says(
+        PruningError,
+        "the model runs aten.exp at test_messages.py:{line}, which it did not when it was traced; take off what "
+        "was added since (a hook?), or make the pruner anew",
+    ):
+        pruner.extract()
 
 
 def test_nothing_can_be_pruned():

@@ -7,6 +7,7 @@ removed channel that comes back as a constant is seen in the output.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,20 @@ def GroupNorm():
         nn.Conv2d(8, 6, 3, bias=False), nn.GroupNorm(6, 6), nn.GELU(),
         nn.Conv2d(6, 6, 1), nn.GroupNorm(1, 6), nn.ReLU(), *conv_bn(6, 5), Head(5),
     )  # fmt: skip
+
+
+@entry(IMAGE)
+class GroupNormFree(nn.Module):
+    """A group norm without weights, which holds nothing but a number of groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.attend, self.norm = conv_bn(3, 8), nn.Conv2d(8, 8, 1), nn.GroupNorm(4, 8, affine=False)
+        self.head = Head(8)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        return self.head(x * torch.sigmoid(self.norm(self.attend(x))))
 
 
 @entry(IMAGE)
@@ -337,6 +352,24 @@ class InplaceOps(nn.Module):
         more.add_(out, alpha=0.5)
         more *= 2
         return self.head(F.relu(more, inplace=True))
+
+
+@entry(IMAGE)
+class StoredMap(nn.Module):
+    """Stored maps of pixels, and of the pixels of every channel, multiplied with activations that are pooled."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.out = nn.Conv2d(3, 6, 3, padding=1), conv_bn(6, 8), conv_bn(8, 7)
+        self.scale, self.pixels = nn.Parameter(torch.randn(1, 6, 8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.shift = nn.Parameter(torch.randn(8, 4, 4))
+        self.head = Head(7)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x * self.pixels) * self.scale)
+        x = x * x.mean((2, 3), keepdim=True)
+        x = F.max_pool2d(F.silu(self.body(x)), 2)
+        return self.head(self.out(x + self.shift * x))
 
 
 @entry(IMAGE)
@@ -590,6 +623,16 @@ def GroupedBias():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(),
         nn.Conv2d(12, 4, 1, groups=2), nn.ReLU(), nn.Conv2d(4, 6, 1), Head(6),
+    )  # fmt: skip
+
+
+@entry(IMAGE)
+def GroupedGroupNorm():
+    """Group norms whose groups lie across those of the convolutions before them, with biases and without."""
+    return nn.Sequential(
+        *conv_bn(3, 6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=3), nn.GroupNorm(2, 6), nn.ReLU(),
+        *conv_bn(6, 12), nn.ReLU(), nn.Conv2d(12, 12, 1, groups=6, bias=False), nn.GroupNorm(4, 12), nn.ReLU(),
+        *conv_bn(12, 5), Head(5),
     )  # fmt: skip
 
 
@@ -1013,6 +1056,228 @@ class TokenGate(nn.Module):
         return self.fc(F.relu(self.out(x * torch.sigmoid(gate))).mean(1))
 
 
+# -- modules that do more than their one layer -----------------------------------------------------------
+
+
+def doing(function: Callable[[Tensor], Tensor], module: nn.Module) -> nn.Module:
+    """A module that does something to what it gives."""
+    module.register_forward_hook(functools.partial(_then, function))
+    return module
+
+
+def _then(function: Callable[[Tensor], Tensor], module: nn.Module, args: Any, given: Tensor) -> Tensor:
+    return function(given)
+
+
+def reversed_channels(x: Tensor) -> Tensor:
+    return x.flip(1)
+
+
+def plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@entry(IMAGE)
+class NormsWithMore(nn.Module):
+    """Norms with an activation of their own, which may make something of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), doing(torch.sigmoid, nn.BatchNorm2d(8)))
+        self.second = nn.Sequential(nn.Conv2d(8, 6, 1), doing(plus_one, nn.BatchNorm2d(6)), nn.ReLU())
+        self.third = nn.Sequential(nn.Conv2d(6, 8, 1), doing(F.silu, nn.BatchNorm2d(8)))
+        self.fourth = nn.Sequential(nn.Conv2d(8, 8, 1), doing(torch.exp, nn.GroupNorm(4, 8)))
+        self.head = Head(8)
+
+    def forward(self, x):
+        return self.head(self.fourth(self.third(self.second(self.first(x)))))
+
+
+class PlusItself(nn.BatchNorm2d):
+    """A norm that is added to what it reads."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+@entry(IMAGE)
+class NormsThatMove(nn.Module):
+    """Norms that shuffle, or add what they read: channels that were removed before them would come back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), doing(reversed_channels, nn.BatchNorm2d(8)), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 6, 1), PlusItself(6), nn.ReLU())
+        self.third = nn.Sequential(nn.Conv2d(6, 8, 1), nn.ReLU())
+        self.depthwise = doing(torch.sigmoid, nn.Conv2d(8, 8, 1, groups=8))
+        self.head = Head(8)
+
+    def forward(self, x):
+        return self.head(self.depthwise(self.third(self.second(self.first(x)))))
+
+
+class Pooled(nn.Module):
+    """A classifier that pools by itself."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, width))
+
+    def forward(self, x):
+        return F.linear(x.mean((2, 3)), self.weight)
+
+
+class Flattened(nn.Linear):
+    """A linear layer that flattens by itself."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+def one_pixel(x: Tensor) -> Tensor:
+    return x[:, :, None, None]
+
+
+@entry(IMAGE)
+class OwnHeads(nn.Module):
+    """Heads into which a map goes, and out of which come rows, or pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.pooled = nn.Sequential(Pooled(8, 6), nn.ReLU(), nn.Linear(6, 4))
+        self.flat = nn.Sequential(Flattened(8 * 36, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+        self.pixel = nn.Sequential(doing(one_pixel, Flattened(8 * 36, 5)), nn.Conv2d(5, 4, 1))
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.pooled(x), self.flat(x), self.pixel(x)
+
+
+class Last(nn.Linear):
+    """A linear layer over the channels of a map."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+@entry(Shape(2, 3, 8, 16))
+class ChannelsElsewhere(nn.Module):
+    """Patches that come as rows of channels, as many as there are channels, and channels that go last and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), Last(6, 5), nn.BatchNorm2d(5), nn.ReLU())
+        self.patches = doing(tokens, nn.Conv2d(5, 8, 4, 4))
+        self.mix = nn.Linear(8, 8)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.relu(self.patches(self.stem(x)))
+        return self.fc(x + F.relu(self.mix(x)))
+
+
+def half_by_half(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, 1)
+    return left * right.sigmoid()
+
+
+def both_signs(x: Tensor) -> Tensor:
+    return torch.cat([x, -x], 1).relu()
+
+
+@entry(IMAGE)
+class FiltersMoved(nn.Module):
+    """Layers whose filters leave their module in another number or order."""
+
+    def __init__(self):
+        super().__init__()
+        self.gated = doing(half_by_half, nn.Conv2d(3, 8, 3))
+        self.turned = doing(reversed_channels, nn.Conv2d(4, 6, 1))
+        self.both = doing(both_signs, nn.Conv2d(6, 4, 1))
+        self.finer = doing(nn.PixelShuffle(2), nn.Conv2d(8, 8, 1))
+        self.between = nn.ModuleList(nn.Conv2d(n, n, 1) for n in (4, 6, 8))
+        self.head = Head(2)
+
+    def forward(self, x):
+        for layer, after in zip((self.gated, self.turned, self.both), self.between, strict=True):
+            x = F.relu(after(F.relu(layer(x))))
+        return self.head(self.finer(x))
+
+
+class WithNorm(nn.Conv2d):
+    """A convolution that holds its norm, as detectron2's does."""
+
+    def __init__(self, *args: Any, norm: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norm = norm
+
+    def forward(self, x):
+        x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.relu(x if self.norm is None else self.norm(x))
+
+
+@entry(IMAGE)
+class NormInside(nn.Module):
+    """Convolutions that hold their norms, one of them called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = WithNorm(3, 8, 3, padding=1, norm=nn.BatchNorm2d(8), bias=False)
+        self.block = nn.Sequential(
+            WithNorm(8, 6, 3, padding=1, norm=nn.InstanceNorm2d(6, affine=True)),
+            WithNorm(6, 8, 1, norm=nn.GroupNorm(4, 8)),
+        )
+        self.again = WithNorm(8, 8, 1, norm=nn.BatchNorm2d(8))
+        self.head = Head(8)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.again(self.again(x + self.block(x))))
+
+
+def remember(module: nn.Module, args: Any, given: Tensor) -> None:
+    module.given = given
+
+
+@entry(IMAGE)
+class Remembered(nn.Module):
+    """What a norm and a layer give is read where a hook has put it, which is before any gate behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 8), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Conv2d(6, 5, 1))
+        self.seen = [1, 3]
+        for place in self.seen:
+            self.stem[place].register_forward_hook(remember)
+        self.again, self.out = nn.Conv2d(8, 5, 1), Head(5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        norm, layer = (vars(self.stem[place]).pop("given") for place in self.seen)
+        return self.out(F.relu(x + self.again(norm))), layer * 2
+
+
+@entry(IMAGE)
+class RowsAndTokens(nn.Module):
+    """One linear layer for pixels and for what they have in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU())
+        self.shared = nn.Linear(8, 8)
+        self.one, self.all = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2).contiguous()
+        common = x.mean(1)
+        return self.all(common + F.relu(self.shared(common))), self.one(F.relu(self.shared(x)))
+
+
 # -- what must be left alone ----------------------------------------------------------------------------
 
 
@@ -1206,6 +1471,36 @@ def WeightNormHook():
         return WeightNet(nn.utils.weight_norm(nn.Conv2d(6, 5, 3, bias=False)))
 
 
+def flipped(module, args):
+    return (args[0].flip(1),)
+
+
+def centred(module, args):
+    return (args[0] - args[0].mean((2, 3), keepdim=True),)
+
+
+@entry(IMAGE)
+class PreHooks(nn.Module):
+    """Layers that compute something before they are called, beside others, so that they may vanish or be fitted."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.other = conv_bn(3, 6), conv_bn(3, 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.side = nn.utils.weight_norm(nn.Conv2d(6, 5, 1))
+        self.flipped, self.centred = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.flipped.register_forward_pre_hook(flipped)
+        self.centred.register_forward_pre_hook(centred)
+        self.head = Head(11)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x)) + F.relu(self.other(x))
+        x = x + F.relu(self.flipped(x))
+        x = x + F.relu(self.centred(x))
+        return self.head(torch.cat([x, F.relu(self.side(x))], 1))
+
+
 @entry(IMAGE)
 def WeightNormTransposed():
     return WeightNet(nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(6, 5, 3), dim=1))
@@ -1277,6 +1572,68 @@ class AuxiliaryHead(nn.Module):
         middle = F.relu(self.body(F.relu(self.stem(x))))
         out = self.head(F.relu(self.last(middle)))
         return (out, self.aux[0](middle)) if self.training else out
+
+
+@entry(IMAGE)
+class FeaturesInTraining(nn.Module):
+    """Gives its features too while it trains, and drops branches then."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.last = conv_bn(3, 6), conv_bn(6, 6), conv_bn(6, 5)
+        self.fc = nn.Linear(5, 4)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = x + dropped(F.relu(self.body(x)), self.training)
+        features = F.relu(self.last(x)).mean((2, 3))
+        return (self.fc(features), features) if self.training else self.fc(features)
+
+
+def dropped(x, training):
+    """A branch that is left out for some images; for none here, so that networks can be compared."""
+    if not training:
+        return x
+    keep = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(1.0)
+    return x.div(0.5) * keep * 0.5
+
+
+@entry(IMAGE)
+class OtherwiseInTraining(nn.Module):
+    """Other functions, another order of channels and another norm while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, 6, 3, padding=1) for a in (3, 6, 6, 6, 6, 6))
+        self.norm, self.head = nn.BatchNorm2d(6, affine=False), Head(6)
+
+    def forward(self, x):
+        hard = self.training
+        x = self.convs[0](x)
+        x = F.relu(self.convs[1](torch.sigmoid(x) if hard else F.hardtanh(x)))
+        x = F.relu(self.convs[2](x.flip(1) if hard else x))
+        x = self.convs[3](F.elu(x) if hard else F.relu6(x))
+        x = F.relu(F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=hard))
+        x = self.convs[5](x) if hard else self.convs[4](x)
+        return self.head(F.relu(x))
+
+
+@entry(IMAGE)
+class KeepsFromTheFirstCall(nn.Module):
+    """Positions and a mask that are made once, for the size that is seen first."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body = conv_bn(3, 6), conv_bn(6, 5)
+        self.positions = self.mask = None
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        if self.mask is None or (self.mask.shape[1:], self.mask.dtype) != (x.shape[1:], x.dtype):
+            self.positions = torch.arange(x.shape[3], dtype=x.dtype, device=x.device)
+            self.mask = torch.ones_like(x[:1]) * 0.5
+        return self.head(F.relu(self.body(x * self.mask) + self.positions))
 
 
 @entry(IMAGE)
@@ -1557,6 +1914,68 @@ class Divided(nn.Module):
         x = x + self.over(x) / self.below(F.elu(self.inner(x))).norm(dim=(2, 3), keepdim=True)
         x = self.one(x) + self.two(F.gelu(x))
         return self.head(x / x.std((2, 3), keepdim=True))
+
+
+@entry(IMAGE)
+class GatedLinearUnits(nn.Module):
+    """Half of the channels, times a sigmoid of the others; and half of the rows, by the other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = conv_bn(3, 8), nn.Conv2d(4, 12, 3, padding=1), conv_bn(6, 6)
+        self.left, self.right, self.head = nn.Conv2d(6, 5, 1), nn.Conv2d(6, 5, 1), Head(5)
+
+    def forward(self, x):
+        x = F.glu(self.three(F.glu(self.two(F.glu(self.one(x), 1)), 1)), 2)
+        return self.head(F.relu(F.glu(torch.cat([self.left(x), self.right(x)], 1), 1)))
+
+
+@entry(IMAGE)
+class AnewInTraining(nn.Module):
+    """In training mode alone something is made of a weight anew, and a layer reads what it meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.table = conv_bn(3, 6), nn.Parameter(torch.rand(6))
+        self.proj, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x)).mean((2, 3))
+        x = x + (self.table.flip(0) if self.training else self.table)
+        return self.head(F.relu(self.proj(x)))
+
+
+@entry(IMAGE)
+class Indexed(nn.Module):
+    """Channels in another order, some of them twice, by a table that is stored or written down."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.middle, self.last = conv_bn(3, 6), nn.Conv2d(6, 5, 3, padding=1), nn.Conv2d(6, 6, 1)
+        self.order, self.head = nn.Buffer(torch.tensor([5, 3, 1, 0, 2, 4])), Head(8)
+
+    def forward(self, x):
+        x = F.relu(self.middle(F.relu(self.stem(x))[:, self.order]))
+        x = F.relu(self.last(x[:, torch.tensor([3, 0, 4, 1, 2, 0])]))
+        x = x[:, [5, 0, 1, 2, 3, 4]]
+        return self.head(x.index_select(1, torch.tensor([5, 4, 3, 2, 1, 0, 0, 1])))
+
+
+@entry(IMAGE)
+class Filled(nn.Module):
+    """Numbers put where a mask says so, and functions that keep zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.convs = conv_bn(3, 6), nn.ModuleList(nn.Conv2d(6, 6, 1) for _ in range(3))
+        self.head = Head(6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = self.convs[0](x.masked_fill(x < 0.1, 0.0))
+        x = self.convs[1](torch.atan(x.masked_fill(torch.eye(8, dtype=torch.bool, device=x.device), 0)).sinh())
+        x = self.convs[2](torch.fmod(x.asinh(), 0.7) + x.frac())
+        return self.head(x.masked_fill(x > 0.5, 0.5))
 
 
 @entry(IMAGE)

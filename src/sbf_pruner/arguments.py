@@ -80,7 +80,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
 
 def _add_report(commands: _Commands) -> None:
     report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
-    report.description = "Draw a run, or compare several, as one HTML page that needs no network."
+    report.description = "Draw a run, or compare several, as one HTML page that works offline."
     report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
     report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
 

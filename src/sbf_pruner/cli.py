@@ -62,7 +62,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except OSError as error:
         if not is_first():  # it is this process's alone, and would be lost
             raise
-        print(f"sbf: {error.strerror or error}{_named(error)}", file=sys.stderr)
+        print(f"sbf: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
 
 
@@ -129,6 +129,9 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
         arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
         if not os.path.isfile(arguments.recipe):
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
+        from .training.folder import RunFolder
+
+        RunFolder(Path(arguments.run)).read_recipe()  # what is wrong with it is told with what to do
     overrides = [*_aimed(arguments.target), *arguments.set]
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     return load_recipe(known_recipe(arguments.recipe), overrides)
@@ -174,14 +177,13 @@ def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _aimed(targets: Sequence[str]) -> list[str]:
-    """The settings that targets stand for; what --set says comes after them, and counts more."""
+    """The settings that targets are short for; what --set says comes after them, and counts more."""
     if not targets:
         return []
     from .budget.targets import Budget
 
     asked = Budget.parse(list(targets))
-    sizes = [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
-    return [*sizes, "budget.steer=true", "scores.balance=cost"]
+    return [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
 
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -255,9 +257,9 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         )
     else:
         subject = Subject.of_run(arguments.subject)
+    kept = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
     result = bench(subject, settings, teller(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
-    kept = Path(arguments.subject) / "bench.json" if arguments.save else None
     _write({facts: text, kept: text})
     return _show(arguments, text, bench_lines(result, pretty=sys.stdout.isatty()))
 
@@ -331,10 +333,6 @@ def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int
     """The result on stdout: as JSON where that was asked for and no file named, else as a table."""
     print(text if arguments.json == STDOUT else "\n".join(lines))
     return 0
-
-
-def _named(error: OSError) -> str:
-    return f": {error.filename}" if error.filename else ""
 
 
 _COMMANDS = {

@@ -26,6 +26,15 @@ def rounded(percentage: float, digits: int = 1) -> str:
     return f"{percentage:.1g}" if abs(percentage) < 1 else f"{percentage:.{digits}f}"
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "thread"), counted(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def some(names: Sequence[str], most: int) -> str:
     """The first few names, and how many more there are.
 

@@ -57,7 +57,8 @@ def replacing(path: Path) -> Iterator[Path]:
             error.filename, error.filename2 = str(path), None
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written nothing can be removed, and that was said
+            temporary.unlink(missing_ok=True)
     _flush(path.parent)
 
 

@@ -94,7 +94,7 @@ def meta_copy(model: Model) -> Model:
     device(type='meta')
     """
     # Tensors held as plain attributes must move too.
-    return copy.deepcopy(model, _empty_tables(model) | {id(t): _meta_twin(t) for t in _held_tensors(model)})
+    return copy.deepcopy(model, _empty_tables(model) | {id(t): _meta_twin(t) for t in held_tensors(model)})
 
 
 def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
@@ -105,7 +105,7 @@ def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Mode
     >>> real_copy(nn.Linear(2, 3)).out_features
     3
     """
-    computed = {id(t): t.detach().clone() for t in _held_tensors(model) if not t.is_leaf}
+    computed = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
     return copy.deepcopy(model, _empty_tables(model) | computed | dict(instead or {}))
 
 
@@ -125,8 +125,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    # A module keeps everything in its __dict__: parameters, buffers, and tensors held as plain attributes.
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """All tensors of a model: parameters, buffers, and those that are plain attributes of its modules."""
     for module in model.modules():
         for held in vars(module).values():
             if isinstance(held, Tensor):

@@ -42,15 +42,35 @@ from .scoring.gradient import Gradient
 from .scoring.penalty import Balance
 from .scoring.pressure import Pressure
 from .scoring.projection import Projection
-from .scoring.saved import check_saved
+from .scoring.saved import check_saved, for_this_device
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .team import Team
-from .trial import note_insisted
+from .trial import landed, note_insisted
 
 
 class Pruner(Gated):
     """One score per filter, learned from the filter weights.  Example inputs are what `trace` takes.
+
+    How much goes: `penalty` is the weight of the scores' l1 norm (lambda), `budget` the most that may be left, to
+    which the penalty is steered unless `steer=False`; a budget of time needs a `clock` (a file of `sbf latency`).
+    `balance` weighs layers against each other in the penalty: by the "area" or "side" of their maps, "none", or by
+    what a filter costs of the budget ("cost", the default with one; else "area").
+
+    How scores move: by Adam with `lr` and `eps`, where a logit moves by about `lr` times the l1 norm of its layer's
+    weights in a step; or, with a `speed`, by that much in every layer alike.  The default `lr`, the paper's, is for
+    thousands of steps; a good speed is 3 / the score steps of all cycles.
+
+    What a score is: `projection` is "factored" (the paper's matrix, in the few numbers it amounts to), "literal"
+    (the matrix itself) or "free" (a logit per filter that sees no weights); `activation` makes a score of a logit,
+    `leak` is the slope of the leaky exponential above 0, and a filter is kept from `threshold` on.  With `binary`
+    gates are open or closed in score phases too; with `blocks` residual branches have scores as well.
+    `freeze_norms=False` lets batch norms move in score phases.
+
+    What must stay: layers that match a pattern of `ignore` keep all filters, the others at least `min_filters` and
+    all but the part `max_removed`, in multiples of `round_to`; `couple` names layers that keep the same filters
+    (patterns, or "streams"), or lets residual branches stay or go as a whole ("blocks").  `graph` is what `trace`
+    gave for this model before.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images = torch.rand(2, 3, 16, 16)
@@ -73,7 +93,7 @@ class Pruner(Gated):
         projection: Literal["factored", "literal", "free"] = "factored",
         activation: Literal["leaky_exponential", "sigmoid"] = "leaky_exponential",
         leak: float = 0.1,
-        balance: Balance = "area",
+        balance: Balance | None = None,
         lr: float = 1e-6,
         speed: float = 0.0,
         eps: float = 1e-8,
@@ -119,6 +139,7 @@ class Pruner(Gated):
         self.aim = Aim(graph, budget, guards, clock, stored)
         self.progress = 1.0  # how far the limits of the budget have closed in
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
+        balance = balance or ("area" if self.aim.limits is None else "cost")
         self.pressure = Pressure(graph, self.aim, penalty, balance, steering)
         branches = [block.layer for block in residual_blocks(graph) if block.layer] if blocks else []
         super().__init__(model, example_inputs, graph)  # last: what is refused leaves the model alone
@@ -237,7 +258,7 @@ class Pruner(Gated):
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
         values = comparable(scores, self.filters)
         # As they came: what is held is of single precision, in which neighbours may become equal.
-        landing = self.aim.choose(values, progress=self.progress)
+        landing = self._landed(values)
         self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
         self._hold(landing.masks)
 
@@ -268,7 +289,7 @@ class Pruner(Gated):
         self.optimizer = None
         if state["optimizer"] is not None:
             self.optimizer = self._fresh_optimizer()
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(for_this_device(state["optimizer"], self.optimizer))
         self._take(state["scores"])
         self.pressure.load_state_dict(state["pressure"])
         self.progress = state.get("progress", self.progress)
@@ -301,7 +322,14 @@ class Pruner(Gated):
 
     def _chosen(self) -> Landing:
         """What the scores make of the gates now."""
-        return self.aim.choose(self._score_values(), self.threshold, self.progress)
+        return self._landed(self._score_values(), self.threshold)
+
+    def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Landing:
+        def choose() -> Landing:
+            return self.aim.choose(scores, threshold, self.progress)
+
+        settled = self.aim.limits is not None and self.progress >= 1
+        return landed(choose, self.model, self.example_inputs, self.graph) if settled else choose()
 
     def _land(self) -> Landing:
         """The same as a score phase ends, where the penalty follows."""
@@ -310,6 +338,8 @@ class Pruner(Gated):
             self.steer()
         else:  # then this landing is the one that steering would reckon once more
             self.pressure.steer(landing.level, self.progress)
+            if self.aim.limits is not None:
+                self.gradient.tell_if_still(self.values)
         self.pressure.follow(landing, self.progress)
         return landing
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .attached import without_attached
 from .errors import PruningError
-from .graph.boundary import Boundary
+from .graph.boundary import Boundary, common_dim
 from .graph.build import trace
 from .graph.channels import ChannelGraph, Pinned
 from .graph.costs import groups_left
@@ -28,8 +28,8 @@ from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink
 from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
-from .graph.rehearsal import failure_in_training, first_surprise
-from .graph.unchanged import inputs_now
+from .graph.rehearsal import failure_in_training, first_difference, first_surprise, kept_difference
+from .graph.unchanged import check_runs_as_traced, inputs_now
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, meta_copy, real_copy, uncollected
 from .layers import Adapted, Remap, Window, Zeros
@@ -80,11 +80,30 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
                     f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
                     "follow the width of its input, or leave the layers that feed it out of the plan"
                 )
+            first = kept_difference(small, model, example_inputs, graph, surgeon.vanished)
+            if first is not None:
+                raise PruningError(
+                    f"the network keeps something from its first call that depends on a width, at {first.where} "
+                    f"({first.name}); let that line look at no width, or leave the layers that feed it out of the "
+                    "plan"
+                )
+            other = first_difference(small, example_inputs, graph.trace.other, surgeon.vanished)
+            if other is not None:
+                mode = "evaluation" if graph.trace.training else "training"
+                raise PruningError(
+                    f"in {mode} mode the network does something else with fewer channels, at {other.where} "
+                    f"({other.name}); let that line look at no width, or leave the layers that feed it out of "
+                    "the plan"
+                )
             if pins.lines:
                 _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
             small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
             return _signed(small, model, example_inputs, Plan.from_masks(keep)), pins
-        pins.add(odd)
+        try:
+            pins.add(odd)
+        except PruningError:
+            check_runs_as_traced(model, example_inputs, graph)  # or widths are blamed for what something else did
+            raise
 
 
 class _Pins:
@@ -148,8 +167,9 @@ class _Surgeon:
     def _holder(self, node: Contract | Norm) -> str | None:
         """The module that a layer or norm runs in, also a norm that holds nothing."""
         holder, call = owner(node.op), node.op.call
-        if holder is None and call is not None and isinstance(self.modules.get(call.module), _NormBase):
-            return call.module
+        if holder is None and call is not None:
+            norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
+            return call.module if norm else None
         return holder
 
     def operate(self) -> nn.Module:
@@ -195,29 +215,32 @@ class _Surgeon:
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
         if path in self._unwanted and ahead[0].free:
-            windows = _windows(nodes[0], ahead[0], behind[0])
-            if windows is not None and self._keeps_to(windows, module, ahead[0]):
+            windows, dim = _windows(nodes[0], ahead[0], behind[0]), common_dim(behind)
+            if windows is not None and dim is not None and self._keeps_to(windows, module, ahead[0]):
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
-                return Zeros(width, behind[0].dim, windows, instead_of=module)
+                return Zeros(width, dim, windows, instead_of=module)
         return self._adapted(path)
 
     def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
         """Is a map of any size changed so?  Code of the user's own may pad what it needs, as TensorFlow does."""
         own = not type(module).forward.__module__.startswith("torch.nn.modules")
-        if not windows or not (own or module._forward_hooks or module._forward_pre_hooks):
+        if not (own or module._forward_hooks or module._forward_pre_hooks):
             return True
         shape = self.layout.sizes(ahead.out)
-        first = len(shape) - len(windows)
+        axes = [axis for axis in range(1, len(shape)) if axis != ahead.dim]
         tensor = next(module.parameters(), torch.empty(0))
         for more in range(1, 4):
-            sizes = [n + more for n in shape[first:]]
-            x = torch.empty(*shape[:first], *sizes, dtype=tensor.dtype, device="meta")
+            sizes = [n + more if axis in axes else n for axis, n in enumerate(shape)]
+            x = torch.empty(sizes, dtype=tensor.dtype, device="meta")
             try:
-                given = meta_copy(module).eval()(x).shape[first:]
+                given = meta_copy(module).eval()(x).shape
             except Exception:  # it needs more than a map, or another one
                 return False
-            if list(given) != [window(size) for window, size in zip(windows, sizes, strict=True)]:
+            expected = [sizes[axis] for axis in axes]
+            if windows:
+                expected = [window(size) for window, size in zip(windows, expected, strict=True)]
+            if len(given) != len(shape) or [given[axis] for axis in axes] != expected:
                 return False
         return True
 
@@ -232,12 +255,15 @@ class _Surgeon:
         if not edge.free:
             return None
         # One remap serves all calls of the module: a channel passes if it is alive in any of them.
-        alive = np.logical_or.reduce([shrink(self.flow.alive[e.out], e.line(e.out)) for e in edges]).reshape(-1)
+        masks = [shrink(self.flow.alive[e.out], e.line(e.out)).reshape(-1) for e in edges]
+        alive = np.logical_or.reduce(masks)
         if edge.walled:  # no gate closes here: what is dead arrives as zeros
             alive = np.ones_like(alive)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
-        return None if source == list(range(width)) else Remap(source, edge.dim, width)
+        dim = common_dim(edges)
+        assert dim is not None
+        return None if source == list(range(width)) else Remap(source, dim, width)
 
     def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
         self._settle(swaps.values())
@@ -278,8 +304,11 @@ def _call_what_was_changed(network: nn.Module) -> None:
 
 def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
     """How a module changes the size of a map; None if that is not known."""
+    if ahead.dim != behind.dim or len(ahead.x.shape) != len(behind.x.shape):
+        return None
     if isinstance(node, Norm) or node.op.name != "aten.convolution":
-        return []
+        sizes = zip(ahead.x.shape, behind.x.shape, strict=True)
+        return [] if all(a == b for axis, (a, b) in enumerate(sizes) if axis != behind.dim) else None
     if node.out is not behind.x:
         return None
     stride, padding, dilation, transposed, output_padding = node.op.args[3:8]

@@ -5,7 +5,6 @@ Text enters; values leave, or one sentence that says what to write instead.  Not
 
 from __future__ import annotations
 
-import os
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from .arguments import LARGE_INPUT, SMALL_INPUT, STDOUT
 from .errors import PruningError, RecipeError, nearest
+from .writable import why_not_writable
 
 
 def usual_input(model: str) -> str:
@@ -76,9 +76,8 @@ def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path
         raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
     if path.is_dir():
         raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PruningError(f"{flag} {text!r} cannot be written, because {above} is no folder one may write to")
+    if (reason := why_not_writable(path)) is not None:
+        raise PruningError(f"{flag} {text!r} cannot be written, because {reason}; name another file")
     if facts is not None and path.resolve() == facts.resolve():
         raise PruningError(f"{flag} and --json both name {facts}, which can hold one of them; name two files")
     return path

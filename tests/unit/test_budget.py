@@ -377,6 +377,38 @@ def test_a_target_is_given_once():
         Budget.parse(["macs=0.5", "macs=0.4"])
 
 
+class Insisting(nn.Module):
+    """Its code counts on channels where they meet a large stored tensor; on which, is its own affair."""
+
+    def __init__(self, insists):
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 24, 3, padding=1), nn.Conv2d(24, 16, 3, padding=1)
+        self.places, self.out = nn.Parameter(torch.rand(1, 16, 16, 16)), nn.Conv2d(16, 4, 1)
+        self.insists = insists
+
+    def forward(self, x):
+        x = self.insists(F.relu(self.body(F.relu(self.stem(x)))))
+        return self.out(x * self.places)
+
+
+INSISTS = {
+    "on the first channels": lambda x: torch.cat([x[:, :4] * 2, x[:, 4:]], 1),
+    "on the last channels": lambda x: torch.cat([x[:, :-2] * 2, x[:, -2:]], 1),
+    "on widths that no trial comes to": lambda x: x * 2 if x.shape[1] not in (9, 10, 11, 12) else x,
+}
+
+
+@pytest.mark.parametrize("insists", INSISTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_budget_is_kept_whatever_the_code_insists_on(insists, seed):
+    torch.manual_seed(seed)
+    model = Insisting(INSISTS[insists])
+    pruner = Pruner(model, IMAGE, budget=Budget(params=0.65))
+    pruner.rank(scores(pruner.graph, seed) | {"body": np.arange(16.0) % 5 - 2})
+    whole, left = (sum(p.numel() for p in m.parameters()) for m in (model, pruner.extract()))
+    assert left <= 0.65 * whole
+
+
 @pytest.mark.parametrize("part", [0.0, -1.0, float("nan")])
 def test_a_budget_leaves_something(part):
     with pytest.raises(PruningError, match="macs: what to keep is a part"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runs import small_run
+from runs import made_by, small_run
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.attached import without_attached
 from sbf_pruner.budget.targets import Budget
@@ -157,7 +157,7 @@ def test_a_whole_run_comes_to_the_same_bits_through_either_engine(
     }
     found = []
     for kind in (Engine, CapturedEngine):
-        monkeypatch.setattr("sbf_pruner.training.run.make_engine", kind)
+        monkeypatch.setattr("sbf_pruner.training.run.make_engine", made_by(kind))
         made = small_run(tmp_path / kind.__name__, **changes)
         lines = (made.folder / "metrics.jsonl").read_text().splitlines()
         records = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import test_gpu
 from sbf_pruner.errors import DataError
@@ -417,24 +417,24 @@ def test_a_hole_as_wide_as_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["weights.cutout=8"])
     said = r"^weights\.cutout: a hole of 8 pixels may be all of an image \(8x8\); lower it$"
     with pytest.raises(DataError, match=said):
-        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 
 
 def test_a_crop_that_may_leave_nothing_of_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["data.crop=8"])
     with pytest.raises(DataError, match=r"^data\.crop: shifted by 8 pixels nothing may be left"):
-        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 
 
 @pytest.mark.parametrize("way", test_gpu.WAYS)
 def test_what_is_tried_on_a_gpu_fits_its_images(way: str) -> None:
     recipe = load_recipe("digits", [*test_gpu.SHORT, *test_gpu.WAYS[way]])
-    assert len(Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu")).images)
+    assert len(Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten()).images)
 
 
 def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images() -> None:
     recipe = load_recipe("digits", ["finetune.mixup=1", "finetune.batch_size=64", "warmup.cutout=3"])
-    feed = Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"))
+    feed = Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
     for phase in phases(recipe):
         labels = next(feed.of(phase).epoch(0))[1]
         assert labels.is_floating_point() == (phase.kind == "finetune")

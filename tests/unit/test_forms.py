@@ -197,7 +197,7 @@ def test_the_fastest_is_chosen_from_the_times(monkeypatch):
     chosen = choose(small, image, "eager", batch=2, threads=1, forms=forms)
     assert chosen.form == Form("gather")  # the first of two that are as fast
     assert chosen.milliseconds == {"zeros, unit 4": 3.0, "gather, unit 1": 1.0, "add, unit 1": 1.0}
-    assert chosen.why == "the fastest of 3 forms in eager, batch 2, 1 threads"
+    assert chosen.why == "the fastest of 3 forms in eager, batch 2, 1 thread"
     torch.testing.assert_close(chosen.network(image), small(image), rtol=0, atol=1e-10)
     assert chosen.to_dict()["form"]["branches"] == "gather"
 

@@ -211,7 +211,7 @@ def test_times_as_text_and_drawn(timed: Path) -> None:
     assert lines[0].startswith("target, time") and "time, foretold" in lines[0]
     assert any(line.split() == ["1", "%", *"--------", "cannot", "be", "reached"] for line in lines)
     assert (
-        "times are foretold for torch, batch 1, 1 threads, an abacus (off by 4.0% on average, 10.0% at most)"
+        "times are foretold for torch, batch 1, 1 thread, an abacus (off by 4.0% on average, 10.0% at most)"
         in lines
     )
     cut = (found["dense"], found["own"], found["points"][0])

@@ -238,3 +238,21 @@ def test_the_captured_engine_and_a_compiler_see_the_norms_own_forward(ours: str,
         torch.testing.assert_close(torch.compile(net, backend="eager", fullgraph=whole)(x), eager)
         with torch.no_grad():
             assert torch.equal(net(x), eager)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_weight_that_moves_in_training_mode_stands_still_too(norm: Any, entered: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), norm(nn.Conv2d(6, 4, 1))).train()
+    images = torch.rand(2, 3, 5, 5)
+    pruner = Pruner(model, images)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pruner.scoring():
+        if entered:
+            model.train()
+        model(images)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    model(images)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(isinstance(owner, frozen.Held) for *_, owner in attached_hooks(model))

@@ -122,7 +122,7 @@ def test_a_gradient_scaler_changes_no_score() -> None:
 
 def test_a_gradient_scaler_seeks_its_factor_in_epochs_of_scores_too(caplog: pytest.LogCaptureFixture) -> None:
     net, pruner, scaler = scaled_epochs(2.0**60, half=True)  # no gradient is finite then, whatever is trained
-    assert scaler.get_scale() == 2.0 ** (60 - EPOCHS) and not caplog.records
+    assert scaler.get_scale() == 2.0 ** (60 - EPOCHS) and "counted for nothing" not in caplog.text
     assert all((scores == 1).all() for scores in pruner.scores().values())
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), made()[0].parameters(), strict=True))
 

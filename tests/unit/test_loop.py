@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
+from runs import made_by
 from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.manifest import MANIFEST, write_manifest
 from sbf_pruner.measuring import measure
@@ -26,10 +27,11 @@ from sbf_pruner.training import loop, networks, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
 from sbf_pruner.training.engine import Engine, Tally
+from sbf_pruner.training.folder import RunFolder
 from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training.machine import own_arithmetic
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
-from sbf_pruner.training.start import own_arithmetic
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -197,7 +199,7 @@ def test_scores_are_written_after_every_epoch_of_them(straight: Result) -> None:
 def test_scores_are_written_by_the_captured_engine_too(
     straight: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "make_engine", CapturedEngine)
+    monkeypatch.setattr(run, "make_engine", made_by(CapturedEngine))
     result = fit(model(), recipe(dense_control=False), run=tmp_path / "run")
     lines, others = (
         [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
@@ -407,10 +409,17 @@ def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
     assert_same_run(fit(model(9), made, run=tmp_path / "run", resume=True), whole)
 
 
+# A budget brings these with it: to be without them takes a word.
+INSTEAD: dict[str, dict[str, Any]] = {
+    "scores__balance": {"scores__balance": "area"},
+    "budget__steer": {"budget__steer": False},
+}
+
+
 @pytest.mark.parametrize("key", [key for key in EVERYTHING if "__" in key and not key.startswith("phases")])
 def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) -> None:
     """Were one of them not wired up, leaving it out would change nothing."""
-    made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key})
+    made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key}, **INSTEAD.get(key, {}))
     without = fit(model(), made, run=tmp_path / "run")
     # What only moves scores may leave the same filters.
     left = [[(r.folder / n).read_bytes() for n in ("model.safetensors", "scores.jsonl")] for r in (without, full)]
@@ -493,7 +502,7 @@ def test_a_joint_run_killed_ends_with_the_same_bits(
 def test_a_joint_run_by_the_captured_engine_is_the_same(
     joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "make_engine", CapturedEngine)
+    monkeypatch.setattr(run, "make_engine", made_by(CapturedEngine))
     other = fit(model(), recipe(**JOINT), run=tmp_path / "run")
     for a, b in zip(metrics(other.folder), metrics(joint.folder), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -1009,13 +1018,31 @@ def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatc
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")
 
 
-class Viewed(Tiny):
+class Viewed(nn.Module):
+    """Takes a view of a map, which torch refuses where maps have their channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.fc = nn.Linear(8 * 8 * 8, 4)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv1(self.stem(x)).view(len(x), -1)[:, :4]
+        x = torch.relu(self.conv(torch.relu(self.stem(x))))
+        return self.fc(x.view(len(x), -1))
 
 
-def test_a_view_of_maps_that_lie_otherwise_is_answered_with_what_to_write(tmp_path: Path) -> None:
-    refused(r"write flatten\(1\), or reshape in the place of that view", tmp_path, Viewed(4))
+@pytest.mark.parametrize("engine", [Engine, CapturedEngine])
+def test_a_network_that_takes_views_of_maps_keeps_its_channels_first(
+    engine: type[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "make_engine", made_by(engine))
+    torch.manual_seed(0)
+    made = recipe(distill__alpha=0.5, distill__mirrored=True)
+    result = fit(Viewed(), made, run=tmp_path / "run")
+    assert result.summary["pruned"]["macs"] < result.summary["dense"]["macs"]
+    assert result.summary["cut_error"] < 1e-12
+    assert result.model.fc.weight.is_contiguous() and result.model.conv.weight.is_contiguous()
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
@@ -1217,3 +1244,72 @@ def test_a_padded_run_killed_ends_with_the_same_bits(epoch: int, padded: Result,
         fit(model(), recipe(finetune_on="padded"), run=tmp_path / "run", report=kill_after(epoch))
     resumed = fit(model(9), recipe(finetune_on="padded"), run=tmp_path / "run", resume=True)
     assert_same_run(resumed, padded)
+
+
+# -- what a folder has lost ------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_lost_its_checkpoint_is_not_begun_again(
+    finished: bool, straight: Result, tmp_path: Path
+) -> None:
+    """It would be gone, with its network, without a word."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight.folder, folder)
+    (folder / "checkpoints/last.safetensors").unlink()
+    (folder / "summary.json").unlink()
+    if not finished:
+        (folder / "model.safetensors").unlink()
+    before = contents(folder)
+    with pytest.raises(
+        RunError, match=r"has come to epoch 24, but there is no checkpoints/last\.safetensors to go on"
+    ):
+        fit(model(), recipe(), run=folder, resume=True)
+    assert contents(folder) == before
+
+
+def test_a_run_without_a_checkpoint_yet_begins_again(
+    tmp_path: Path, straight: Result, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "save_checkpoint", lambda *given: None)
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(1))
+    monkeypatch.undo()
+    with caplog.at_level("INFO", logger="sbf_pruner.training"):
+        result = fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert "has no checkpoint yet, and begins again" in caplog.text
+    assert all(map(torch.equal, weights(result), weights(straight)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "damaged or was changed"), ("cut", r"cut short \(distill\.during")]
+)
+def test_a_damaged_recipe_of_a_run_is_told_with_the_remedy(
+    text: str, said: str, straight: Result, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight.folder, folder)
+    lines = (folder / "recipe.toml").read_text().splitlines(keepends=True)
+    (folder / "recipe.toml").write_text("".join(lines[:-1]) if text == "cut" else text)
+    with pytest.raises(
+        RunError, match=rf"recipe\.toml is {said}.*put back the run's own, or start over with --force"
+    ):
+        RunFolder(folder).read_recipe()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        RunError, match=r"file/run cannot be written, because .*file is a file; name another folder"
+    ):
+        fit(model(), recipe(), run=tmp_path / "file/run")
+
+
+def test_a_network_of_another_type_is_told_so(tmp_path: Path) -> None:
+    said = r"images are torch\.float32 and weights torch\.float64: build a network of torch\.float32"
+    with pytest.raises(RunError, match=said):
+        fit(model().double(), recipe(), run=tmp_path / "run")

@@ -21,9 +21,10 @@ from sbf_pruner.methods.maps import lost_without, rank
 from sbf_pruner.methods.origins import NOBODY, read_filters
 from sbf_pruner.methods.propagation import _absolute as absolute_copy
 from sbf_pruner.methods.propagation import infinite_selection, propagated
-from sbf_pruner.methods.ranking import ranked, rehearse
+from sbf_pruner.methods.ranking import rank_by, ranked, rehearse
 from sbf_pruner.methods.subject import Subject
 from sbf_pruner.methods.weights import absolute, distance, euclidean, norm_scale
+from sbf_pruner.models import resolve
 from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 
@@ -449,3 +450,27 @@ def test_a_layer_that_is_never_called_is_worth_nothing() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
     subject = Subject(net.eval(), sbf.trace(net, torch.zeros(1, 3, 4, 4)), [])
     assert ranked("taylor", subject)["0"].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ["l1", "chip", "taylor", "slimming"])
+def test_a_method_ranks_filters_in_a_loop_of_ones_own(name: str) -> None:
+    torch.manual_seed(0)
+    net = resolve("resnet20").eval()
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    batches = [(torch.rand(8, 3, 16, 16), torch.arange(8))]
+    pruner = sbf.Pruner(net, batches[0][0][:1], budget=sbf.Budget(macs=0.4))
+    rank_by(pruner, name, batches)
+    small, image = pruner.extract(), batches[0][0][:1]
+    assert sbf.measure(small, image).macs <= 0.4 * sbf.measure(pruner.detach(), image).macs
+    assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
+
+
+def test_what_cannot_rank_is_said() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    pruner = sbf.Pruner(net, torch.rand(1, 3, 8, 8), budget=sbf.Budget(macs=0.5))
+    with pytest.raises(sbf.PruningError, match=r"no method that ranks filters is called 'tailor'; did you mean"):
+        rank_by(pruner, "tailor")
+    with pytest.raises(sbf.PruningError, match="no method that ranks filters is called 'dmc'"):
+        rank_by(pruner, "dmc")
+    with pytest.raises(sbf.PruningError, match="method chip looks at images; give batches of inputs and labels"):
+        rank_by(pruner, "chip")

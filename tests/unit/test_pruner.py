@@ -1,6 +1,7 @@
 """Scores on a user's model: neutral at 1, frozen where they should be, and gone without a trace."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -656,3 +657,31 @@ def test_a_phase_that_cannot_end_leaves_the_model_to_its_user(monkeypatch: pytes
     assert all(parameter.requires_grad for parameter in pruner.model.parameters())
     assert pruner.gates.mode == "hard" and not pruner.gates.soft.requires_grad
     assert not any("forward" in module.__dict__ for module in pruner.model.modules())
+
+
+def scored_for(budget: Budget | None, caplog: pytest.LogCaptureFixture, **more: Any) -> Pruner:
+    """A network after one score phase, and what was logged."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    pruner = Pruner(net, torch.rand(1, 3, 8, 8), budget=budget, **more)
+    caplog.clear()
+    with pruner.scoring():
+        for _ in range(5):
+            (net(torch.rand(2, 3, 8, 8)).square().mean() + pruner.penalty()).backward()
+            pruner.step()
+    return pruner
+
+
+def test_a_budget_met_by_scores_that_hardly_moved_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    half = Budget(macs=0.5)
+    scored_for(half, caplog)
+    assert "no score has moved further than" in caplog.text and "give a speed" in caplog.text
+    for budget, more in ((half, {"speed": 0.3}), (None, {})):
+        scored_for(budget, caplog, **more)
+        assert not caplog.text
+
+
+def test_with_a_budget_filters_are_weighed_by_what_they_cost_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert scored_for(Budget(macs=0.5), caplog).pressure.mix is not None
+    assert scored_for(None, caplog).pressure.mix is None
+    assert scored_for(Budget(macs=0.5), caplog, balance="area").pressure.mix is None

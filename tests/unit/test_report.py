@@ -230,6 +230,8 @@ def test_what_is_no_run_is_refused_with_the_remedy(folder: Path, tmp_path: Path)
     refused("summary.json is damaged; remove it", broken)
     (broken / "summary.json").unlink()
     (broken / "recipe.toml").write_text("name = 3\n")
+    refused("recipe.toml is not the recipe of a run; put back the run's own", broken)
+    (broken / "recipe.toml").write_text("name = \n")
     refused("recipe.toml cannot be read", broken)
     assert not (broken / "report.html").exists(), "nothing half-written"
 

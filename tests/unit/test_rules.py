@@ -21,6 +21,7 @@ from sbf_pruner.graph.weighted import Contract, Norm
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
+from zoo import ZOO
 
 
 class Apply(nn.Module):
@@ -84,6 +85,10 @@ ALIVE = {
     "hardswish, elu, mish": (lambda x: F.hardswish(F.elu(F.mish(x))), [A], A),
     "relu6": (lambda x: F.relu6(x), [A], A),
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), [A], A),
+    "arc tangent, hyperbolic sine": (lambda x: x.atan().sinh().asinh().frac(), [A], A),
+    "remainder": (lambda x: torch.fmod(x, 2.0) + torch.remainder(x, 3.0), [A], A),
+    "zero where it is negative": (lambda x: x.masked_fill(x < 0, 0.0), [A], A),
+    "zero where another says so": (lambda x, y: x.masked_fill(y > 0, 0), [A, B], A),
     "negation, absolute value": (lambda x: -x.abs(), [A], A),
     "square": (lambda x: x**2, [A], A),
     "prelu": (lambda m, x: F.prelu(x, m.slopes), [A], A),
@@ -104,6 +109,7 @@ ALIVE = {
     "as large as another": (lambda x, y: x == y, [A, B], [1, 1, 1, 1]),
     "clamp above zero": (lambda x: x.clamp(1, 2), [A], [1, 1, 1, 1]),
     "threshold to a constant": (lambda x: F.threshold(x, 1.0, 5.0), [A], [1, 1, 1, 1]),
+    "a number where it is negative": (lambda x: x.masked_fill(x < 0, 2.0), [A], [1, 1, 1, 1]),
     "power zero": (lambda x: x**0, [A], [1, 1, 1, 1]),
     # Sums, products, quotients.
     "sum": (lambda x, y: x + y, [A, B], [1, 1, 1, 0]),
@@ -135,6 +141,10 @@ ALIVE = {
     "padding": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)), [A], [0, *A, 0, 0]),
     "shuffle": (lambda x: x.view(-1, 2, 2, 6, 6).transpose(1, 2).reshape(x.shape), [A], B),
     "channel shuffle": (lambda x: F.channel_shuffle(x, 2), [A], B),
+    "index": (lambda m, x: x[:, m.table], [A], [0, 1]),
+    "index written down": (lambda x: x[:, torch.tensor([1, 1, 2])], [A], [1, 1, 0]),
+    "gated linear unit": (lambda x: F.glu(x, 1), [[0, 1, 1, 0]], [0, 1]),
+    "gated linear unit of pixels": (lambda x: F.glu(x, 2), [A], A),
     "index table": (lambda m, x: x.index_select(1, m.table), [A], [0, 1]),
     "flatten": (lambda x: x.flatten(1), [[1, 0]], [1] * 36 + [0] * 36),
     "stack": (lambda x, y: torch.stack([x, y], 1).flatten(1, 2), [A, B], A + B),
@@ -170,6 +180,8 @@ NEEDED = {
         [[1, 1, 1, 1]],
         [[1, 0, 1, 0]],
     ),
+    "gated linear unit": (lambda x: F.glu(x, 1), [1, 0], [[1, 1, 1, 1]], [[1, 0, 1, 0]]),
+    "nothing of what is dead": (lambda x: F.glu(x, 1), [1, 1], [[0, 1, 1, 1]], [[0, 1, 0, 1]]),
     "unknown": (lambda x: x.cumsum(1), [1], [[1, 1, 1, 1]], [[1, 1, 1, 1]]),
 }
 
@@ -367,3 +379,9 @@ def test_a_rule_can_be_a_function(squash):
 def test_what_cannot_be_registered(operator, rule, message):
     with pytest.raises(PruningError, match=re.escape(message)):
         register_rule(operator, rule)
+
+
+def test_a_stored_map_does_not_make_channels_of_pixels():
+    assert list(trace(*ZOO["StoredMap"]()).layers) == ["stem", "body.0", "out.0"]
+    _, nodes, _, grids = run(lambda m, x: x * m.slopes[:, None, None], [1])
+    assert grids[nodes[-1].outputs[0]] == (1, 4, 1, 1), "but where nothing else has any, they are the map's own"

@@ -24,6 +24,11 @@ CALLS = {
         (MAP, STATISTICS, STATISTICS, STATISTICS, STATISTICS, False, 0.1, 1e-5),
         torch.native_batch_norm,
     ),
+    "norm by the batch": (
+        "aten.native_batch_norm",
+        (MAP, None, None, None, None, True, 0.1, 1e-5),
+        torch.native_batch_norm,
+    ),
 }
 
 
@@ -52,7 +57,7 @@ def test_in_place_operators_give_their_operand():
         ("aten.add", (MAP, 1), {}),
         ("aten.relu", (MAP.long(),), {}),
         ("aten.clamp", (MAP, STATISTICS), {}),
-        ("aten.native_batch_norm", (MAP, None, None, None, None, True, 0.1, 1e-5), {}),
+        ("aten.native_batch_norm", (LAST, None, None, None, None, False, 0.1, 1e-5), {}),
         ("aten.cumsum", (MAP, 1), {}),
     ],
 )

@@ -240,7 +240,7 @@ def test_without_a_gpu_there_is_no_time_on_one_and_one_sentence_says_so(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     place = here("cuda", 4, 1)
     assert place.machine["gpu"] is None and place.machine["cuda"] is None and not same_place(place, place)
-    with pytest.raises(PruningError, match=rf"in cuda, batch 4, 1 threads, and cannot be: {NO_GPU}$"):
+    with pytest.raises(PruningError, match=rf"in cuda, batch 4, 1 thread, and cannot be: {NO_GPU}$"):
         get_model(resnet20(), IMAGE, place)
     assert list(tmp_path.iterdir()) == []
 

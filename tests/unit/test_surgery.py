@@ -96,6 +96,40 @@ def test_sizes_of_a_norm_that_holds_nothing_say_so_too():
     assert small(IMAGE).shape == (2, 4, 8, 8)
 
 
+class Attended(nn.Module):
+    """A group norm that holds nothing, called as a function if one is given."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.stem, self.attend, self.out = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 12, 1), nn.Conv2d(12, 4, 1)
+        self.norm, self.function = nn.GroupNorm(6, 12, affine=False), function
+        self.scale, self.shift = nn.Parameter(torch.rand(12)), nn.Parameter(torch.rand(12))
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.attend(x)
+        return self.out(x * torch.sigmoid(self.norm(y) if self.function is None else self.function(self, y)))
+
+
+def test_the_groups_of_a_norm_without_weights_go_with_its_channels():
+    small = extract(Attended(), IMAGE, Plan({"stem": [0, 2, 4]}))
+    assert (small.norm.num_groups, small.norm.num_channels, small.sbf_fixed_sizes) == (3, 6, ())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda net, y: F.group_norm(y, 6), lambda net, y: F.group_norm(y, 6, net.scale, net.shift)],
+)
+def test_a_number_of_groups_in_the_forward_is_respected(function):
+    """It would fit the six channels that are left, too: by ones, and not by twos."""
+    model = Attended(function).double().eval()
+    pruner = Pruner(model, IMAGE.double())
+    pruner.gate(Plan({"stem": [0, 2, 4]}))
+    small = pruner.extract().eval()
+    assert small.sbf_fixed_sizes and small.stem.out_channels == 3
+    torch.testing.assert_close(small(IMAGE.double()), model(IMAGE.double()), rtol=0, atol=1e-12)
+
+
 def test_a_norm_that_holds_nothing_keeps_its_size_where_it_serves_two():
     norm = nn.InstanceNorm2d(8)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 8, 1), norm, nn.Conv2d(8, 4, 1))
@@ -170,6 +204,13 @@ class Widths(nn.Module):
         lambda x: torch.add(x, x, alpha=x.shape[1]),
         lambda x: x * x.new_full((1,), x.shape[1] ** -0.5),
         lambda x: x * torch.full((1, 1, 1, 1), 1 / x.shape[1]),
+        lambda x: x / torch.tensor(x.shape[1], dtype=x.dtype, device=x.device),
+        lambda x: x / torch.as_tensor([x.shape[1]], device=x.device),
+        lambda x: x / torch.asarray(float(x.shape[1]), device=x.device),
+        lambda x: x * x.new_tensor([1.0, 1 / x.shape[1]]).sum(),
+        lambda x: x / x.new([x.shape[1]]),
+        lambda x: x / torch.tensor(float(x.shape[1])).sqrt().item(),
+        lambda x: x * torch.arange(9.0, device=x.device)[[x.shape[1]]],
         lambda x: F.avg_pool2d(x, 2, divisor_override=x.shape[1]),
         lambda x: x + torch.empty(1, dtype=x.dtype).fill_(x.shape[1]),
         lambda x: torch.stack([a := F.relu(x), b := F.relu(-x), F.relu(a if x.shape[1] == 8 else b)]).sum(0),
@@ -342,6 +383,26 @@ def test_an_empty_layer_that_pads_by_itself_keeps_its_shape_for_other_maps():
         torch.testing.assert_close(small(x), model(x), rtol=0, atol=1e-12)
 
 
+class Spread(nn.BatchNorm2d):
+    """A norm that makes every map as large as it was when the network was traced."""
+
+    def forward(self, x):
+        return F.adaptive_avg_pool2d(super().forward(x), 8)
+
+
+def test_an_empty_norm_that_pools_by_itself_keeps_its_shape_for_other_maps():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.out = nn.Conv2d(3, 4, 1), Spread(4), nn.Conv2d(7, 2, 1)
+
+        def forward(self, x):
+            return self.out(torch.cat([F.adaptive_avg_pool2d(x, 8), self.norm(self.conv(x))], 1))
+
+    small = extract(Net(), IMAGE, Plan({"conv": []}))
+    assert small(torch.rand(2, 3, 12, 12)).shape == (2, 2, 8, 8)
+
+
 class ReluConv(nn.Conv2d):
     def forward(self, x):
         return super().forward(F.relu(x, inplace=True))
@@ -494,3 +555,24 @@ def test_a_transformer_whose_layers_are_their_weights_keeps_its_quicker_way():
     expected = small(x)
     with torch.no_grad():
         torch.testing.assert_close(small(x), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pick", [lambda x, table: x[:, table], lambda x, table: x.index_select(1, table)])
+def test_a_table_that_leaves_channels_out(pick):
+    class Picked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out, self.table = (
+                nn.Conv2d(3, 8, 1),
+                nn.Conv2d(3, 4, 1),
+                nn.Buffer(torch.tensor([7, 2, 5])),
+            )
+
+        def forward(self, x):
+            return self.out(pick(F.relu(self.conv(x)), self.table))
+
+    model, x = Picked().double(), IMAGE.double()
+    pruner = Pruner(model, x)
+    pruner.gate(Plan({"conv": [0, 2, 4, 7]}))
+    assert pruner.plan().keep["conv"] == (2, 7)
+    torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)

@@ -307,7 +307,7 @@ def test_what_the_landing_is_timed_with_is_missed_before_anything_is_trained(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         PruningError,
-        match=rf"^a time is to be measured here, in onnxruntime, batch 1, 1 threads, and cannot be: "
+        match=rf"^a time is to be measured here, in onnxruntime, batch 1, 1 thread, and cannot be: "
         rf'exporting to ONNX needs {package}; run: pip install "sbf-pruner\[export\]"$',
     ):
         fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,6 +139,36 @@ def test_the_real_network_runs_where_numbers_decide():
     assert names(function)[-1] == "aten.relu"
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda conv, x: conv(x) + torch.tensor([7], device=x.device),
+        lambda conv, x: conv(x) + torch.as_tensor(np.array([7]), device=x.device),
+        lambda conv, x: conv(x) + x.new_tensor(data=[7], dtype=torch.int64),
+        lambda conv, x: conv(x)[:, [3, 1]],
+        lambda conv, x: conv(x) + torch.frombuffer(np.array([7]), dtype=torch.int64)[0],
+    ],
+)
+def test_numbers_that_the_forward_writes_into_tensors_are_known_without_running_it(function):
+    found = record(Forward(function), IMAGE)
+    assert found.on_meta
+    literals = [v.data for op in found.ops for v in op.inputs if v.kind == "constant"]
+    assert literals and all(data is not None for data in literals)
+
+
+def test_where_they_are_not_the_real_network_runs():
+    found = record(Forward(lambda conv, x: conv(x) + x.new([7])), IMAGE)
+    assert not found.on_meta
+    assert [v.data.item() for op in found.ops for v in op.inputs if v.kind == "constant"] == [7]
+
+
+@pytest.mark.parametrize("renamed", [lambda x: x.as_subclass(torch.Tensor), nn.Parameter])
+def test_a_tensor_by_another_name_is_the_same_tensor(renamed):
+    found = record(Forward(lambda conv, x: conv(x) + renamed(conv(x))), IMAGE)
+    first, second, add = found.ops
+    assert add.inputs == (first.outputs[0], second.outputs[0])
+
+
 def test_evaluation_mode_is_recorded_and_the_mode_left_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5), nn.BatchNorm2d(4)).train()
     ops = [op.name for op in record(model, IMAGE).ops]
@@ -235,6 +266,70 @@ def test_norms_on_a_stream_follow():
     assert [(s.module, s.kind, s.parameters) for s in graph.sites if not s.layer] == [("2", "bias", ("bias",))]
 
 
+def test_a_gate_is_folded_into_a_norm_whose_module_keeps_zeros():
+    """Else it stands behind the module, and a norm that no layer has for its own gets none."""
+    graph = trace(*ZOO["NormsWithMore"]())
+    assert {s.module: s.kind for s in graph.sites} == {
+        "first.1": "map", "second.1": "map", "third.1": "affine", "fourth.1": "map",
+    }  # fmt: skip
+    graph = trace(*ZOO["NormsThatMove"]())
+    assert [s.module for s in graph.sites if not s.layer] == []
+
+
+def test_a_gate_stands_where_the_channels_leave_a_module():
+    graph = trace(*ZOO["ChannelsElsewhere"]())
+    assert {s.module: s.dim for s in graph.sites} == {"stem.0": 1, "stem.3": 1, "patches": 2, "mix": 2}
+    graph = trace(*ZOO["RowsAndTokens"]())
+    assert {s.module: s.dim for s in graph.sites} == {"stem.0": 1, "shared": -1}
+
+
+def test_a_layer_that_holds_its_norm_is_gated_there():
+    graph = trace(*ZOO["NormInside"]())
+    assert {layer.site.module for layer in graph.layers.values()} == {
+        "stem.norm", "block.0.norm", "block.1.norm", "again.norm",
+    }  # fmt: skip
+
+
+class Mirrored(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x).flip(1).flip(1)
+
+
+class Counting(nn.Conv2d):
+    """Looks at its filters together, and tells nobody."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.seen = y.softmax(1).amax()
+        return y.relu()
+
+
+class Remembering(nn.Conv2d):
+    def forward(self, x):
+        self.raw = super().forward(x)
+        return self.raw.relu()
+
+
+@pytest.mark.parametrize("kind", [Mirrored, Counting])
+def test_what_a_module_does_by_the_way_does_no_harm(kind):
+    model = nn.Sequential(kind(3, 8, 1), nn.Conv2d(8, 4, 1))
+    assert "0" in trace(model, IMAGE).layers
+
+
+def test_a_layer_whose_inside_is_read_elsewhere_is_left_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = Remembering(3, 8, 1), nn.Conv2d(16, 4, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.out(torch.cat([y, self.conv.raw], 1))
+
+    reason = trace(Net(), IMAGE).skipped["conv"]
+    assert re.fullmatch(r"its module does more than this one layer at .*, and no gate can be placed inside", reason)
+
+
 def test_a_follower_closes_when_all_that_feeds_it_is_gone():
     graph = trace(*ZOO["PreActivation"]())
     (first,) = (s for s in graph.sites if s.module == "1.bn1")
@@ -313,6 +408,85 @@ def test_layers_that_feed_another_head_in_training_are_left_alone():
         r"in training mode alone it feeds test_trace\.py:\d+, and both modes cannot be followed at once",
         graph.skipped["body"],
     )
+
+
+def by_mode(in_training, in_evaluation):
+    """The stem, and one of two functions of it before the head."""
+    return Heads(lambda net, x: net.head((in_training if net.training else in_evaluation)(F.relu(net.stem(x)))))
+
+
+HANDED_ON = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropped channels": lambda x: F.dropout2d(x, 0.3),
+    "stochastic depth": lambda x: x.div(0.9) * x.new_empty((2, 1, 1, 1)).bernoulli_(0.9),
+    "by hand": lambda x: x * (torch.rand_like(x) > 0.2) / 0.8,
+    "drop block": lambda x: x * (mask := 1 - F.max_pool2d(torch.rand_like(x).round(), 3, 1, 1)) * 72 / mask.sum(),
+    "another function": lambda x: F.leaky_relu(x, 0.3),
+    "decided by chance": lambda x: x if torch.rand(()) < 0.5 else x.flip(1),
+}
+ANOTHER = {
+    "zero lost": torch.sigmoid,
+    "moved": lambda x: x.flip(1),
+    "noise": lambda x: x + torch.randn_like(x),
+    "a weight of each channel": lambda x: x * torch.arange(x.shape[1], device=x.device).view(1, -1, 1, 1),
+    "made on the CPU": lambda x: x + torch.ones(1, 6, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_what_hands_channels_on_in_training_does_no_harm(name):
+    net = by_mode(HANDED_ON[name], lambda x: x)
+    state = torch.get_rng_state()
+    graph = trace(net, IMAGE)
+    assert "stem" in graph.layers
+    assert not graph.trace.training
+    assert torch.equal(torch.get_rng_state(), state), "a trace draws no random numbers of the user's"
+
+
+@pytest.mark.parametrize("name", ANOTHER)
+@pytest.mark.parametrize("turned", [False, True])
+def test_layers_that_feed_another_function_in_training_are_left_alone(name, turned):
+    net = by_mode(ANOTHER[name], lambda x: x)
+    if turned:
+        net = by_mode(lambda x: x, ANOTHER[name])
+    assert re.fullmatch(
+        r"in training mode alone it feeds test_trace\.py:\d+, .*", trace(net, IMAGE).skipped["stem"]
+    )
+
+
+def test_both_layers_that_feed_a_third_one_in_turns_are_left_alone():
+    def function(net, x):
+        x = F.relu(net.stem(x))
+        return net.spare(F.relu(net.body(x) if net.training else net.other(x)))
+
+    net = Heads(function)
+    net.other = nn.Conv2d(6, 5, 1)
+    assert not trace(net, IMAGE).layers
+
+
+def test_further_outputs_of_training_keep_their_channels():
+    def function(net, x):
+        features = F.relu(net.body(F.relu(net.stem(x))))
+        return (net.spare(features), features.mean((2, 3))) if net.training else net.spare(features)
+
+    graph = trace(Heads(function), IMAGE)
+    assert graph.skipped["body"] == "its filters are the network's outputs"
+    assert set(graph.layers) == {"stem"}
+
+
+def test_a_further_output_where_the_modes_differ_otherwise():
+    def function(net, x):
+        x = F.relu(net.stem(x))
+        features = net.body(x)
+        return features if net.training else net.spare(features).softmax(1)
+
+    skipped = trace(Heads(function), IMAGE).skipped
+    assert skipped["body"].startswith("in training mode alone it feeds the network's outputs, ")
+
+
+def test_what_is_kept_from_a_first_call_is_not_recorded():
+    model, inputs = ZOO["KeepsFromTheFirstCall"]()
+    assert not any(op.name == "aten.arange" for op in record(model, inputs).ops)
 
 
 def test_a_norm_that_counts_its_batches_in_training_is_not_recorded_so():

@@ -100,6 +100,8 @@ class Budget:
             if name in found:
                 raise PruningError(f"target {name} is given twice; give each target once")
             found[name] = _number(text, name, value)
+            if found[name] == 1:
+                raise PruningError(f"target {text!r} asks for all there is; ask for less, or leave it out")
         return cls(**found)
 
 

@@ -33,6 +33,7 @@ from ..program import read_program, write_program
 from ..training.data import Batches, Data, Split, load_data
 from ..training.finished import FinishedRun, read_run
 from ..training.folder import EXPORT
+from ..writable import why_not_writable
 from .card import card
 
 FORMATS = ("onnx", "pt2", "safetensors", "int8")
@@ -110,6 +111,8 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder (--to)")
+    if (reason := why_not_writable(folder.resolve().parent)) is not None:  # it is moved there
+        raise RunError(f"{folder} cannot be written, because {reason}; name another folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MANIFEST).is_file():
             raise RunError(f"{folder} holds files but no export; name another folder (--to)")

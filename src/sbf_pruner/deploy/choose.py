@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import PruningError, nearest
+from ..figures import counted
 from ..inputs import call, made_up_inputs, map_tensors, real_copy
 from ..timing import using_threads, waiting
 from .compiled import compiled, first_pass
@@ -110,7 +111,7 @@ def choose(
         }
         times = fastest(passes, seconds)
     best = min(times, key=lambda name: (times[name], list(times).index(name)))
-    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {threads} threads"
+    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {counted(threads, 'thread')}"
     return Chosen(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
 
 

@@ -23,10 +23,10 @@ from ..training.data import Batches, load_data
 from ..training.feed import Feed
 from ..training.finished import build_dense
 from ..training.folder import SCORED, RunFolder
+from ..training.machine import choose_device
 from ..training.networks import Networks
-from ..training.recipe import Recipe, load_recipe
+from ..training.recipe import Recipe
 from ..training.schedule import cycles_end
-from ..training.start import choose_device
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Re
     folder = RunFolder(Path(path))
     if not folder.begun:
         raise RunError(f"there is no run in {path}; name the folder of a run")
-    recipe = load_recipe(folder.recipe)
+    recipe = folder.read_recipe()
     # A run that was made on a GPU may be looked at without one.
     return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
 
@@ -74,10 +74,11 @@ def read_scored(path: str | Path, device: str | None = None) -> Scored:
     _check_far_enough(folder, recipe)
     state = load_checkpoint(folder.checkpoints, SCORED)
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-    feed = Feed(recipe, data, where)
+    model = build_dense(recipe)
+    feed = Feed(recipe, data, where, model)
     # The weights the run began with are not needed: the file holds those it came to.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
-    networks = Networks(build_dense(recipe), bare, data, feed.images, where, folder.latency)
+    networks = Networks(model, bare, data, feed, where, folder.latency)
     _load(networks.dense, state["dense"], folder)
     known = read_records(folder.path)
     return Scored(

@@ -31,7 +31,7 @@ from ..stopwatch.source import clock_here, here
 from ..stored import Stored, saved_bytes
 from ..surgery import extract
 from ..training.engine import Engine
-from ..training.start import cpu_threads
+from ..training.machine import cpu_threads
 from .scored import Scored, find_run, read_scored
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
@@ -156,7 +156,7 @@ class _Sweep:
             self.report(f"judging {name}")
             scored = self.scored
             small = extract(scored.networks.dense, self.inputs, plan, self.graph)
-            engine = Engine(small, scored.device)
+            engine = Engine(small, scored.device, order=scored.networks.order)
             engine.recalibrate(scored.train, 0, self.request.batches)
             self.tried[plan] = {
                 **self._figures(small, masks),

@@ -76,10 +76,12 @@ class Boundary(Node):
         return () if self.free and lined else super().tied
 
     def tie(self, layout: Layout) -> None:
+        if not self.free:  # the same tensor twice
+            for dim in range(len(self.x.shape)):
+                layout.tie([(self.x, dim), (self.out, dim)])
+            return
         for value in (self.x, self.out):
             layout.fill_other(value, self.dim % len(value.shape))
-        if not self.free:
-            layout.tie([(self.x, self.dim), (self.out, self.dim)])
 
     def source(self, layout: Layout, alive: Mask) -> list[int]:
         """For every channel there after the edge, its place before it, or -1 where it is zero."""
@@ -87,3 +89,11 @@ class Boundary(Node):
         size = self.out.shape[self.dim]
         origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
         return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
+
+
+def common_dim(edges: Sequence[Boundary]) -> int | None:
+    """The dimension of the channels in all calls of a module, from the first one or, below zero, from the last."""
+    if len({edge.dim for edge in edges}) == 1:
+        return edges[0].dim
+    from_the_end = {edge.dim - len(edge.out.shape) for edge in edges}
+    return from_the_end.pop() if len(from_the_end) == 1 else None

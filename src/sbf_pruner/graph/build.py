@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..errors import PruningError, nearest
 from ..inputs import check_model, uncollected
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
-from .edges import Wiring
+from .edges import Wiring, without_batch
 from .nodes import Elementwise, Map, Node, Sum
 from .owners import LAYERS, owner
 from .places import Places
@@ -99,6 +100,7 @@ def _leave_divisors(graph: ChannelGraph) -> None:
 
 def _check_changeable(model: nn.Module) -> None:
     """Refuse what no copy can be made of, or whose inside cannot be seen, with the remedy."""
+    members = set(map(id, model.modules()))
     for path, module in model.named_modules():
         name = path or "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -108,6 +110,21 @@ def _check_changeable(model: nn.Module) -> None:
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             kind = type(module).__name__
             raise PruningError(f"{name} ({kind}) has no weights yet; run the model once on inputs, then prune it")
+        if any(id(cell) in members for hook in _hooks(module) for cell in _closed_over(hook)):
+            raise PruningError(
+                f"a hook on {name} refers to a module of the model by a closure, so that of a copy would change "
+                "the model itself; make it a method of a module, or take it off until the network is cut"
+            )
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    return [hook for name, table in vars(module).items() if name.endswith("_hooks") for hook in table.values()]
+
+
+def _closed_over(hook: object) -> list[object]:
+    """What a function knows from where it was written."""
+    cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
 class _Finder:
@@ -117,7 +134,8 @@ class _Finder:
         self.net = net
         self.places = Places(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
-        self.called_once = {id(mains[0]) for mains in net.main.values() if len(mains) == 1}
+        # Where a gate can close what a norm makes of nothing.
+        self.closable = {id(m[0]) for at, m in net.main.items() if len(m) == 1 and at not in net.busy}
         self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> where it is a weight
         for node in net.nodes:
             if isinstance(node, Contract):
@@ -157,18 +175,21 @@ class _Finder:
             if reason:
                 skipped[name] = reason
                 continue
-            nodes = tuple(n for n in self.net.main[module] if isinstance(n, Contract))
+            mains = self.net.main.get(module) or self.net.inner[module]
+            nodes = tuple(n for n in mains if isinstance(n, Contract))
             for edge in site.edges:
                 edge.layer = name
             main = self.net.main[site.module][0] if site.kind != "sum" else None
             if len(nodes) == 1 and main is not None:
-                nodes[0].revives = False
-                main.revives = False
+                for held, at_module in ((nodes[0], module), (main, site.module)):
+                    held.revives = held.revives and at_module in self.net.busy
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
             # What is trained goes before a mask of the same size that is multiplied with it.
             weight = max(node.weight.roots or (), key=lambda root: (root.trained, math.prod(root.shape))).name
             unit = main.per_group if isinstance(main, Norm) else 1
+            for user in nodes:
+                user.unit = unit
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
         for path, held in self.net.modules.items():
             if isinstance(held, (_ConvNd, nn.Linear)) and not self._ran(path, held):
@@ -192,13 +213,26 @@ class _Finder:
         if module in self.net.trace.otherwise:
             line = self.net.trace.otherwise[module]
             return f"in training mode alone it feeds {line}, and both modes cannot be followed at once"
+        mains = self.net.main.get(module) or self.net.inner.get(module, [])
         users = [n for root in node.weight.roots for n in self.uses[root]]
-        others = [n for n in users if n not in self.net.main.get(module, [])]
-        if others and module in self.net.main:
+        others = [n for n in users if n not in mains]
+        if others and mains:
             return f"its weight is used at {others[0].op.where} too, where no gate can be placed"
-        if module not in self.net.main:
+        return "" if module in self.net.main else self._reason_for_no_gate(node, module)
+
+    def _reason_for_no_gate(self, node: Contract, module: str) -> str:
+        """Why no gate stands at a layer whose module has no edges; "" if one stands at the norm behind it."""
+        call = node.op.call.within(module) if node.op.call is not None else None
+        if call is None:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
-        return ""
+        if without_batch(call, node.op):
+            return f"what it reads at {node.op.where} has no batch dimension; give example inputs that have one"
+        if module in self.net.inner and self.places.norm_after(module) is not None:
+            return ""
+        if module in self.net.odd:
+            odd = self.net.odd[module]
+            return f"{odd.name} at {odd.where}, in its module, moves or mixes its filters before a gate could stand"
+        return f"its module does more than this one layer at {node.op.where}, and no gate can be placed inside"
 
     def _reason_channels_stay(self, site: Site) -> str:
         """Follow the gated channels: why could a removed one not stay away?  "" if it can."""
@@ -218,7 +252,7 @@ class _Finder:
                     if node.side != "in" or not isinstance(main, Contract):  # which sums them away
                         todo.append(node.out)
                 elif isinstance(node, Norm):
-                    if node.revives and id(node) not in self.called_once:
+                    if node.revives and id(node) not in self.closable:
                         return f"{node.op.name} at {node.op.where} brings a removed channel back as a constant"
                     todo.append(node.out)
                 elif isinstance(node, Contract):

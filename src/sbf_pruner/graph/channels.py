@@ -174,10 +174,9 @@ class ChannelGraph:
             wanted = edge.wanted(flow)
             if wanted is not None:
                 left |= wanted.reshape(-1)
-        left &= held
+        left = whole_groups(left & held, layer.unit)
         if layer.site.kind != "sum":  # there a channel may be alive without its filter
             left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
-        left = whole_groups(left, layer.unit)
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
             # Where all inputs stay, as those of the network do, no group can go.

@@ -1,14 +1,16 @@
 """A trace in; its operators as nodes, with the edges of modules as nodes of their own between them, out.
 
 Edges are where a gate can be placed and where, in the extracted network, a remap can be inserted: around
-every call of a module that holds one layer or norm, and of one without weights that pads channels (a shortcut
-between stages), so that a width it writes down binds nobody outside.  Everything later rooms ask about the
-place of an operator (its module, its edges, who reads a value) is answered here.
+every call of a module that holds one layer or norm and hands its channels on in their order, and of one without
+weights that pads channels (a shortcut between stages), so that a width it writes down binds nobody outside.
+Everything later rooms ask about the place of an operator (its module, its edges, who reads a value) is answered
+here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layers import Adapted, Remap, Zeros
-from .boundary import Boundary
+from .boundary import Boundary, common_dim
 from .channels import ChannelGraph
+from .inside import leaving
 from .masks import Grids, along, shrink
 from .nodes import Across, Node, Opaque, Source, Sum
-from .owners import PRODUCTS, owner, weight_grids
+from .owners import LAYERS, PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
 from .weighted import Contract, Norm
@@ -45,8 +48,12 @@ class Wiring:
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> what goes in, as the nodes know it
         self.padding: set[str] = set()  # modules without weights that pad channels
+        self.busy: set[str] = set()  # modules that make something of a zero, so that a gate stands at their edge
+        self.odd: dict[str, Op] = {}  # module -> what moves or mixes the channels of its operator inside it
+        self.inner: dict[str, list[Contract]] = {}  # module without edges -> its layer, per call, among others
         self._lay_out(self._edged_calls())
         self._close_edges()
+        self._find_inner()
         self._close_overwritten()
         self._keep_statistics()
         self._find_idle()
@@ -77,6 +84,7 @@ class Wiring:
     def _edged_calls(self) -> list[tuple[Call, Op]]:
         """Calls of modules that hold one layer or norm: one tensor in, one out, one operator of interest."""
         inside: dict[Call, list[Op]] = defaultdict(list)
+        read = self._last_reads()
         owners = [owner(op) for op in self.trace.ops]
         for op, module in zip(self.trace.ops, owners, strict=True):
             call = op.call.within(module) if op.call is not None and module is not None else None
@@ -91,8 +99,10 @@ class Wiring:
             and call.module not in self.outside
             # A block with a weight of its own among its layers is not that layer.
             and {*owners[call.first : call.last]} <= {call.module, None}
-            # A convolution of an image without a batch dimension has its channels elsewhere.
-            and (ops[0].name in PRODUCTS or len(call.inputs[0].shape) == len(ops[0].inputs[0].shape))
+            and not without_batch(call, ops[0])
+            # What is kept by a hook is seen before a gate at the edge, but behind one that is folded into a norm.
+            and not (call.kept and not _foldable(ops[0]))
+            and not any(read.get(value, -1) >= call.last for value in self._inside(call))
         ]
         full = Counter(call.module for call in good)
         found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
@@ -103,10 +113,17 @@ class Wiring:
                 found += zip(calls, pads, strict=True)
         return found
 
+    def _inside(self, call: Call) -> Iterator[Value]:
+        """What a call computes of the network's inputs, beside what it gives and what it writes over its own."""
+        known = {*call.outputs, *call.overwritten, None}
+        for op in self.trace.ops[call.first : call.last]:
+            yield from (value for value in op.outputs if value and value not in known and value.roots is None)
+
     def _channel_pad(self, call: Call) -> Op | None:
         """What pads the channels in a call that does little else: one tensor in, one out, no weight."""
         ops = self.trace.ops[call.first : call.last]
-        one = len(call.inputs) == len(call.outputs) == 1 and len(call.inputs[0].shape) > 2
+        one = len(call.inputs) == len(call.outputs) == 1 and _width(call.outputs) is not None
+        one = one and len(call.inputs[0].shape) > 2
         if not one or any(value.kind == "state" for op in ops for value in op.inputs):
             return None
         wider = [op for op in ops if op.name == "aten.constant_pad_nd" and _width(op.inputs) != _width(op.outputs)]
@@ -115,54 +132,103 @@ class Wiring:
     def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
         """Build the nodes in order, with an edge before and after each of the given calls."""
         first, last, entered_at = defaultdict(list), defaultdict(list), defaultdict(list)
-        mains, dims = {}, {}
+        mains: dict[Op, str] = {}
+        at: dict[Op, int] = {}  # operator of a module -> where its node is
         for every in self.trace.calls.values():
             for call in every:
                 entered_at[call.first].append(call)
         for call, op in calls:
-            first[call.first].append(call)
-            last[call.last].append(call)
+            first[call.first].append((call, op))
+            last[call.last].append((call, op))
             mains[op] = call.module
-            # A linear layer's channels are last, whatever stands before them.
-            dims[call] = len(call.inputs[0].shape) - 1 if op.name in PRODUCTS else 1
         now: dict[Value, Value] = {}
         before: dict[Call, Value | None] = {}
         for position in range(len(self.trace.ops) + 1):
-            for call in last[position]:
+            for call, op in last[position]:
                 inner, entered = call.outputs[0], before[call]
                 now.pop(call.inputs[0])
                 if entered is not None:
                     now[call.inputs[0]] = entered
-                now[inner] = self._edge(call, "out", now.get(inner, inner), dims[call])
+                x = now.get(inner, inner)
+                dim = 1 if call.module in self.padding else self._leaving(call, x, at[op])
+                if dim is not None:
+                    now[inner] = self._edge(call, "out", x, dim)
             for call in entered_at[position]:
                 self.entries[call] = tuple(now.get(v, v) for v in call.inputs)
-            for call in first[position]:
+            for call, op in first[position]:
                 outer = call.inputs[0]
                 before[call] = now.get(outer)
-                now[outer] = self._edge(call, "in", now.get(outer, outer), dims[call])
+                now[outer] = self._edge(call, "in", now.get(outer, outer), self._entering(call, op, before[call]))
             if position < len(self.trace.ops):
                 op = self.trace.ops[position]
                 node = self._node(_renamed(op, now))
                 self.nodes.append(node)
+                at[op] = len(self.nodes) - 1
                 if op in mains and isinstance(node, (Contract, Norm)):
                     self.main[mains[op]].append(node)
         self.outputs = [now.get(v, v) for v in self.trace.outputs]
         for value in self.outputs:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
+    def _entering(self, call: Call, op: Op, entered: Value | None) -> int:
+        """Along which dimension channels go into a module: where its operator has them, or where they differ."""
+        shape = call.inputs[0].shape
+        grid = self.grids.get(entered or call.inputs[0], ())
+        if op.name in PRODUCTS:  # a linear layer's channels are last, whatever stands before them
+            rows = op.args[LAYERS[op.name] - 1].shape
+            usual = len(shape) - 1 if (math.prod(shape[:-1]), *shape[-1:]) == rows else None
+        else:
+            usual = 1 if len(shape) == len(op.inputs[0].shape) else None
+        differing = [dim for dim, size in enumerate(grid) if size > 1]
+        if usual is None and len(differing) == 1:
+            return differing[0]
+        return min(1, len(shape) - 1) if usual is None else usual
+
+    def _leaving(self, call: Call, out: Value, at: int) -> int | None:
+        """Along which dimension the channels of a module's operator, which is the node `at`, leave the module."""
+        main = self.nodes[at]
+        if not isinstance(main, (Contract, Norm)):
+            return None
+        found = leaving(main, out, self.nodes[at + 1 :])
+        if found.dim is None and found.odd is not None:
+            self.odd.setdefault(call.module, found.odd)
+        if not found.closed:
+            self.busy.add(call.module)
+        return None if call.kept and not found.closed else found.dim
+
     def _close_edges(self) -> None:
-        """A module whose operator turned out not to be understood is left as it is, edges and all."""
-        for (module, side), edges in self.edges.items():
-            if side != "remap" and module not in self.padding and len(self.main.get(module, ())) != len(edges):
+        """A module whose operator is not understood, or does not hand its channels on, is left as it is."""
+        kept = {call.module for calls in self.trace.calls.values() for call in calls if call.kept}
+        for module in [module for module, side in self.edges if side == "in" and module not in self.padding]:
+            sides = [self.edges.get((module, side), []) for side in ("in", "out")]
+            calls = len(self.main.get(module, ()))
+            if any(len(edges) != calls or common_dim(edges) is None for edges in sides):
                 self.main.pop(module, None)
-                for edge in edges:
+            if module not in self.main or module in kept:  # a remap would not be seen where something is kept
+                for edge in (*sides[0], *sides[1]):
                     edge.free = False
+
+    def _find_inner(self) -> None:
+        """Layers that run beside others in every call of their module: a norm behind them may have their gate."""
+        found: dict[str, dict[Call | None, list[Contract]]] = defaultdict(lambda: defaultdict(list))
+        for node in self.nodes:
+            module = owner(node.op) if isinstance(node, Contract) else None
+            if isinstance(node, Contract) and node.op.call is not None and module and module not in self.main:
+                found[module][node.op.call.within(module)].append(node)
+        for module, ran in found.items():
+            if list(ran) == self.trace.calls.get(module) and all(len(nodes) == 1 for nodes in ran.values()):
+                self.inner[module] = [nodes[0] for nodes in ran.values()]
+
+    def _last_reads(self) -> dict[Value, int]:
+        """The position of the last operator that reads a value; an output is read at the end."""
+        read: dict[Value, int] = {}
+        for op in self.trace.ops:
+            read |= dict.fromkeys(op.inputs, op.position)
+        return read | dict.fromkeys(self.trace.outputs, len(self.trace.ops))
 
     def _close_overwritten(self) -> None:
         """No remap before a module that overwrites its input, if that is read again: it would overwrite a copy."""
-        read: dict[Value, int] = {v: len(self.trace.ops) for v in self.trace.outputs}
-        for op in self.trace.ops:
-            read |= {v: max(op.position, read.get(v, 0)) for v in op.inputs}
+        read = self._last_reads()
         for (module, side), edges in self.edges.items():
             calls = self.trace.calls[module]
             if side == "in" and any(read.get(v, -1) >= call.last for call in calls for v in call.overwritten):
@@ -216,6 +282,16 @@ class Wiring:
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
         self.edges[op.call.module, "remap"].append(edge)
         return edge
+
+
+def without_batch(call: Call, op: Op) -> bool:
+    """Does a convolution get an image without a batch dimension?  Then torch puts one before it."""
+    return op.name == "aten.convolution" and op.inputs[0].shape in [(1, *value.shape) for value in call.inputs]
+
+
+def _foldable(op: Op) -> bool:
+    """Is it a norm with a stored scale and shift?"""
+    return op.name not in LAYERS and all(isinstance(v, Value) and v.kind == "state" for v in op.args[1:3])
 
 
 def _width(values: Sequence[Value | None]) -> int | None:

@@ -148,10 +148,13 @@ def some(mask: Mask, axes: int | tuple[int, ...], keepdims: bool = False) -> Mas
 
 
 def shrink(mask: Mask, grid: Grid) -> Mask:
-    """Reduce a mask to a smaller grid it broadcasts from: a channel is in if any of its elements is."""
+    """Fit a mask to a grid: where that is smaller, a channel is in if any of its elements is."""
+    if mask.shape == grid:
+        return mask
     extra = mask.ndim - len(grid)
     if extra > 0:
         mask = some(mask, tuple(range(extra)))
+    mask = mask.reshape((1,) * -extra + mask.shape)
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
     return spread(some(mask, axes, keepdims=True) if axes else mask, grid)
 

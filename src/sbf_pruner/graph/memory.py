@@ -15,7 +15,7 @@ class Memory:
     """The tensors seen in one run of a model."""
 
     def __init__(self) -> None:
-        self._alive: list[Tensor] = []  # holds every tensor seen, so that an id is never used twice
+        self._alive: dict[int, list[Tensor]] = {}  # storage -> every tensor seen, so that no id is used twice
         self._value: dict[int, Value] = {}
         self._writes: dict[int, int] = {}  # storage -> how often it was written in place
         self._seen: dict[int, int] = {}  # id(tensor) -> the count above when its value was noted
@@ -25,10 +25,15 @@ class Memory:
         """The value noted last, whatever has been written since."""
         return self._value.get(id(tensor))
 
+    def same_place(self, tensor: Tensor) -> Tensor | None:
+        """A tensor seen before that is this one by another name: `x.as_subclass(torch.Tensor)`."""
+        seen = self._alive.get(_storage(tensor), ())
+        return next((other for other in seen if _place(other) == _place(tensor)), None)
+
     def note(self, tensor: Tensor, value: Value) -> Value:
         """From now on a tensor is this value."""
         if id(tensor) not in self._value:
-            self._alive.append(tensor)
+            self._alive.setdefault(_storage(tensor), []).append(tensor)
         self._value[id(tensor)] = value
         self._seen[id(tensor)] = self._writes.get(_storage(tensor), 0)
         return value
@@ -43,6 +48,10 @@ class Memory:
         """What was written last where a tensor lies, if that was after its value was noted."""
         storage = _storage(tensor)
         return self._writer[storage] if self._seen[id(tensor)] != self._writes.get(storage, 0) else None
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _storage(tensor: Tensor) -> int:

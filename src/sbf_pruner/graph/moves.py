@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .masks import Grid, Grids
-from .nodes import Map, Node, Opaque, Source, Sum
+from .nodes import Halves, Map, Node, Opaque, Source, Sum
 from .records import Op, Value
 
 _RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
@@ -67,9 +67,34 @@ def moved(op: Op, grids: Grids) -> Node:
         function = op.overload
         if op.mutates:
             function = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except (IndexError, RuntimeError):  # a table may count on channels that a network that was cut has not
+            return Opaque(op, grids)
     found = list(result) if isinstance(result, (list, tuple)) else [result]
     return _map(op, grids, operands, [_compact(t) for t in found])
+
+
+def indexed(op: Op, grids: Grids) -> Node:
+    """One dimension by a table that is stored, or written into the forward; any other index is unknown."""
+    tables = [held for held in op.args[1] if held is not None]
+    known = len(tables) == 1 and len(tables[0].shape) == 1 and tables[0].data is not None
+    if not known or tables[0].data.dtype not in (torch.int32, torch.int64):
+        return Opaque(op, grids)
+    return moved(op, grids)
+
+
+def halved(op: Op, grids: Grids) -> Node:
+    """A gated linear unit: one half of the channels opens and closes the other; or of something else, in each."""
+    x = op.args[0]
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", -1)) % len(x.shape)
+    numbers = np.arange(math.prod(grids[x])).reshape(grids[x])
+    if grids[x][dim] == 1:
+        return _map(op, grids, [x], [numbers])
+    first, second = np.split(numbers, 2, dim)
+    (out,) = [v for v in op.outputs if v is not None]
+    grids[out] = first.shape
+    return Halves(op, grids, (x,), (first,), second)
 
 
 def joined(op: Op, grids: Grids) -> Node:

@@ -15,7 +15,7 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import End, Flow, Grids, Layout, Mask, some, spread
+from .masks import End, Flow, Grids, Layout, Mask, shrink, some
 from .records import Op, Value
 
 
@@ -100,9 +100,9 @@ class Source(Node):
 class Elementwise(Node):
     """Channel by channel, with broadcasting.
 
-    `zero` says when a result is zero: "any" operand alive keeps it alive (sums), "all" must be (products),
-    only the "first" counts (quotients) or only the "rest" (a choice), "never" (a sigmoid of zero is a half) or
-    "always".
+    `zero` says when a result is zero: "any" operand alive keeps it alive (sums), "all" must be (products), only
+    the "first" counts, if no other is zero (quotients) or "whatever" the others are (a mask), or only the "rest" (a
+    choice), "never" (a sigmoid of zero is a half) or "always".
     """
 
     zero: str = "any"
@@ -136,7 +136,7 @@ class Elementwise(Node):
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
         """Is the result zero whatever this operand is, because another one is gone?"""
-        if self.zero == "first":
+        if self.zero in ("first", "whatever"):
             return self.operands[0] in gone and self.operands[0] is not constant
         if self.zero == "rest":
             return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
@@ -150,12 +150,14 @@ class Elementwise(Node):
             alive = np.zeros((), bool)
         elif self.zero == "all":
             alive = reduce(np.logical_and, masks)
+        elif self.zero == "whatever":
+            alive = masks[0]
         elif self.zero == "first":
             alive = reduce(np.logical_or, [masks[0], *(~m for m in masks[1:])])
         else:
             alive = reduce(np.logical_or, masks[1:] if self.zero == "rest" else masks)
         for value in self.outputs:
-            flow.alive[value] = spread(alive, self.grids[value])
+            flow.alive[value] = shrink(alive, self.grids[value])
 
     def pull(self, flow: Flow) -> None:
         for out in self.outputs:
@@ -227,6 +229,34 @@ class Map(Node):
             flat[labels[layout.joint(value)]] = True
         for value, mask in self._split(flat):
             layout.grow(value, mask)
+
+
+@dataclass
+class Halves(Map):
+    """Every channel of a first half times a sigmoid of its partner in the second: zero where the first one is."""
+
+    partners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def pull(self, flow: Flow) -> None:
+        super().pull(flow)
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            x = self.operands[0]
+            flow.need(x, self._filled(np.zeros(self.grids[x], bool), self.partners[wanted]), self.grids[x])
+
+    def tie(self, layout: Layout) -> None:
+        x, out, (labels,) = self.operands[0], self.outputs[0], self.labels
+        there = layout.joint(x)
+        flat = there.reshape(-1)
+        pairs = flat[labels] | flat[self.partners] | layout.joint(out)
+        layout.grow(out, pairs)
+        pairs = layout.joint(out)
+        layout.grow(x, self._filled(self._filled(there, labels[pairs]), self.partners[pairs]))
+
+    def _filled(self, mask: Mask, places: NDArray[np.int64]) -> Mask:
+        flat = mask.reshape(-1).copy()
+        flat[places] = True
+        return flat.reshape(mask.shape)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from .records import INSTANCE_NORM, Op, Trace, Value
 LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
 PRODUCTS = {"aten.mm", "aten.addmm"}
 BATCH_NORMS = {f"aten.{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")}
-_NORMS = BATCH_NORMS | {INSTANCE_NORM, "aten.native_group_norm"}
+GROUP_NORM = "aten.native_group_norm"
+_NORMS = BATCH_NORMS | {INSTANCE_NORM, GROUP_NORM}
 
 
 def owner(op: Op) -> str | None:

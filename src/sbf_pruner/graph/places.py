@@ -6,10 +6,12 @@ own but would bring a removed channel back; their nodes are told that they no lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..layers import GatePlace
-from .boundary import Boundary
+from .boundary import Boundary, common_dim
 from .channels import Site
 from .edges import Wiring
 from .nodes import Elementwise, Map, Node
@@ -22,26 +24,27 @@ class Places:
 
     def __init__(self, net: Wiring) -> None:
         self.net = net
+        self._norms = {id(n): module for module, mains in net.main.items() for n in mains if isinstance(n, Norm)}
 
     def of(self, module: str, layer: str) -> Site:
         """The first norm after the layer if nothing but it reads the layer's output, else the layer itself.
 
         If the model has a place for it behind the sum that comes next, it is there.
         """
-        norm = self._norm_after(module)
+        norm = self.norm_after(module)
         behind = self._behind_sum(norm or module)
-        if behind is not None and behind.out.shape[behind.dim] == self.net.main[module][0].out.shape[1]:
+        if behind is not None and behind.out.shape[behind.dim] == self._mains(module)[0].out.shape[1]:
             return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
         if norm is None:
             edges = tuple(self.net.edges[module, "out"])
-            return Site(module, "map", layer, dim=edges[0].dim, edges=edges)
+            return Site(module, "map", layer, (), _dim(edges), edges)
         return self._norm_site(norm, layer)
 
     def followers(self, taken: set[str]) -> list[Site]:
         """Gates without a score: norms (and biases of depthwise convolutions) that dead channels may reach."""
         sites = []
         for module, mains in self.net.main.items():
-            if module in taken or len(mains) > 1:
+            if module in taken or len(mains) > 1 or module in self.net.busy:
                 continue
             main = mains[0]
             edges = tuple(self.net.edges[module, "out"])
@@ -51,7 +54,7 @@ class Places:
                 main.revives = False
             elif isinstance(main, Contract) and main.depthwise and main.bias is not None:
                 bias = main.bias.name.rpartition(".")[2]
-                sites.append(Site(module, "bias", "", (bias,), 1, edges))
+                sites.append(Site(module, "bias", "", (bias,), _dim(edges), edges))
                 main.revives = False
         return sites
 
@@ -66,16 +69,19 @@ class Places:
         # statistics) zero would still come back.
         stored = all(v.name == f"{module}.{name}".lstrip(".") for v, name in zip(pair, names, strict=True))
         foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
-        return Site(module, "affine" if foldable else "map", layer, names if foldable else (), 1, edges)
+        foldable = foldable and module not in self.net.busy  # what it does behind the norm, it does before the gate
+        kind = "affine" if foldable else "map"
+        return Site(module, kind, layer, names if foldable else (), _dim(edges), edges)
 
-    def _norm_after(self, module: str) -> str | None:
-        found: set[str | None] = set()
-        for edge in self.net.edges[module, "out"]:
-            found.add(self._follow_to_norm(edge.out))
+    def norm_after(self, module: str) -> str | None:
+        """The norm that alone reads what a layer gives, in all of its calls."""
+        given = [edge.out for edge in self.net.edges[module, "out"]] if module in self.net.main else []
+        found = {self._follow_to_norm(value) for value in given or [node.out for node in self._mains(module)]}
         norm = found.pop() if len(found) == 1 else None
-        if norm is not None and len(self.net.main[norm]) == len(self.net.main[module]):
-            return norm
-        return None
+        return norm if norm is not None and len(self.net.main[norm]) == len(self._mains(module)) else None
+
+    def _mains(self, module: str) -> Sequence[Contract | Norm]:
+        return self.net.main.get(module) or self.net.inner[module]
 
     def _behind_sum(self, module: str) -> Boundary | None:
         """The place a model has set behind the sum that a module's output goes into, if no layer has it yet."""
@@ -86,7 +92,7 @@ class Places:
             readers = self.net.consumers[value]
             node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
             if isinstance(node, Boundary):
-                place = isinstance(self.net.modules[node.module], GatePlace)
+                place = isinstance(self.net.modules[node.module], GatePlace) and node.dim == edges[0].dim
                 return node if place and not node.layer else None
             if not (isinstance(node, Elementwise) and node.zero == "any"):
                 return None
@@ -98,15 +104,21 @@ class Places:
             if len(readers) != 1 or value in self.net.outputs:
                 return None
             node = readers[0]
-            if isinstance(node, Boundary) and node.side == "in":
-                main = self.net.main.get(node.module)
-                return node.module if main and isinstance(main[0], Norm) else None
+            if isinstance(node, Norm):
+                return self._norms.get(id(node))
+            edge = isinstance(node, Boundary) and node.labels is None
             passes = isinstance(node, Elementwise) and node.zero == "any" and len(node.inputs) == 1
             same = isinstance(node, Map) and self.net.grids[node.outputs[0]] == self.net.grids[value]
             identity = isinstance(node, Map) and same and _is_identity(node)
-            if not (passes or identity):
+            if not (edge or passes or identity):
                 return None
             value = node.outputs[0]
+
+
+def _dim(edges: Sequence[Boundary]) -> int:
+    dim = common_dim(edges)
+    assert dim is not None  # a module without one has no edges
+    return dim
 
 
 def _is_identity(node: Map) -> bool:

@@ -11,7 +11,7 @@ import operator
 
 import numpy as np
 
-from .masks import Grids
+from .masks import Grid, Grids
 from .nodes import Across, Elementwise, Node
 from .records import Op, Value
 from .unknown import opaque
@@ -20,7 +20,7 @@ from .unknown import opaque
 def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False, poles: tuple[Value, ...] = ()) -> Node:
     """The node of an operator that works element by element; `zero` says when a result is zero."""
     try:
-        grid = np.broadcast_shapes(*(grids[v] for v in op.inputs))
+        grid = _told_apart(op, grids, np.broadcast_shapes(*(grids[v] for v in op.inputs)))
     except ValueError:
         return opaque(op, grids)
     for value in op.outputs:
@@ -29,6 +29,17 @@ def elementwise(op: Op, grids: Grids, zero: str, steep: bool = False, poles: tup
                 return opaque(op, grids)
             grids[value] = grid
     return Elementwise(op, grids, zero, steep, poles)
+
+
+def _told_apart(op: Op, grids: Grids, grid: Grid) -> Grid:
+    """Where pixels do not differ, a stored map that meets them does not make them channels: none can go alone."""
+    activations = [(v.shape[::-1], grids[v][::-1]) for v in op.inputs if v.roots is None]
+    found = list(grid[::-1])
+    for back, size in enumerate(found):
+        met = [(shape[back], of[back]) for shape, of in activations if len(of) > back]
+        if (size, 1) in met and all(g == 1 for _, g in met):
+            found[back] = 1
+    return tuple(found[::-1])
 
 
 def zero_kept(op: Op, grids: Grids) -> Node:
@@ -115,6 +126,11 @@ def comparison(op: Op, grids: Grids) -> Node:
 def choice(op: Op, grids: Grids) -> Node:
     """One or the other of two tensors: alive where either is, whatever the condition says."""
     return elementwise(op, grids, "rest")
+
+
+def filled(op: Op, grids: Grids) -> Node:
+    """A number where a mask says so: alive where the map is, if that number is zero."""
+    return elementwise(op, grids, "whatever" if op.number(2, "value", None) == 0 else "never")
 
 
 def prelu(op: Op, grids: Grids) -> Node:

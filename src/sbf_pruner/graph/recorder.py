@@ -8,7 +8,9 @@ operator of our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TraceError
 from ..layers import Remap, Zeros
 from .instances import put_together
+from .literals import Literals
 from .memory import Memory
 from .records import REMAP, STALE, ZEROS, Call, Op, Value
 from .shapes import quick_result
-from .where import holds_the_model, nested, where
+from .where import holds_the_model, nested, not_from_torch, where
 
 
 class Recorder(TorchDispatchMode):
@@ -38,6 +41,8 @@ class Recorder(TorchDispatchMode):
         self.strangers: list[tuple[str, Tensor]] = []
         self._stack: list[Call] = []
         self._given: list[list[Tensor]] = []  # what went into each call on the stack
+        self._kept: dict[int, Call] = {}  # what a call gave, by identity, before it was handed on
+        self._quiet = False
         self._trusts_constants = trusts_constants
         self._memory = Memory()
         real = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -56,13 +61,20 @@ class Recorder(TorchDispatchMode):
 
     # -- module calls ------------------------------------------------------------------------------
 
-    def watching(self, twin: nn.Module) -> _Hooks:
-        """A context in which the module calls of the copy are noted."""
-        hooks = _Hooks()
+    @contextmanager
+    def watching(self, twin: nn.Module) -> Iterator[None]:
+        """While entered, the module calls of the copy are noted, and the numbers it writes into tensors."""
+        handles: list[Any] = []
         for path, module in twin.named_modules():
-            hooks.add(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            hooks.add(module.register_forward_hook(self._leave))
-        return hooks
+            # Before hooks of the user's: what they compute belongs to the call, and goes or stays with the module.
+            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with Literals() if self._trusts_constants else nullcontext():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -74,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> Tensor | None:
         done = self._stack.pop()
         now = [(self._memory.get(t), self._memory.written_since(t)) for t in self._given.pop()]
         done.overwritten = tuple(v for pair in now for v in pair if v is not None and v not in done.inputs)
@@ -94,18 +106,31 @@ class Recorder(TorchDispatchMode):
         elif isinstance(module, _InstanceNorm):
             self.ops[done.first :] = put_together(done, self.ops[done.first :])
         done.last = len(self.ops)
+        holds = any(True for _ in chain(module.parameters(), module.buffers()))
+        if type(result) is not Tensor or done.outputs[0] in done.inputs or isinstance(module, Remap) or not holds:
+            return None
+        # Who called the module gets another tensor than who kept the result, so that they can be told apart.
+        self._kept[id(result)] = done
+        self._quiet = True
+        handed_on = result.detach()
+        self._quiet = False
+        self._memory.note(handed_on, done.outputs[0])
+        return handed_on
 
     # -- operators -----------------------------------------------------------------------------------
 
     def value(self, tensor: Tensor) -> Value:
         """What is known of a tensor now; an alias of memory written since is no longer what it was."""
         known = self._memory.get(tensor)
+        if id(tensor) in self._kept:
+            self._kept[id(tensor)].kept = True
         if known is None:
             if id(tensor) in self._original:
                 raise TraceError(holds_the_model(where(), self._original[id(tensor)]))
-            if not self._trusts_constants:
-                self.strangers.append((where(), tensor))
-            return self._memory.note(tensor, Value(tuple(tensor.shape), "constant"))
+            other = self._memory.same_place(tensor)
+            if other is not None:
+                return self._memory.note(tensor, self.value(other))
+            return self._memory.note(tensor, self._stranger(tensor))
         written = self._memory.written_since(tensor)
         if written is not None:
             inputs = (known, written)
@@ -114,8 +139,19 @@ class Recorder(TorchDispatchMode):
             return self._memory.note(tensor, fresh)
         return known
 
+    def _stranger(self, tensor: Tensor) -> Value:
+        """A tensor that no operator gave."""
+        if not self._trusts_constants:
+            self.strangers.append((where(), tensor))
+            return Value(tuple(tensor.shape), "constant")
+        if tensor.is_meta:  # made of numbers in a way that is not seen: a recording with numbers will tell
+            raise TraceError(not_from_torch(where()))
+        return Value(tuple(tensor.shape), "constant", data=tensor.clone())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
         name = str(func._overloadpacket)
         if name in _FRESH and not any(isinstance(a, Tensor) for a in pytree.tree_leaves((args, kwargs))):
             result = func(*args, **kwargs)
@@ -124,10 +160,10 @@ class Recorder(TorchDispatchMode):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if name in _LIFTED:
             for tensor in tensors:
-                if self._memory.get(tensor) is None:  # torch.tensor(...) written in the forward
-                    numbers = None if tensor.is_meta else tensor.clone()
+                if self._memory.get(tensor) is None and not tensor.is_meta:  # torch.tensor(...) in the forward
+                    numbers = tensor.clone()
                     self._memory.note(tensor, Value(tuple(tensor.shape), "constant", data=numbers))
-                    if numbers is not None and not self._trusts_constants:
+                    if not self._trusts_constants:
                         self.literals.append((where(), numbers))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
@@ -172,24 +208,14 @@ class Recorder(TorchDispatchMode):
                 self.states[value.name] = value
         if name == "aten.t" and outputs[0] is not None:
             outputs[0].transpose_of = inputs[0]
+        if name in _LIFTED and outputs[0] is not None:
+            numbers = inputs[0].data if inputs[0].kind != "state" else None
+            # A table of indices, say, which may have been made elsewhere and moved.
+            if numbers is not None and numbers.dtype == result.dtype and not numbers.is_floating_point():
+                outputs[0].data = numbers
 
     def _here(self) -> Call | None:
         return self._stack[-1] if self._stack else None
-
-
-class _Hooks:
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def add(self, handle: Any) -> None:
-        self._handles.append(handle)
-
-    def __enter__(self) -> _Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 # Operators that make a tensor from nothing but sizes and numbers, and those that take over a literal.

@@ -46,6 +46,7 @@ class Call:
     outputs: tuple[Value, ...] = ()
     last: int = -1
     overwritten: tuple[Value, ...] = ()  # what it wrote over its inputs
+    kept: bool = False  # what it gave is read from where a hook or the module itself has put it, too
 
     def within(self, module: str) -> Call | None:
         """The call of `module` that this call is part of (or is itself)."""
@@ -93,6 +94,13 @@ class Trace:
     otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone
     unused: int = 0  # entries of the parameters that no operator read
     added: frozenset[int] = frozenset()  # positions of the operators that run in training mode alone
+    other: Trace | None = None  # the same in the other mode, if something there asks for it
+    apart: frozenset[int] = frozenset()  # of that recording: positions of what runs there alone
+    drawn: frozenset[int] = frozenset()  # and of what sees nothing but random numbers
+    keeps: bool = False  # a call before this one has left tensors that it found
+    lucky: bool = False  # it drew random numbers that torch does not know of
+    cold: bool = False  # there was no call before it
+    first: Trace | None = None  # such a first call, where something is kept from it
 
     @property
     def samples(self) -> int:

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..attached import without_attached
 from ..errors import PruningError
 from ..inputs import call, map_tensors, meta_copy, real_copy
 from ..layers import Remap, Zeros
+from . import pointwise
 from .boundary import Boundary
 from .channels import ChannelGraph
 from .decided import Decided
+from .literals import same_numbers
 from .masks import Grids, Layout
+from .modes import asks_for_its_mode
 from .moves import pooled, reduced
 from .nodes import Map, Node
 from .operands import Operands
-from .records import REMAP, ZEROS, Op, Value
+from .owners import GROUP_NORM
+from .records import REMAP, ZEROS, Op, Trace, Value
 from .rules import RULES, build_node
 from .trace import ops_again
 from .weighted import Contract, Norm
@@ -68,6 +72,58 @@ def first_surprise(
     return None
 
 
+def kept_difference(
+    small: nn.Module, model: nn.Module, example_inputs: Any, graph: ChannelGraph, vanished: set[str]
+) -> Op | None:
+    """The first operator of a first call, of which something is kept, that does otherwise with fewer channels.
+
+    A model that has run since has what it keeps, and the small network has that from it.
+    """
+    first = graph.trace.first
+    if first is None or [op.name for op in ops_again(model, example_inputs, first)] != [
+        op.name for op in first.ops
+    ]:
+        return None
+    return first_difference(small, example_inputs, first, vanished)
+
+
+def first_difference(small: nn.Module, example_inputs: Any, other: Trace | None, vanished: set[str]) -> Op | None:
+    """The first operator that does something else with fewer channels in a recording the graph does not follow.
+
+    That is one of the other mode, or of a first call.  There are no nodes for it and so no layout; but the same
+    code runs, with numbers that depend on no width, and what runs in that mode alone sees all its channels.
+    """
+    if other is None or not other.on_meta:
+        return None
+    found = [op for op in ops_again(small, example_inputs, other) if op.name not in _QUIET and not _adds_bias(op)]
+    at, last = 0, None
+    for op in other.ops:
+        if op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
+            continue
+        if at == len(found) or not _does_the_same(found[at], op, other):
+            return op
+        at, last = at + 1, op
+    return last if at < len(found) else None
+
+
+def _does_the_same(actual: Op, promised: Op, other: Trace) -> bool:
+    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
+    if names[0] != names[1] or not all(map(_same_literal, actual.inputs, promised.inputs)):
+        return False
+    if promised.position in other.apart:
+        # What is made of weights alone, a transpose say, has as many rows as its layer has filters.
+        shapes = [[v.shape for v in op.inputs if not v.roots] for op in (actual, promised)]
+        if shapes[0] != shapes[1]:
+            return False
+    if promised.position in other.drawn:  # what scales random numbers may ask how many there are
+        return True
+    if other.cold and not promised.inputs:  # what is made of numbers alone may be kept
+        return _all_numbers(actual) == _all_numbers(promised)
+    rule = RULES.get(promised.name) or RULES.get(promised.name.removesuffix("_"))
+    sizes = rule is None or rule.__module__ != pointwise.__name__
+    return _numbers(actual, sizes) == _numbers(promised, sizes)
+
+
 def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
     """Of what a quiet operator, or an edge, gives: what it was given."""
     found: dict[Value, Value] = {}
@@ -93,11 +149,8 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
 
 
 def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
-    """Why the small network does not run in training mode, if the large one does.
-
-    What runs in that mode alone is no node of the graph, so nothing else looks at it.
-    """
-    if not any(map(_asks_for_its_mode, small.modules())):
+    """Why the small network does not run in training mode, if the large one does."""
+    if not any(map(asks_for_its_mode, small.modules())):
         return None
     chance = random.getstate()
     try:
@@ -112,20 +165,6 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
     finally:
         random.setstate(chance)
     return None
-
-
-def _asks_for_its_mode(module: nn.Module) -> bool:
-    """Does code of the user's own read `training`?  Where none does, a run of its own would show nothing new."""
-    own = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
-    held = [vars(module), *map(vars, own)] if own else []
-    codes = [getattr(function, "__code__", None) for table in held for function in table.values()]
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            if "training" in code.co_names:
-                return True
-            codes += code.co_consts
-    return False
 
 
 def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
@@ -162,19 +201,30 @@ def _agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
     sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
     if not decided.same(promised, _numbers(actual, sizes), _numbers(promised, sizes)):
         return False
+    if isinstance(node, Norm) and not _shares_alike(actual, node):
+        return False
     return not isinstance(node, Map) or decided.touches(promised) or _moves_alike(actual, node, layout)
 
 
 def _same_literal(now: Value, then: Value) -> bool:
     """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
     literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
-    return not literal or torch.equal(now.data, then.data)  # type: ignore[arg-type]
+    return not literal or same_numbers(now.data, then.data)  # type: ignore[arg-type]
 
 
 def _numbers(op: Op, sizes: bool) -> list[Any]:
     """The numbers among an operator's arguments; with `sizes` among them, only what cannot be one."""
     kinds = float if sizes else (int, float)
     return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, kinds)]
+
+
+def _all_numbers(op: Op) -> list[Any]:
+    return [a for a in pytree.tree_leaves((op.args, op.kwargs)) if isinstance(a, (int, float))]
+
+
+def _shares_alike(actual: Op, node: Norm) -> bool:
+    """Do as many channels share statistics?  A number of groups that is written down may fit fewer channels too."""
+    return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
 
 
 def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:

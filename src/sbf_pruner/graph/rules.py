@@ -22,7 +22,7 @@ from .layer_rules import (
     weight_norm,
 )
 from .masks import Grid, Grids, along
-from .moves import joined, moved, padded, pooled, reduced
+from .moves import halved, indexed, joined, moved, padded, pooled, reduced
 from .nodes import Node, Source
 from .pointwise import (
     addition,
@@ -31,6 +31,7 @@ from .pointwise import (
     clamp_max,
     clamp_min,
     comparison,
+    filled,
     hardtanh,
     pole,
     power,
@@ -102,8 +103,8 @@ RULES: dict[str, Rule] = {
     **_rows(layer_norm, "native_layer_norm"),
     **_rows(
         zero_kept,
-        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sign square sin erf expm1 "
-        "log1p floor ceil round trunc hardshrink softshrink nan_to_num rrelu_with_noise "
+        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sign square sin tan asin atan sinh "
+        "asinh atanh erf expm1 log1p floor ceil round trunc frac hardshrink softshrink nan_to_num rrelu_with_noise "
         "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum lerp "
         "addcmul",
     ),
@@ -112,10 +113,11 @@ RULES: dict[str, Rule] = {
     **_rows(comparison, "eq ne lt le gt ge"),
     **_rows(zero_lost, "rsub logical_not"),
     **_rows(zero_made, "zeros_like"),
-    **_rows(zero_lost, "ones_like full_like rand_like randn_like"),
+    **_rows(zero_lost, "ones_like full_like empty_like rand_like randn_like randint_like"),
+    **_rows(zero_lost, "bernoulli uniform normal exponential geometric log_normal random"),
     **_rows(addition, "add sub"),
     **_rows(product, "mul"),
-    **_rows(quotient, "div"),
+    **_rows(quotient, "div fmod remainder"),
     **_rows(clamp, "clamp"),
     **_rows(clamp_min, "clamp_min"),
     **_rows(clamp_max, "clamp_max"),
@@ -125,6 +127,7 @@ RULES: dict[str, Rule] = {
     **_rows(power, "pow"),
     **_rows(root, "sqrt"),
     **_rows(choice, "where"),
+    **_rows(filled, "masked_fill"),
     **_rows(transpose, "t"),
     **_rows(
         moved,
@@ -132,6 +135,8 @@ RULES: dict[str, Rule] = {
         "squeeze unsqueeze expand repeat roll flip pixel_shuffle pixel_unshuffle channel_shuffle index_select "
         "stack narrow",
     ),
+    **_rows(indexed, "index"),
+    **_rows(halved, "glu"),
     **_rows(joined, "cat"),
     **_rows(restrided, "as_strided_"),
     **_rows(padded, "constant_pad_nd"),
@@ -146,7 +151,8 @@ RULES: dict[str, Rule] = {
     ),
     **_rows(reduced, "mean sum amax amin max min linalg_vector_norm var std var_mean"),
     **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
-    **_rows(fresh, "ones full empty arange linspace rand randn eye scalar_tensor new_ones new_full new_empty"),
+    **_rows(fresh, "ones full empty arange linspace rand randn randint eye scalar_tensor"),
+    **_rows(fresh, "new_ones new_full new_empty"),
     **_rows(fresh_zeros, "zeros new_zeros"),
     STALE: opaque,
 }

@@ -1,8 +1,8 @@
 """The results of the commonest operators on tensors without numbers, at once.
 
 On the meta device an operator only works out a shape, but for most operators torch does so in Python, with
-care for every case.  For an activation, a batch norm in evaluation mode, or the sum of two tensors alike, the
-shape is that of the operand; asked for these alone, a recording takes less than half the time.
+care for every case.  For an activation, a batch norm, or the sum of two tensors alike, the shape is that of the
+operand; asked for these alone, a recording takes less than half the time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PAIRS = {"aten.add", "aten.mul", "aten.sub"}
 
 
 def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operator returns, or None where torch itself must say; every tensor is on the meta device."""
+    """What the operator returns, or None where torch itself must say, as of a tensor that has numbers."""
     x = args[0] if args else None
-    if not isinstance(x, Tensor) or not x.is_floating_point() or kwargs:
+    if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
         return None
     plain = name.removesuffix("_")
     if plain in _LIKE_THE_OPERAND:
@@ -38,8 +38,9 @@ def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
         if not alike:
             return None
-    elif name == "aten.native_batch_norm" and args[5] is False and x.is_contiguous():
-        return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+    elif name == "aten.native_batch_norm" and x.is_contiguous():
+        saved = x.shape[1] if args[5] else 0
+        return torch.empty_like(x), x.new_empty(saved), x.new_empty(saved)
     else:
         return None
     return x if name.endswith("_") else torch.empty_like(x)

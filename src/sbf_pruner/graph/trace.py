@@ -1,35 +1,38 @@
 """A model and example inputs in; the operators that ran, and what each belongs to, out.
 
-One forward pass of a *copy* of the model is recorded.  The copy lives on the meta device, so nothing is computed
-and no weights are copied; a model that needs real numbers to choose its way is run on a real copy instead.  The
-user's model is never touched.
+The second forward pass of a *copy* of the model is recorded.  The copy lives on the meta device, so nothing is
+computed and no weights are copied; a model that needs real numbers to choose its way is run on a real copy instead.
+The user's model is never touched.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..attached import without_attached
 from ..errors import TraceError
-from ..inputs import call, map_tensors, meta_copy, real_copy
-from .owners import LAYERS, owner
+from ..inputs import call, held_tensors, map_tensors, meta_copy, real_copy
+from ..layers import Adapted
+from .literals import same_numbers
+from .modes import asks_for_its_mode, difference, feeding
 from .recorder import Recorder, as_tree
 from .records import Op, Trace
 from .where import cause, explain, not_from_torch
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
-    """Run the model once, in evaluation mode and on a copy, and write down its operators.
+    """Run the model in evaluation mode and on a copy, and write down its operators.
 
-    Where a module leaves out some of its children then (auxiliary heads), that module alone runs in training
-    mode, if it does the same and more.
+    Where modules do more in training mode (auxiliary heads, further outputs), those alone run in that mode; where
+    they do something else, the layers that feed it are noted.
 
     >>> [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.rand(1, 3, 8, 8)).ops]
     ['aten.convolution', 'aten.relu']
@@ -40,19 +43,42 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
                 f"the example inputs hold a {type(held).__name__}, which is not looked into for tensors; let the "
                 "model take tensors, or tuples, lists and dicts of them"
             )
-    found = record_in(model, example_inputs, ())
-    holders = _left_out(model, found)
-    if holders:
-        try:
-            again = record_in(model, example_inputs, holders)
-        except TraceError:
-            return found
-        more = _added(again.ops, found.ops)
-        if set(found.states) < set(again.states) and more is not None:
-            again.added = frozenset(op.position for op in more)
-            return again
-        found.otherwise = _feeding(again, found)
+    found = _in_both_modes(model, example_inputs)
+    if found.keeps:
+        with suppress(TraceError):
+            really = not found.on_meta
+            found.first = record_in(model, example_inputs, found.training, really=really, cold=True)
     return found
+
+
+def _in_both_modes(model: nn.Module, example_inputs: Any) -> Trace:
+    found = record_in(model, example_inputs, ())
+    pair = _in_training(model, example_inputs, found)
+    if pair is None:
+        return found
+    again, alike = pair
+    new = difference(again, alike)
+    if new.extends and (new.ops or new.outputs):
+        again.added, again.other = new.more, found
+        return again
+    found.otherwise = feeding(again, alike, new)
+    if not new.by_chance:
+        found.other, again.apart, again.drawn = again, frozenset(op.position for op in new.ops), new.drawn
+    return found
+
+
+def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[Trace, Trace] | None:
+    """What it does with those modules in training mode that ask for their mode, or leave something out without it;
+    and what it does otherwise, recorded alike."""
+    left_out = _left_out(model, found)
+    asking = [path for path, module in model.named_modules() if asks_for_its_mode(module)]
+    for training in (tuple(dict.fromkeys((*left_out, *asking))), left_out):
+        with suppress(TraceError):  # a norm may want more than one image then, or the model its targets
+            if training:
+                again = record_in(model, example_inputs, training)
+                alike = again.on_meta == found.on_meta
+                return again, found if alike else record_in(model, example_inputs, (), really=True)
+    return None
 
 
 def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
@@ -69,49 +95,19 @@ def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
     return tuple(holders)
 
 
-def _feeding(again: Trace, found: Trace) -> dict[str, str]:
-    """The layers whose channels reach, in training mode, what evaluation mode leaves out; with its line."""
-    makers = {value: op for op in again.ops for value in op.outputs}
-    feeding: dict[str, str] = {}
-    for op in again.ops:
-        if all(value.kind != "state" or value.name in found.states for value in op.inputs):
-            continue
-        todo, seen = list(op.inputs), set(op.inputs)
-        while todo:
-            maker = makers.get(todo.pop())
-            if maker is None:
-                continue
-            layer = owner(maker) if maker.name in LAYERS else None
-            if layer is not None:
-                feeding.setdefault(layer, op.where)
-            if layer is None or (maker.name == "aten.convolution" and maker.args[8] > 1):
-                todo += (fresh := [v for v in maker.inputs if v not in seen])
-                seen.update(fresh)
-    return feeding
+def record_in(
+    model: nn.Module, example_inputs: Any, training: tuple[str, ...], *, really: bool = False, cold: bool = False
+) -> Trace:
+    """`record` with the given modules in training mode, all others in evaluation mode.
 
-
-def _added(longer: list[Op], shorter: list[Op]) -> list[Op] | None:
-    """What one recording has more than the other; None if it is not the other with operators added."""
-    rest, more = iter(longer), []
-    for op in shorter:
-        for other in rest:
-            if (op.name, op.where) == (other.name, other.where):
-                break
-            more.append(other)
-        else:
-            return None
-    return [*more, *rest]
-
-
-def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) -> Trace:
-    """`record` with the given modules in training mode, and all others in evaluation mode."""
-    try:
-        inputs = map_tensors(example_inputs, lambda t: t.to("meta"))
-        return _record_copy(model, meta_copy(model), inputs, True, training)
-    except Exception:
+    `really`: with numbers; `cold`: without a call before it.
+    """
+    with suppress(Exception):
         # Not every model can run without numbers (control flow on values, constants made on the CPU); if it
         # cannot run with them either, that second failure is the one worth showing.
-        pass
+        if not really:
+            inputs = map_tensors(example_inputs, lambda t: t.to("meta"))
+            return _record_copy(model, meta_copy(model), inputs, True, training, cold)
     try:
         twin = real_copy(model)
     except Exception as error:
@@ -120,7 +116,7 @@ def record_in(model: nn.Module, example_inputs: Any, training: tuple[str, ...]) 
         ) from error
     try:
         inputs = map_tensors(example_inputs, Tensor.clone)
-        found = _record_copy(model, twin, inputs, False, training)
+        found = _record_copy(model, twin, inputs, False, training, cold)
         if found.strangers:
             _check_strangers(model, example_inputs, found)
         if found.literals:
@@ -141,7 +137,7 @@ def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
     inputs = map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else t.clone())
     twin = meta_copy(model) if on_meta else real_copy(model)
     try:
-        return _record_copy(model, twin, inputs, on_meta, earlier.training).ops
+        return _record_copy(model, twin, inputs, on_meta, earlier.training, earlier.cold).ops
     except Exception as error:
         found: list[Op] = getattr(error, "recorded_ops", [])
         return found
@@ -152,7 +148,7 @@ def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
     again = _record_copy(model, real_copy(model), noise, False, found.training)
     for (line, one), (_, other) in zip(found.literals, again.literals, strict=False):
-        if not torch.equal(one, other):
+        if not same_numbers(one, other):
             raise TraceError(not_from_torch(line))
 
 
@@ -167,14 +163,29 @@ def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> Non
             raise TraceError(not_from_torch(line))
 
 
-def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, training: tuple[str, ...]) -> Trace:
+def _record_copy(
+    model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, training: tuple[str, ...], cold: bool = False
+) -> Trace:
     without_attached(twin).eval()
+    modules = dict(twin.named_modules())
     for path in training:
-        twin.get_submodule(path).training = True
+        module = modules.get(path)
+        while module is not None:  # of a network that was cut it may be between remaps
+            module.training = True
+            module = module.module if isinstance(module, Adapted) else None
+    before = list(held_tensors(twin))
+    if not cold:
+        # What a forward keeps of its first call (positions, anchors), it finds from the second on, as in training.
+        with suppress(Exception), torch.no_grad(), _same_chance(twin):
+            call(twin, map_tensors(inputs, Tensor.clone))
+    known = set(map(id, before))
+    keeps = any(id(tensor) not in known for tensor in held_tensors(twin))
     recorder = Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
-        with torch.no_grad(), _same_chance(), recorder.watching(twin), recorder:
+        with torch.no_grad(), _same_chance(twin), recorder.watching(twin), recorder:
+            began = _drawn_so_far()
             result = call(twin, inputs)
+            lucky = _drawn_so_far() != began
     except Exception as error:
         error.recorded_ops = recorder.ops  # type: ignore[attr-defined]
         raise
@@ -187,16 +198,27 @@ def _record_copy(model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, 
     found = Trace(
         recorder.ops, recorder.input_values, outputs, calls, states, literals, strangers, training, on_meta
     )
+    found.keeps, found.cold, found.lucky = keeps, cold, lucky
     found.unused = sum(tensor.numel() for name, tensor in model.named_parameters() if name not in states)
     return found
 
 
+def _drawn_so_far() -> tuple[object, ...]:
+    """Where Python's and NumPy's random numbers are."""
+    drawn = np.random.get_state(legacy=False)
+    return random.getstate(), repr(drawn)
+
+
 @contextmanager
-def _same_chance() -> Iterator[None]:
-    """While entered, Python's random numbers are those of every other recording."""
-    before = random.getstate()
-    random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(before)
+def _same_chance(twin: nn.Module) -> Iterator[None]:
+    """While entered, random numbers are those of every other recording; those of the user stay what they are."""
+    before, drawn = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(drawn)

@@ -6,6 +6,7 @@ first that does not fit any more.  A model that was cast since is the same one: 
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import PruningError
 from ..inputs import map_tensors
 from .channels import ChannelGraph
+from .trace import ops_again
 
 
 def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
@@ -58,6 +60,28 @@ def inputs_now(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> An
     # Where only a part of the model was cast, what runs first decides: that is what the inputs meet.
     types = {then.dtype: now.dtype for then, now in reversed(traced) if then.is_floating_point()}
     return map_tensors(example_inputs, lambda t: t.to(types.get(t.dtype, t.dtype)))
+
+
+def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
+    """Refuse a model that runs other operators than when it was traced, as one that got a hook since.
+
+    >>> import torch
+    >>> from .build import trace
+    >>> net, images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 5, 5)
+    >>> graph = trace(net, images)
+    >>> hook = net[0].register_forward_hook(lambda module, given, found: found.exp())
+    >>> check_runs_as_traced(net, images, graph)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    sbf_pruner.errors.PruningError: the model runs aten.exp at ..., which it did not when it was traced; ...
+    """
+    for then, now in zip_longest(graph.trace.ops, ops_again(model, example_inputs, graph.trace)):
+        if then is None or now is None or then.name != now.name:
+            does = "ends before" if now is None else "runs"
+            op = now or then
+            raise PruningError(
+                f"the model {does} {op.name} at {op.where}, which it did not when it was traced; take off what was "
+                "added since (a hook?), or make the pruner anew"
+            )
 
 
 def _size(shape: tuple[int, ...]) -> str:

@@ -32,6 +32,7 @@ class Contract(Node):
     out_axis: int = field(kw_only=True)  # of the stored weight
     in_axis: int = field(kw_only=True)
     groups: int = field(default=1, kw_only=True)
+    unit: int = field(default=1, kw_only=True)  # filters that the norm behind it looks at together
     revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
     idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
     layer: str = field(default="", kw_only=True)  # what the graph calls the layer that runs here
@@ -77,9 +78,13 @@ class Contract(Node):
         return np.repeat(rows.any(1), count // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
-        """Which filters have not lost their input (what had none from the start is the user's own constant)."""
+        """Which filters are not gone with their input (what had none from the start is the user's own constant).
+
+        One without input is its bias, which those see that share the statistics of a norm with it.
+        """
         live = self.live(flow)
-        return live if self.idle is None else live | self.idle
+        fed = live if self.idle is None else live | self.idle
+        return fed if self.bias is None else whole_groups(fed, self.unit)
 
     def push(self, flow: Flow) -> None:
         alive = self.live(flow) if self.bias is None else self.fed(flow)

@@ -20,7 +20,7 @@ import numpy as np
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer
 from .masks import Flow, Mask, along, shrink, whole_groups
-from .nodes import Elementwise, Node
+from .nodes import Elementwise, Halves, Node
 from .records import Value
 from .weighted import Contract, Norm
 
@@ -125,7 +125,7 @@ class Appraiser:
         for place in {self.maker[value] for value in died}:
             # Elsewhere a channel is dead behind a node because it was dead before it: nobody asks for it.
             node = self.graph.nodes[place]
-            product = isinstance(node, Elementwise) and node.zero != "any"
+            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.zero != "any")
             if product or (isinstance(node, Boundary) and node.layer):
                 heappush(todo, -place)
         for place in _in_order(todo):

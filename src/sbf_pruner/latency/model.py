@@ -21,6 +21,7 @@ import numpy as np
 
 from ..budget.aim import Clock
 from ..errors import PruningError
+from ..figures import counted
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import Laid, lay_out
@@ -44,7 +45,7 @@ class Conditions:
 
     def told(self) -> str:
         """In words."""
-        return f"{self.runtime}, batch {self.batch}, {self.threads} threads"
+        return f"{self.runtime}, batch {self.batch}, {counted(self.threads, 'thread')}"
 
 
 class LatencyModel:

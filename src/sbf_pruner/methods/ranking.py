@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PruningError
+from ..attached import without_attached
+from ..errors import PruningError, nearest
+from ..inputs import real_copy
+from ..pruner import Pruner
 from . import METHODS
 from .subject import Batch, Scores, Subject
 
@@ -60,6 +63,33 @@ def ranked(name: str, subject: Subject) -> Scores:
                 "outputs still are, or choose another method"
             )
     return scores if METHODS[name].across else {layer: _places(values) for layer, values in scores.items()}
+
+
+def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int = 0) -> None:
+    """Let a method judge the filters of a model in a loop of your own, and set its gates within the budget.
+
+    `batches` are pairs of inputs and labels, as a loader gives them, where the model is; methods that judge by
+    weights alone need none.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from ..budget.targets import Budget
+    >>> head = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), *head)
+    >>> pruner = Pruner(net, torch.rand(1, 1, 8, 8), budget=Budget(macs=0.5))
+    >>> rank_by(pruner, "taylor", [(torch.rand(16, 1, 8, 8), torch.arange(16) % 2)])
+    >>> pruner.plan().widths()
+    {'0': 2}
+    """
+    known = [method for method in METHODS if not METHODS[method].learned]
+    if name not in known:
+        raise PruningError(f"no method that ranks filters is called {name!r}; {nearest(name, known)}")
+    images = METHODS[name].images
+    seen = shown(batches, images)
+    if images and not seen:
+        raise PruningError(f"method {name} looks at images; give batches of inputs and labels")
+    network = without_attached(real_copy(pruner.model)).eval().requires_grad_(False)
+    pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.aim)))
 
 
 def rehearse(name: str, subject: Subject) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import RunError
 from ..files import write_text
+from ..writable import why_not_writable
 from .comparison import comparison_page
 from .data import read_run
 from .page import run_page
@@ -20,6 +22,8 @@ def write_report(folders: Sequence[str | Path], to: str | Path | None = None) ->
     """Draw one run, into its own folder, or several beside each other; `to` names another file."""
     runs = [read_run(folder) for folder in folders]
     target = Path(to) if to is not None else runs[0].folder / NAME if len(runs) == 1 else Path(COMPARISON)
+    if (reason := why_not_writable(target)) is not None:
+        raise RunError(f"{target} cannot be written, because {reason}; name another file (--to)")
     write_text(target, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     return target
 

@@ -44,12 +44,13 @@ class Figure:
 
     key: str
     title: str
-    caption: str = ""  # HTML
+    caption: str = ""  # HTML of one paragraph
     picture: str = ""  # HTML or SVG, with an element of class "hit" and data-row for each row of the table
     table: Table | None = None
     legend: Sequence[tuple[str, str]] = field(default=())  # class of the sign, words
     missing: str = ""  # why there is no picture
     wide: bool = False  # it takes the whole width of the page
+    text: str = ""  # HTML of whole paragraphs and lists
 
     def html(self) -> str:
         """What stands inside the figure's section."""
@@ -58,6 +59,8 @@ class Figure:
             return f'{parts[0]}<p class="missing">{escape(self.missing)}</p>'
         if self.caption:
             parts.append(f"<p class=caption>{self.caption}</p>")
+        if self.text:
+            parts.append(f"<div class=caption>{self.text}</div>")
         if self.legend:
             signs = "".join(f'<li><i class="{sign}"></i>{escape(words)}</li>' for sign, words in self.legend)
             parts.append(f"<ul class=legend>{signs}</ul>")

@@ -124,8 +124,10 @@ def _recipe(path: Path) -> Record:
         known = known and "name" in recipe["model"] and "name" in recipe["data"]
     except FileNotFoundError:
         raise RunError(f"{path} holds no run (no recipe.toml); name a folder that sbf run wrote") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{path / 'recipe.toml'} cannot be read ({error}); put back the run's own") from error
+    except (KeyError, TypeError):
+        known = False
     if not known:
         raise RunError(f"{path / 'recipe.toml'} is not the recipe of a run; put back the run's own")
     return recipe

@@ -24,7 +24,7 @@ def skipped(run: Run) -> Figure:
     missing = [why for part, why in run.missing.items() if part != "network"]
     if missing:
         body += f"<h3>Not in this report</h3><ul>{''.join(f'<li>{escape(why)}</li>' for why in missing)}</ul>"
-    return Figure("skipped", "Left alone", body)
+    return Figure("skipped", "Left alone", text=body)
 
 
 def environment(run: Run) -> Figure:
@@ -38,7 +38,7 @@ def environment(run: Run) -> Figure:
         for key, value in run.environment.items()
         if value is not None
     )
-    return Figure("environment", "Environment", f"<dl class=pairs>{rows}</dl>")
+    return Figure("environment", "Environment", text=f"<dl class=pairs>{rows}</dl>")
 
 
 def recipe(run: Run) -> Figure:
@@ -46,7 +46,7 @@ def recipe(run: Run) -> Figure:
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}
     parts = [_section("", plain)]
     parts += [_section(key, value) for key, value in run.recipe.items() if isinstance(value, Mapping)]
-    return Figure("recipe", "Recipe", f"<div class=sections>{''.join(parts)}</div>", wide=True)
+    return Figure("recipe", "Recipe", text=f"<div class=sections>{''.join(parts)}</div>", wide=True)
 
 
 def _section(name: str, values: Mapping[str, Any]) -> str:

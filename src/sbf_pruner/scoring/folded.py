@@ -29,7 +29,8 @@ class Folded:
         vector = gates.soft.detach() if soft else gates.hard
         spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
         self._gates = [vector[span] for span in spans]
-        self._places = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(vector.device)
+        places = [place for span in spans for place in range(span.start, span.stop)]
+        self._places = torch.tensor(places, dtype=torch.int64, device=vector.device)
         self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
         self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
 
@@ -55,10 +56,11 @@ class Folded:
     @torch.no_grad()
     def refresh(self) -> None:
         """Gate the parameters anew."""
-        torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
+        if self.leaves:  # there are none where a network has no norms
+            torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
     def weight_gradients(self) -> None:
-        """Carry the leaves' gradients back to the parameters; a closed gate lets none through."""
+        """Carry the leaves' gradients back to the parameters; a closed gate lets nothing through."""
         self._to_weights(self._taken_gradients())
 
     def score_gradients(self) -> Tensor:
@@ -72,23 +74,29 @@ class Folded:
         return self._to_scores(taken)
 
     @torch.no_grad()
-    def _to_weights(self, taken: list[Tensor]) -> None:
-        for parameter, gradient in zip(self.parameters, _products(taken, self._gates), strict=True):
-            parameter.grad = gradient
+    def _to_weights(self, taken: list[Tensor | None]) -> None:
+        reached = [number for number, gradient in enumerate(taken) if gradient is not None]
+        gradients = _products([g for g in taken if g is not None], [self._gates[number] for number in reached])
+        for number, gradient in zip(reached, gradients, strict=True):
+            self.parameters[number].grad = gradient
 
     @torch.no_grad()
-    def _to_scores(self, taken: list[Tensor]) -> Tensor:
-        found = torch.cat(_products(taken, self.parameters))
-        return torch.zeros_like(self.gates.soft).index_add_(0, self._places, found.to(self.gates.soft.dtype))
+    def _to_scores(self, taken: list[Tensor | None]) -> Tensor:
+        gradients = torch.zeros_like(self.gates.soft)
+        if not taken:
+            return gradients
+        pairs = zip(self.leaves, taken, strict=True)
+        whole = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        found = torch.cat(_products(whole, self.parameters))
+        return gradients.index_add_(0, self._places, found.to(gradients.dtype))
 
-    def _taken_gradients(self) -> list[Tensor]:
-        taken: list[Tensor] = []
+    def _taken_gradients(self) -> list[Tensor | None]:
+        """Of each leaf its gradient; none of one that the loss does not depend on."""
+        taken = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
-            assert leaf.grad is not None
-            taken.append(leaf.grad)
             leaf.grad = None
         return taken
 
 
 def _products(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_mul(first, second))
+    return list(torch._foreach_mul(first, second)) if first else []

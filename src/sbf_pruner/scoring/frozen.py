@@ -1,9 +1,10 @@
 """Models that stand still while scores are trained: their weights, and the running statistics of their norms.
 
-A model enters; until it is thawed, no weight of it wants or has a gradient and no mode makes its norms look at the
-batch.  On CUDA the gradient of a norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last
-network with maps whose channels come first, and every convolution then turns them round again.  What holds: the
-forward is PyTorch's own, bit for bit; the gradients are the same sums; a norm with a forward of its own keeps it.
+A model enters; until it is thawed, no weight of it wants or has a gradient, none is made anew from pass to pass (as
+a spectral norm does in training mode), and no mode makes its norms look at the batch.  On CUDA the gradient of a
+norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last network with maps whose channels
+come first, and every convolution then turns them round again.  What holds: the forward is PyTorch's own, bit for
+bit; the gradients are the same sums; a norm with a forward of its own keeps it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..attached import Attached
 from ..inputs import memory_format
@@ -27,23 +30,36 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
-    modes = {norm: norm.training for norm in held}
-    followed = {norm: mode == model.training for norm, mode in modes.items()}
+    makers = _weight_makers(model)
+    modes = {module: module.training for module in (*held, *makers)}
+    followed = {module: mode == model.training for module, mode in modes.items()}
     for parameter in trained.values():
         parameter.requires_grad_(False).grad = None
     undo = [freeze(norm) for norm in held]
+    # First of all hooks: one of the others may be what makes the weight.
+    undo += [module.register_forward_pre_hook(Held().hold, prepend=True).remove for module in makers]
 
     def thaw() -> None:
         # By name as well: weights that were put in the places of others, frozen as those were, are trained too.
         for name, parameter in (*trained.items(), *model.named_parameters()):
             if name in trained:
                 parameter.requires_grad_(True)
-        for thaw_norm in undo:
-            thaw_norm()
-        for norm, mode in modes.items():  # the mode of the model may have been changed meanwhile
-            norm.training = model.training if followed[norm] else mode
+        for let_go in undo:
+            let_go()
+        for module, mode in modes.items():  # the mode of the model may have been changed meanwhile
+            module.training = model.training if followed[module] else mode
 
     return thaw
+
+
+def _weight_makers(model: nn.Module) -> list[nn.Module]:
+    """The modules that compute weights, which may do so differently in training mode."""
+    found = {
+        inner: None for module in model.modules() if isinstance(module, ParametrizationList)
+        for inner in module.modules()
+    }  # fmt: skip
+    hooked = [m for m in model.modules() if any(isinstance(h, SpectralNorm) for h in m._forward_pre_hooks.values())]
+    return [*found, *hooked]
 
 
 def freeze(norm: _NormBase) -> Callable[[], None]:
@@ -67,15 +83,19 @@ def _is_plain(norm: _NormBase) -> bool:
     return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
 
-class FrozenNorm(Attached):
+class Held(Attached):
+    """What is put on a module that is to stand still: a hook."""
+
+    def hold(self, module: nn.Module, args: Any) -> None:
+        """Let nothing put the module into training mode."""
+        module.training = False
+
+
+class FrozenNorm(Held):
     """What is put on one norm: a hook, and a forward where the norm has PyTorch's own."""
 
     def __init__(self, norm: _NormBase) -> None:
         self.norm = norm
-
-    def hold(self, module: nn.Module, args: Any) -> None:
-        """Let nothing put the norm into training mode."""
-        module.training = False
 
     def forward(self, input: Tensor) -> Tensor:
         """What the norm's own forward computes, which a compiler is shown as it is."""

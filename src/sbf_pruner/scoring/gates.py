@@ -53,7 +53,9 @@ class Gates:
         for number, site in enumerate(sites):
             span, module, hard = spans.get(site.layer), self._gated[site.module], self._hard_spans[number]
             pairs = [Pair(module, name, span, hard) for name in site.parameters]
-            dim = site.dim - len(site.edges[0].out.shape)  # from the end: a batch may be left out
+            ranks = {len(edge.out.shape) for edge in site.edges}
+            # From the end, because a batch may be left out, unless calls have maps of several ranks.
+            dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
             fold = Fold(self, number, span, dim, pairs)
             self.pairs += pairs
             if pairs:
@@ -108,13 +110,13 @@ class Fold(Attached):
     def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> Any:
         replica = _is_replica(module)
         gated = None if replica else self.gates.products(self.pairs)
         if gated is None:
             gate = self.gates.read(self.number, self.span)
             if gate is None:
-                return
+                return None
             held = [getattr(module, pair.name) if replica else pair.held for pair in self.pairs]
             gated = [tensor * gate.to(tensor) for tensor in held]
             if replica:  # which has its tensors where the gated ones go
@@ -122,6 +124,7 @@ class Fold(Attached):
         # An instance attribute goes before a registered parameter when the module looks it up, so the forward
         # reads the gated pair while the parameters stay where and what they are.
         module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
+        return _safe_inputs(module, args)
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if _is_replica(module):
@@ -137,6 +140,18 @@ class Fold(Attached):
         shape = [1] * result.dim()
         shape[self.dim] = -1
         return result * gate.to(result).view(shape)
+
+
+def _safe_inputs(module: nn.Module, args: Any) -> Any:
+    """Other inputs where torch would crash on these; None where all is well.
+
+    On the CPU its gradient of a group norm's scale ends the process where the map has its channels last and needs
+    no gradient itself, as before the first layer that is scored.
+    """
+    if not isinstance(module, nn.GroupNorm) or not args or not isinstance(args[0], Tensor):
+        return None
+    maps = args[0]
+    return None if maps.is_cuda or maps.requires_grad or maps.is_contiguous() else (maps.contiguous(), *args[1:])
 
 
 def _is_replica(module: nn.Module) -> bool:

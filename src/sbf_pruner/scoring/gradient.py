@@ -15,6 +15,8 @@ from torch import Tensor
 from ..errors import PruningError
 from ..team import Team
 
+_STILL = 0.1  # scores begin at 1; as long as all are this near to it, they tell little of which filter matters
+
 _log = logging.getLogger("sbf_pruner")
 
 
@@ -41,6 +43,16 @@ class Gradient:
             self.lost += broken
         self.scores.grad, self.taken = None, True
         return found
+
+    def tell_if_still(self, scores: Tensor) -> None:
+        """Say that a budget was met by scores that have hardly moved, if steps were made and they have not."""
+        furthest = float((scores.detach() - 1).abs().max())
+        if self.taken and furthest < _STILL:
+            _log.warning(
+                "the budget is met, but no score has moved further than %.2g from 1, so they tell little of which "
+                "filters matter; give a speed (how far a logit moves in a step), about 3 / all score steps to come",
+                furthest,
+            )
 
     def tell(self) -> None:
         """Say how many steps were lost in a phase that ends, or that there was none."""

@@ -1,6 +1,7 @@
-"""Does the saved state of a pruner fit the one that is to go on from it?
+"""Does a saved state fit the pruner, and the device, that is to go on from it?
 
-A state, and the layers that can be pruned, enter; what does not fit is refused before anything is loaded.
+A state, and the layers that can be pruned, enter; what does not fit is refused before anything is loaded, and what
+belongs to the device it was saved on is left behind.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..errors import PruningError
+
+_OF_DEVICE = ("capturable", "fused", "foreach")  # how an optimiser steps, where it is
 
 
 def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks: bool) -> None:
@@ -29,3 +34,10 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
         )
     if (state.get("blocks") is not None) != blocks:
         raise PruningError(f"the state was saved with blocks={not blocks}; make the pruner so, too")
+
+
+def for_this_device(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A saved optimiser's state, to go on as `optimizer` runs here: a GPU wants other steps than a CPU can do."""
+    here = [{flag: group[flag] for flag in _OF_DEVICE if flag in group} for group in optimizer.param_groups]
+    groups = [{**saved, **own} for saved, own in zip(state["param_groups"], here, strict=True)]
+    return {**state, "param_groups": groups}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..budget.targets import is_missed
-from ..figures import rounded, some
+from ..figures import counted, rounded, some
 from ..methods import OWN, told
 from .tables import boxed, change, percent, share, table
 
@@ -161,7 +161,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
             where, dense = f"{record['runtime']}, batch {record['batch']}", record["form"]["dense"]
             listed = "; ".join(f"{name} {ms:.3g}" for name, ms in tried)
             lines.append(f"forms tried on {where} (ms): {listed} (dense as: {dense})")
-    lines.append(f"{machine['cpu']}, {result['settings']['threads']} threads, torch {machine['torch']}")
+    lines.append(f"{machine['cpu']}, {counted(result['settings']['threads'], 'thread')}, torch {machine['torch']}")
     if result["not_rewritten"]:
         lines.append(
             f"both networks were timed as they are, without a form for a runtime: {result['not_rewritten']}"
@@ -235,7 +235,9 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
 
 def _clocked(clock: Mapping[str, Any]) -> str:
     """Whose time it is, and how far it can be trusted."""
-    said = f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {clock['threads']} threads"
+    said = (
+        f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {counted(clock['threads'], 'thread')}"
+    )
     if (cpu := clock["machine"].get("cpu")) is not None:
         said += f", {cpu}"
     if clock["mean_error"] is not None:

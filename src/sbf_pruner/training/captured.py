@@ -15,15 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..pruner import Pruner
 from ..scoring.folded import Folded
 from ..team import Team
 from .average import Average
+from .compiled import compiled
 from .convolutions import TunableConvolutions
 from .counters import Counters
 from .data import Batches
 from .engine import Engine, Tally
+from .machine import Machine
 from .replay import Changed, Evaluation, Step, Work
 from .teacher import Teacher
 
@@ -45,10 +48,10 @@ class CapturedEngine(Engine):
         pruner: Pruner | None = None,
         team: Team | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        order: torch.memory_format = torch.channels_last,
     ) -> None:
-        super().__init__(network, device, pruner, team)
-        self._fast = self.device.type == "cuda"
-        self._dtype = dtype if self._fast else torch.float32
+        self._fast = torch.device(device).type == "cuda"
+        super().__init__(network, device, pruner, team, dtype if self._fast else torch.float32, order)
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = Counters(self.network)
@@ -56,8 +59,9 @@ class CapturedEngine(Engine):
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
-            self._loss = torch.compile(self._plain_loss, options=OPTIONS)
-            self._tunable = TunableConvolutions(self.network, dtype)
+            self._loss = compiled(self._plain_loss, options=OPTIONS)
+            if order == torch.channels_last:  # which is how they lay out what they compute
+                self._tunable = TunableConvolutions(self.network, dtype)
         self._steps: dict[Any, Step] = {}
         self._evaluations: dict[Batches, Evaluation] = {}
         self._evaluated_with: tuple[str, bool] | None = None
@@ -83,7 +87,8 @@ class CapturedEngine(Engine):
                 optimizers.append(scored.optimizer)
                 more += _score_tensors(scored)
             changed = Changed(self.network, optimizers, more)
-            self._keep_only(optimizer, Step(batches, work, changed, rate, self._inside(folded), self.team))
+            self._steps.clear()  # an old graph would hold on to its memory while the new one is captured
+            self._steps[optimizer] = Step(batches, work, changed, rate, self._inside(folded), self.team)
         tally = self._steps[optimizer].epoch(epoch, rates, self.after_step)
         self._agree(average)
         return tally
@@ -97,12 +102,14 @@ class CapturedEngine(Engine):
             assert folded is not None
             changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
-            self._keep_only(optimizer, Step(batches, work, changed, None, self._inside(folded), self.team))
+            self._steps.clear()
+            self._steps[optimizer] = Step(batches, work, changed, None, self._inside(folded), self.team)
         return self._steps[optimizer].epoch(epoch, after_step=self.after_step)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:
-        if batches.augment is not None:  # training images, in their shuffled order
+        # Training images have an order of their own, and where norms look at the batch it must not be filled up.
+        if batches.augment is not None or _looks_at_batches(self.network):
             return super().evaluate(batches)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
@@ -111,9 +118,6 @@ class CapturedEngine(Engine):
         if batches not in self._evaluations:
             self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
         return self._evaluations[batches].run()
-
-    def _keep_only(self, key: Any, step: Step) -> None:
-        self._steps = {key: step}  # one optimiser at a time: an old graph would hold on to its memory
 
     def _folded(self) -> Folded | None:
         return None if self.pruner is None else Folded(self.network, self.pruner.gates)
@@ -125,11 +129,14 @@ class CapturedEngine(Engine):
         """What a teacher makes of a loss; it is compiled apart, so that the student's own graph stays as it is."""
         if teacher is None:
             return lambda images, loss, outputs: loss
-        answers: Callable[[Tensor], Tensor] = teacher.answers
         mixed: Callable[[Tensor, Tensor, Tensor], Tensor] = teacher.mixed
+
+        def answers(images: Tensor) -> Tensor:
+            return self._answers(teacher, images)
+
         if self._fast:
-            answers = torch.compile(lambda images: _answers(teacher, images, self._dtype), options=OPTIONS)
-            mixed = torch.compile(teacher.mixed)
+            answers = compiled(answers, options=OPTIONS)
+            mixed = compiled(mixed)
         return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
 
     def _weight_work(
@@ -174,6 +181,7 @@ class CapturedEngine(Engine):
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             folded.refresh()
             loss, outputs = self._loss(images, labels, 0.0)
+            self._counters.count()
             loss = taught(images, loss, outputs)
             penalty = pruner.penalty()
             (loss + penalty).backward()
@@ -191,12 +199,6 @@ class CapturedEngine(Engine):
     def _judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self._forward(images)
         return F.cross_entropy(outputs, labels, reduction="none"), outputs
-
-    def _forward(self, images: Tensor) -> Tensor:
-        lower = self._dtype != torch.float32
-        with torch.autocast(self.device.type, self._dtype, enabled=lower):
-            outputs = super()._forward(images.to(self._dtype) if lower else images)
-        return outputs.float() if lower else outputs
 
 
 class _Dressed:
@@ -221,14 +223,14 @@ def _score_tensors(pruner: Pruner) -> list[Tensor]:
     return [*pruner.score_parameters, pruner.gates.soft, pruner.values, pruner.gradient.lost]
 
 
-def _answers(teacher: Teacher, images: Tensor, dtype: torch.dtype) -> Tensor:
-    """The teacher's answers, computed as the student's are."""
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-        return teacher.answers(images.to(dtype))
+def _looks_at_batches(network: nn.Module) -> bool:
+    """Is there a batch norm without statistics of its own?"""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in network.modules())
 
 
 def make_engine(
-    network: nn.Module, device: torch.device, pruner: Pruner | None = None, team: Team | None = None
+    network: nn.Module, machine: Machine, pruner: Pruner | None = None, team: Team | None = None
 ) -> Engine:
-    """The engine that suits a device."""
-    return (CapturedEngine if device.type == "cuda" else Engine)(network, device, pruner, team)
+    """The engine that a machine asks for."""
+    kind = CapturedEngine if machine.captured else Engine
+    return kind(network, machine.device, pruner, team, machine.dtype, machine.order)

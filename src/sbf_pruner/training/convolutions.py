@@ -120,6 +120,7 @@ class _Convolution(torch.autograd.Function):
 def _suits(module: nn.Conv2d) -> bool:
     return (
         "forward" not in module.__dict__
+        and "weight" in module._parameters  # and not made anew by a hook, as the old weight norm does
         and module.stride == module.dilation == (1, 1)
         and module.groups == 1
         and module.bias is None

@@ -17,7 +17,7 @@ from ..errors import RunError
 from ..files import flat
 from .checkpoint import load_checkpoint
 from .folder import DENSE, RunFolder
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe
 from .schedule import total_epochs
 
 DECIDES = ("seed", "model.", "data.", "warmup.", "phases.warmup")  # settings that the dense stage follows from
@@ -50,7 +50,7 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     source = RunFolder(Path(path))
     if not source.begun:
         raise RunError(f"there is no run in {path} to take the dense stage from; name the folder of a run")
-    theirs, ours = (flat(each.to_dict()) for each in (load_recipe(source.recipe), recipe))
+    theirs, ours = (flat(each.to_dict()) for each in (source.read_recipe(), recipe))
     for key in (key for key in [*ours, *theirs] if key.startswith(DECIDES)):
         if theirs.get(key) != ours.get(key):
             raise RunError(
@@ -61,10 +61,15 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     if not epochs:
         raise RunError("the recipe has no dense stage to take over (phases.warmup = 0); leave out --dense-from")
     records = source.read_metrics()[:epochs]
-    if len(records) < epochs or not (source.checkpoints / DENSE).is_file():
+    if not (source.checkpoints / DENSE).is_file():
         raise RunError(
-            f"the run in {path} has no checkpoints/{DENSE}: it is not past its warm-up, or an older version made "
-            "it; wait for it, or leave out --dense-from"
+            f"the run in {path} has no checkpoints/{DENSE}: it is not past its warm-up, or the file was not copied "
+            "along; wait for it, or leave out --dense-from"
+        )
+    if len(records) < epochs:
+        raise RunError(
+            f"{source.metrics} tells of {len(records)} of the {epochs} epochs of the warm-up; put the file back, "
+            "or leave out --dense-from"
         )
     total = total_epochs(recipe)
     weights = load_checkpoint(source.checkpoints, DENSE, "take over another run's, or leave out --dense-from")

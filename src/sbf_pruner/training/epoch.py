@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..phases import Phase
+from .checkpoint import NAME
 from .engine import Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
@@ -106,8 +107,11 @@ class Epochs:
             key, rate = f"{section}.lr", getattr(self._recipe, section).lr
         raise RunError(
             f"{broken} no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
-            f"{key} (it is {rate:g}) and start over with --force; the last good checkpoint is kept in {self._kept}"
+            f"{key} (it is {rate:g}) and start over with --force{self._kept_so_far()}"
         )
+
+    def _kept_so_far(self) -> str:
+        return f"; the last good checkpoint is kept in {self._kept}" if (self._kept / NAME).is_file() else ""
 
 
 def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:

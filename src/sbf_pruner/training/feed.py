@@ -1,7 +1,7 @@
 """The images of a run in batches: those that each phase trains on, and those that every network is judged by.
 
-Data and a recipe enter; `Batches` on the run's device leave.  What holds: the training images lie there once,
-whatever sizes of batch the phases ask for.
+Data, a recipe and the network they are for enter; `Batches` on the run's device leave.  What holds: the training
+images lie there once, whatever sizes of batch the phases ask for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ..errors import DataError
 from ..phases import Phase
 from .data import Augment, Batches, Data, Split
+from .machine import choose_order
 from .recipe import Recipe
 from .schedule import batch_size, optimizer_config
 
@@ -22,7 +24,7 @@ EVALUATED_AT_ONCE = 256
 class Feed:
     """The training, test and validation images of one run."""
 
-    def __init__(self, recipe: Recipe, data: Data, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, data: Data, device: torch.device, model: nn.Module) -> None:
         self._recipe, self._data, self._device = recipe, data, device
         self._check_sizes()
         self._plain = Augment(recipe.data.crop, recipe.data.flip)
@@ -30,7 +32,10 @@ class Feed:
         self._made = {(self.train.batch_size, self._plain): self.train}
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
-        self.images = next(self.test.epoch(0))[0]
+        images = next(self.test.epoch(0))[0]
+        self.order = choose_order(model, images[:2])
+        """How maps lie in memory, as it suits the network."""
+        self.images = images.contiguous(memory_format=self.order)
         """The first batch of the test images, to trace, prove and time networks on."""
 
     def of(self, phase: Phase) -> Batches:

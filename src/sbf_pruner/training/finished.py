@@ -19,7 +19,7 @@ from ..errors import RunError
 from ..export import load
 from ..models import resolve
 from .folder import RunFolder
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_run(path: str | Path, otherwise: str = "") -> FinishedRun:
         raise RunError(f"there is no run in {path}; name the folder of a finished run{otherwise}")
     if not folder.finished:
         raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
-    recipe = load_recipe(folder.recipe)
+    recipe = folder.read_recipe()
     build = partial(build_dense, recipe)
     summary = folder.read_summary()
     return FinishedRun(folder.path, recipe, summary, build, load(folder.path, build).eval())

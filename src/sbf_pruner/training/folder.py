@@ -10,6 +10,7 @@ named here are, and what `sbf export` wrote into it.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +19,18 @@ from typing import Any
 from ..errors import RecipeError, RunError
 from ..files import append_text, flat, locked, read_lines, write_text
 from ..manifest import remove_export
+from ..writable import why_not_writable
+from .checkpoint import NAME
 from .recipe import Recipe, load_recipe
+from .schedule import phases
 
 INITIAL = "initial.safetensors"
 DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
 SCORED = "scored.safetensors"
+STARTS_OVER = "starting-over.partial"  # while an earlier run is removed: what is missing is not lost then
 EXPORT = "export"  # where `sbf export` writes to, unless it is told
 REMEDY = "put the file back, or start over with --force"
+PUT_BACK = "put back the run's own, or start over with --force"
 
 
 class RunFolder:
@@ -65,6 +71,8 @@ class RunFolder:
             raise RunError("a run either goes on (--resume) or starts over (--force), not both; choose one")
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path} is a file; name a folder for the run")
+        if (reason := why_not_writable(self.path)) is not None:
+            raise RunError(f"{self.path} cannot be written, because {reason}; name another folder (--run)")
         if not self.begun:
             if resume:
                 raise RunError(f"there is no run to resume in {self.path}; leave out --resume (resume=True)")
@@ -73,6 +81,7 @@ class RunFolder:
                 raise RunError(f"{self.path} holds files but no run; name a new folder for the run")
         elif resume:
             self._check_same(recipe)
+            self._check_goes_on(recipe)
         elif not force:
             raise RunError(
                 f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
@@ -98,8 +107,11 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        starts_over = self.path / STARTS_OVER
+        starts_over.touch()
         # First what says that a run is finished, or can go on: killed here, a run has at worst to begin.
-        stale = ["summary.json", *(f"checkpoints/{name}" for name in ("last.safetensors", INITIAL, DENSE, SCORED))]
+        stale = ["summary.json", *(f"checkpoints/{name}" for name in (NAME, INITIAL, DENSE, SCORED))]
         stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["report.html", "bench.json", "latency.json"]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
@@ -107,6 +119,7 @@ class RunFolder:
             path.unlink(missing_ok=True)
         remove_export(self.path / EXPORT)
         write_text(self.recipe, recipe.to_toml())
+        starts_over.unlink()
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records to the metrics, safely on disk before the checkpoint that counts them."""
@@ -152,12 +165,32 @@ class RunFolder:
             raise RunError(f"{self.summary} is damaged; remove it and --resume to write it anew")
         return summary
 
-    def _check_same(self, recipe: Recipe) -> None:
+    def read_recipe(self) -> Recipe:
+        """The recipe of the run in it, which was written whole: what is missing was not left out."""
         try:
-            stored = load_recipe(self.recipe)
-        except RecipeError as error:
-            raise RunError(f"the run's recipe was changed ({error}); start over with --force") from error
-        before, now = flat(stored.to_dict()), flat(recipe.to_dict())
+            recipe = load_recipe(self.recipe)
+            written = flat(tomllib.loads(self.recipe.read_text("utf-8")))
+        except (RecipeError, ValueError) as error:
+            raise RunError(f"{self.recipe} is damaged or was changed ({error}); {PUT_BACK}") from error
+        last = list(flat(recipe.to_dict()))[-1]
+        if last not in written:
+            raise RunError(f"{self.recipe} is cut short ({last} is missing); {PUT_BACK}")
+        return recipe
+
+    def _check_goes_on(self, recipe: Recipe) -> None:
+        """A run that is past its first phase has a checkpoint: without one it would begin again, and lose all."""
+        if self.finished or (self.checkpoints / NAME).is_file() or (self.path / STARTS_OVER).is_file():
+            return
+        records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
+        first = next(iter(phases(recipe)), None)
+        if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
+            raise RunError(
+                f"the run in {self.path} has come to epoch {records}, but there is no checkpoints/{NAME} to go on "
+                "from; put the file back, or start over with --force"
+            )
+
+    def _check_same(self, recipe: Recipe) -> None:
+        before, now = flat(self.read_recipe().to_dict()), flat(recipe.to_dict())
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
                 raise RunError(

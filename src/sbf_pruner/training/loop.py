@@ -6,6 +6,7 @@ torch's settings stay as they were; a run that has come to its end is read, not 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,12 @@ from .checkpoint import NAME
 from .data import Data, load_data
 from .dense_stage import read_dense_stage
 from .folder import RunFolder
+from .machine import choose_machine, cpu_threads, own_arithmetic
 from .recipe import Recipe, load_recipe
 from .run import Report, Run
-from .start import choose_device, cpu_threads, own_arithmetic
 from .together import books, check_shared, join, same_weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,19 @@ def fit(
             small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
         goes_on = resume and (folder.checkpoints / NAME).is_file()
+        if resume and not goes_on:
+            log.info("the run in %s has no checkpoint yet, and begins again", asked.path)
         stage = None
         if dense_from is not None and not goes_on:
             stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
-        device = choose_device(recipe.device)
+        machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
+        device = machine.device
         streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
         with streams, cpu_threads(recipe.threads), own_arithmetic():
             data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None
-            ahead = Run(same_weights(model, team), recipe, data, device, folder, told, goes_on, team)
+            ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team)
             with folder.taken():
                 # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
                 folder.check(recipe, resume=resume, force=force)

@@ -23,6 +23,8 @@ from ..plan import Plan
 from ..pruner import Pruner
 from ..stored import tensors_of
 from .data import Data
+from .feed import Feed
+from .machine import lay_out
 from .padded import Padded
 from .recipe import Recipe
 from .schedule import closing_cycles
@@ -44,18 +46,18 @@ class Networks:
         model: nn.Module,
         recipe: Recipe,
         data: Data,
-        images: Tensor,
+        feed: Feed,
         device: torch.device,
         measured: Path | None = None,
     ) -> None:
-        self.images = images
-        self.dense = real_copy(model).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.images, self.order = feed.images, feed.order
+        self.dense = lay_out(real_copy(model).to(device), self.order)
         if recipe.model.weights:
             load_weights(self.dense, Path(os.path.expanduser(recipe.model.weights)))
-        check_fit(self.dense, images[:2], data)
+        check_fit(self.dense, self.images[:2], data)
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
-        self.pruner, self.timed = attach(self.dense, images, recipe, len(data.train), measured)
+        self.pruner, self.timed = attach(self.dense, self.images, recipe, len(data.train), measured)
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
@@ -69,7 +71,7 @@ class Networks:
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
         self.cut_error: float | None = None
-        self._dense_cost = self._small_cost = measure(self.dense, images[:1])
+        self._dense_cost = self._small_cost = measure(self.dense, self.images[:1])
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
         """The network that a phase trains, and the pruner whose gates stand in it."""
@@ -195,7 +197,7 @@ class Networks:
             self._padded.write_back()
 
     def _extract(self) -> nn.Module:
-        return self.pruner.extract().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return lay_out(self.pruner.extract(), self.order)
 
     def _controlled(self) -> nn.Module:
         if self.control is None:

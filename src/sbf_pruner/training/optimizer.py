@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..scoring.saved import for_this_device
 from .average import Average
 from .sections import OptimizerConfig
 
@@ -84,7 +85,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     stays the one tensor, on the optimiser's own device, that all groups were made with.
     """
     rate = optimizer.param_groups[0]["lr"]
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(for_this_device(state, optimizer))
     for group in optimizer.param_groups:
         group["lr"] = rate
     for parameter, held in optimizer.state.items():

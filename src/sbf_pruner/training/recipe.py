@@ -52,6 +52,22 @@ class Recipe(Section):
         default="auto",
         metadata=about("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
     )
+    engine: str = field(
+        default="auto",
+        metadata=about(
+            "how steps are run: compiled and captured as a CUDA graph, or one by one, for networks that cannot be "
+            "captured; auto: captured on cuda, where there is a compiler for the device",
+            choices=("auto", "captured", "plain"),
+        ),
+    )
+    precision: str = field(
+        default="auto",
+        metadata=about(
+            "what maps are computed in; weights are float32 either way; auto: bfloat16 on a GPU that has it, else "
+            "float32",
+            choices=("auto", "bfloat16", "float32"),
+        ),
+    )
     threads: int = field(
         default=0,
         metadata=about("CPU threads; 0: as torch chooses; with one, equal seeds give equal bits", least=0),
@@ -91,8 +107,19 @@ class Recipe(Section):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Build from a table, in which a method and what it is made of must not contradict each other."""
+        """Build from a table, in which a method and what it is made of must not contradict each other.
+
+        Where a size is asked for and nothing else is said, the penalty follows it, in its units.
+
+        >>> Recipe.load("digits", ["budget.macs=0.5"]).budget.steer, Recipe.load("digits").budget.steer
+        (True, False)
+        """
         made = super().from_dict(table)
+        if made.budget.limits.asked:
+            if "steer" not in table.get("budget", {}):
+                made = replace(made, budget=replace(made.budget, steer=True))
+            if "balance" not in table.get("scores", {}):
+                made = replace(made, scores=replace(made.scores, balance="cost"))
         for key, value in _settings_of(made.method).items():
             section, _, name = key.partition(".")
             given = table.get(section, {}).get(name, value)

@@ -92,7 +92,7 @@ def _energies(
     """Squares of branch and shortcut of every block, summed per channel."""
     listener = _Listener(blocks)
     with evaluating(network), torch.no_grad(), listener:
-        network(images[:MEASURED_ON].contiguous(memory_format=torch.channels_last))
+        network(images[:MEASURED_ON])
     if listener.count != expected:
         raise PruningError(f"the network adds maps {listener.count} times where its graph has {expected} additions")
     return [listener.heard[b.addition] for b in blocks]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import PruningError, RunError
 from ..team import Team
+from .compiled import compiled
 from .data import Batches
 from .engine import AfterStep, Tally, hits
 
@@ -26,7 +28,22 @@ _WARM_UPS = 3
 
 
 def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """One run of `once` as a graph, after a few that warm it up."""
+    """One run of `once` as a graph; what cannot be compiled or captured is said with the way out."""
+    try:
+        return _captured(once, before_each)
+    except (PruningError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # compilers fail in many ways, and a user's forward may wait for the host
+        cause = (str(error).strip() or "no reason given").splitlines()[0]
+        raise RunError(
+            f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
+            "engine=plain, and they run one by one"
+        ) from error
+
+
+def _captured(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """One run of `once` as a graph, after a few that warm it up and leave the random numbers as they were."""
+    random = torch.cuda.get_rng_state()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -38,6 +55,7 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         once()
+    torch.cuda.set_rng_state(random)
     return graph
 
 
@@ -83,7 +101,7 @@ class Step:
         self.batches, self.work, self.rate, self.team = batches, work, rate, team or Team()
         self.inside = inside or nullcontext()
         device, self.steps = batches.device, len(batches)
-        self.take = torch.compile(batches.take) if device.type == "cuda" else batches.take
+        self.take = compiled(batches.take) if device.type == "cuda" else batches.take
         self.drawn = {name: choice.to(device) for name, choice in self._draw(0).items()}
         self.rates = torch.zeros(self.steps, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)

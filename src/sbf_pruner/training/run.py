@@ -7,13 +7,14 @@ the next, so a run killed at any moment and resumed ends, on the CPU, with bit f
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..environment import environment
@@ -34,6 +35,7 @@ from .engine import Engine
 from .epoch import Epochs, judge
 from .feed import Feed
 from .folder import DENSE, INITIAL, SCORED, RunFolder
+from .machine import Machine
 from .networks import Networks
 from .optimizer import Descent
 from .recipe import Recipe
@@ -55,19 +57,20 @@ class Run:
         model: nn.Module,
         recipe: Recipe,
         data: Data,
-        device: torch.device,
+        machine: Machine,
         folder: RunFolder,
         report: Report | None,
         goes_on: bool = False,
         team: Team | None = None,
     ) -> None:
-        self.recipe, self.device, self.folder, self.team = recipe, device, folder, team or Team()
+        self.recipe, self.folder, self.team = recipe, folder, team or Team()
         self.report = report or (lambda record: None)
-        self.told, self.feed = data.told(), Feed(recipe, data, device)
+        device = machine.device
+        self.told, self.feed = data.told(), Feed(recipe, data, device, model)
+        self.machine = replace(machine, order=self.feed.order)
         self.epochs = Epochs(recipe, self.feed, folder.checkpoints, self.team.rank)
-        images = self.feed.images
-        self.networks = Networks(model, recipe, data, images, device, folder.latency if goes_on else None)
-        self.recording = Recording(folder, self.networks, images, device)
+        self.networks = Networks(model, recipe, data, self.feed, device, folder.latency if goes_on else None)
+        self.recording = Recording(folder, self.networks, self.feed.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
         self.given_accuracy: float | None = None  # of the network as it came, where it may have been trained before
@@ -137,6 +140,7 @@ class Run:
         for phase in phases(self.recipe):
             if self.done < phase.end:
                 self._run_phase(phase)
+        self._forget_engines()
         small = self.networks.pruned()
         return small, self.team.from_first(partial(self._leave, small))
 
@@ -291,21 +295,26 @@ class Run:
             **({} if self.dense_from is None else {"dense_from": self.dense_from}),
             **({} if self.team.alone else {"processes": self.team.size}),
             "seconds": round(self._seconds(), 1),
-            "environment": environment(self.device),
+            **self.machine.told(),
+            "environment": environment(self.machine.device),
         }
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
         """Accuracy after the last epoch; none of the validation split where there is no such split."""
-        self.engines = {}
-        test, held_out = judge(make_engine(network, self.device, team=Team()), self.feed)  # the others are waiting
+        test, held_out = judge(make_engine(network, self.machine, team=Team()), self.feed)  # the others are waiting
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
         """One engine per network, from phase to phase: what it has compiled stays valid."""
         key = id(network), pruner is not None
         if key not in self.engines:
-            self.engines = {key: make_engine(network, self.device, pruner, self.team)}
+            self._forget_engines()
+            self.engines[key] = make_engine(network, self.machine, pruner, self.team)
         return self.engines[key]
+
+    def _forget_engines(self) -> None:
+        self.engines.clear()
+        gc.collect()  # an engine refers to itself, and its graphs hold on to memory
 
     def _seconds(self) -> float:
         return self.spent + time.perf_counter() - self.started

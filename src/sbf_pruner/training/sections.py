@@ -162,7 +162,8 @@ class ScoresConfig(Section):
     balance: str = field(
         default="area",
         metadata=about(
-            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits",
+            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits, "
+            "which is the default with one",
             choices=("area", "side", "none", "cost"),
         ),
     )
@@ -238,7 +239,10 @@ class BudgetConfig(Section):
     )
     steer: bool = field(
         default=False,
-        metadata=about("let scores.penalty follow the budget, so that scores and threshold alone come to it"),
+        metadata=about(
+            "let scores.penalty follow the budget, so that scores and threshold alone come to it; a budget is "
+            "followed unless this is set to false"
+        ),
     )
 
     @property
@@ -315,7 +319,7 @@ class DistillConfig(Section):
     )
     fade: bool = field(
         default=False,
-        metadata=about("let alpha fall to 0 over fine-tuning, along a cosine: the last word have the labels"),
+        metadata=about("let alpha fall to 0 over fine-tuning, along a cosine: the labels have the last word"),
     )
     during: str = field(
         default="finetune",

@@ -1,13 +1,11 @@
-"""What a run starts from, checked before anything is written: device, weights, and a network that fits.
+"""What a run starts from, checked before anything is written: weights, and a network that fits the images.
 
-A recipe's words, a model and data enter; a device, a loaded model, or one sentence of what does not fit,
-leave.  Weights are loaded all or not at all.
+A file, a model and data enter; a loaded model, or one sentence of what does not fit, leaves.  Weights are loaded
+all or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, nearest
 from ..inputs import real_copy
-from ..timing import using_threads
 from .data import Data
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device a recipe names; auto is cuda if there is one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise RunError("device: this machine has no cuda device that torch can use; set device=cpu or auto")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
-def cpu_threads(count: int) -> AbstractContextManager[None]:
-    """Let torch use `count` threads on the CPU, or as many as it likes if that is 0; then as before."""
-    return using_threads(count or None)
-
-
-@contextmanager
-def own_arithmetic() -> Iterator[None]:
-    """Put back, in the end, what the engine for CUDA sets for all of torch: how precisely and by which kernels."""
-    tuned, word = torch.backends.cudnn.benchmark, None
-    with suppress(RuntimeError):  # there is no one word for what backends were given each by itself
-        word = torch.get_float32_matmul_precision()
-    backends: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    held = [backend.fp32_precision for backend in backends]
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = tuned
-        if word is not None:
-            torch.set_float32_matmul_precision(word)
-        for backend, precision in zip(backends, held, strict=True):
-            backend.fp32_precision = precision
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -91,8 +56,8 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
     except Exception as error:  # a user's network may fail in any way
         cause = " ".join(str(error).split())
         remedy = f"set model.in_channels = {images.shape[1]}, or data.image_size to what it needs"
-        if "view size is not compatible" in cause:
-            remedy = "maps have their channels last here: write flatten(1), or reshape in the place of that view"
+        if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
+            remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
         raise RunError(
             f"{type(model).__name__} does not run on the images of {data.name}, {shape} "
             f"({type(error).__name__}: {cause}); {remedy}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..files import stored_bytes
@@ -61,7 +60,6 @@ def summarise(
 
 def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters, MACs of one image, bytes of a file and milliseconds of a pass on `images`, of both networks."""
-    images = images.contiguous(memory_format=torch.channels_last)
     first = latency({"dense": dense}, images, pairs=1)["dense"].median / 1e3
     pairs = min(20, max(3, int(TIMED_SECONDS / (2 * first))))
     times = latency({"dense": dense, "pruned": pruned}, images, pairs=pairs)

@@ -28,7 +28,7 @@ class Teacher:
         """
         seen = torch.cat([images, images.flip(-1)]) if self.mirrored else images
         with torch.no_grad():
-            outputs = self.network(seen.contiguous(memory_format=torch.channels_last))
+            outputs = self.network(seen)
         assert isinstance(outputs, Tensor)
         outputs = outputs.float()
         return outputs.unflatten(0, (2, -1)).mean(0) if self.mirrored else outputs

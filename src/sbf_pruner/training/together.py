@@ -8,6 +8,7 @@ away in the end.  So all of them take the same way through a run, and only one o
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,8 +34,13 @@ def join() -> Team:
         if on_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
     return Team.present()
+
+
+def _leave() -> None:
+    gc.collect()  # first the graphs that hold messages: the group waits for them
+    dist.destroy_process_group()
 
 
 def check_shared(recipe: Recipe, images: int, team: Team) -> None:

@@ -1,0 +1,22 @@
+"""Can something be written there?  Asked before any work is done; nothing here imports torch.
+
+A path enters; nothing leaves, or the reason why not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why nothing can be written at a path, or None; folders on the way may still have to be made.
+
+    >>> why_not_writable(Path("new/folder/file.json"))
+    """
+    above = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if above == path.absolute() and above.is_file():
+        above = above.parent
+    if above.is_dir() and os.access(above, os.W_OK):
+        return None
+    return f"{above} is {'a file' if above.is_file() else 'no folder one may write to'}"
