@@ -123,6 +123,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
             nn.functional.cross_entropy(trained(images[rank::2]), labels[rank::2]).backward()
             optimizer.step()
     torch.save([scores, [p.detach() for p in net.parameters()]], folder / f"{rank}.pt")
+    del trained  # it holds the group, whose threads abort the process if they outlive the interpreter
     dist.destroy_process_group()
     """
     together(work, tmp_path)

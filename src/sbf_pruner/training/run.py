@@ -313,8 +313,10 @@ class Run:
         return self.engines[key]
 
     def _forget_engines(self) -> None:
+        held = bool(self.engines)
         self.engines.clear()
-        gc.collect()  # an engine refers to itself, and its graphs hold on to memory
+        if held and self.machine.captured:
+            gc.collect()  # an engine refers to itself, and its graphs hold on to the device's memory
 
     def _seconds(self) -> float:
         return self.spent + time.perf_counter() - self.started
