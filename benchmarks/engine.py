@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from sbf_pruner import Plan, Pruner, measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training import captured
+from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine, make_engine
-from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.machine import Machine
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.padded import Padded
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.splits import Split
 
 LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "weight_step_ms": ("most", 5.0),
@@ -243,12 +244,12 @@ def chosen_ways() -> dict[str, str]:
     return {} if kernel is None else kernel.CHOICES.told()
 
 
-def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> Batches:
+def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> Resident:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, setting.side, setting.side), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (count,), generator=random))
     augment = Augment(crop=setting.side // 8, flip=True) if training else None
-    return Batches(split, setting.batch, (0.5,) * 3, (0.25,) * 3, device=device, augment=augment)
+    return Resident(split, setting.batch, (0.5,) * 3, (0.25,) * 3, device=device, augment=augment)
 
 
 def release() -> None:

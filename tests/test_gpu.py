@@ -20,12 +20,13 @@ from sbf_pruner.methods.subject import Subject
 from sbf_pruner.models import resolve
 from sbf_pruner.stopwatch.source import get_model, here
 from sbf_pruner.team import Team
+from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.recipe import load_recipe
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.splits import Split
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = pytest.mark.gpu
@@ -106,7 +107,7 @@ def test_messages_between_processes_are_captured_with_a_step() -> None:
     for team in (Team(), Messaging()):
         torch.manual_seed(0)
         split = Split(torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
-        batches = Batches(split, 32, (0.5,) * 3, (0.25,) * 3, device="cuda", augment=Augment(crop=4, flip=True))
+        batches = Resident(split, 32, (0.5,) * 3, (0.25,) * 3, device="cuda", augment=Augment(crop=4, flip=True))
         model = resolve("resnet20").cuda()
         engine = CapturedEngine(model, "cuda", team=team)
         optimizer = make_optimizer(model, OptimizerConfig(lr=0.01))

@@ -18,11 +18,12 @@ from sbf_pruner.layers import GatePlace
 from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.scoring.folded import Folded
+from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.splits import Split
 from shares import mostly_slow
 from zoo import randomise
 
@@ -132,7 +133,7 @@ def test_both_engines_train_it_alike(joint: bool) -> None:
     for kind in (Engine, CapturedEngine):
         torch.manual_seed(0)
         model = resnet20()
-        data = Batches(split, 16, (0.5,) * 3, (0.25,) * 3, augment=Augment(1, True), seed=3)
+        data = Resident(split, 16, (0.5,) * 3, (0.25,) * 3, augment=Augment(1, True), seed=3)
         pruner = Pruner(model, IMAGES.float(), lr=1e-4, penalty=1e-3)
         engine = kind(model, "cpu", pruner)
         optimizer = make_optimizer(model, OptimizerConfig("adam", lr=1e-3))

@@ -16,25 +16,26 @@ from sbf_pruner.budget.targets import Budget
 from sbf_pruner.inputs import real_copy
 from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
+from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.convolutions import TunableConvolutions
 from sbf_pruner.training.counters import Counters
-from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.optimizer import make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.splits import Split
 from sbf_pruner.training.teacher import Teacher
 
 Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
 
 
-def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixup: float = 0.0) -> Batches:
+def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixup: float = 0.0) -> Resident:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (96, 3, 16, 16), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (96,), generator=random))
     augment = Augment(2, True, cutout, mixup) if training else None
     size, mean, std = 32 if training else 40, (0.5,) * 3, (0.25,) * 3
-    return Batches(split, size, mean, std, device=device, augment=augment, seed=3, num_classes=10)
+    return Resident(split, size, mean, std, device=device, augment=augment, seed=3, num_classes=10)
 
 
 def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
@@ -180,7 +181,7 @@ def test_the_fast_evaluation_counts_every_image_once(mode: str) -> None:
     model = resolve("resnet20")
     pruner = Pruner(model, torch.zeros(1, 3, 16, 16), lr=1e-2)
     data = batches(training=False)
-    assert len(data.labels) % data.batch_size  # its last batch is not full
+    assert data.count % data.batch_size  # its last batch is not full
     plain, fast = Engine(model, "cpu", pruner), CapturedEngine(model, "cpu", pruner)
 
     def compare() -> None:

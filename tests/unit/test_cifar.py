@@ -33,7 +33,7 @@ from sbf_pruner.cifar.prepared import FILE, PARTS, Part, default_folder, load_ci
 from sbf_pruner.cli import main
 from sbf_pruner.errors import DataError
 from sbf_pruner.training.data import load_data
-from sbf_pruner.training.sections import DataConfig
+from sbf_pruner.training.material import DataConfig
 
 FORMS = ("python", "binary", "sheets")
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]

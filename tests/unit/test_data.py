@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import test_gpu
 from sbf_pruner.errors import DataError
-from sbf_pruner.training.data import Augment, Batches, Data, Split, load_data
+from sbf_pruner.training.batches import Augment, Resident
+from sbf_pruner.training.data import Data, load_data
 from sbf_pruner.training.feed import Feed
+from sbf_pruner.training.material import DataConfig
 from sbf_pruner.training.recipe import load_recipe
 from sbf_pruner.training.schedule import phases
-from sbf_pruner.training.sections import DataConfig
 from sbf_pruner.training.sources import SOURCES, register
+from sbf_pruner.training.splits import Split
 
 
 def load(name: str, classes: int = 10, seed: int = 0, **options: Any) -> Data:
@@ -32,14 +34,14 @@ def counted(count: int, channels: int = 1, size: int = 4) -> Split:
     return Split(pixels.to(torch.uint8).view(count, channels, size, size), torch.arange(count))
 
 
-def batches(split: Split, batch_size: int, augment: Augment | None = None, seed: int = 0) -> Batches:
+def batches(split: Split, batch_size: int, augment: Augment | None = None, seed: int = 0) -> Resident:
     """Batches that are not normalised, so that pixels can be compared."""
     channels = split.images.shape[1]
     mean, std, classes = [0] * channels, [1 / 255] * channels, len(split)
-    return Batches(split, batch_size, mean, std, augment=augment, seed=seed, num_classes=classes)
+    return Resident(split, batch_size, mean, std, augment=augment, seed=seed, num_classes=classes)
 
 
-def joined(made: Batches, index: int) -> tuple[Tensor, Tensor]:
+def joined(made: Resident, index: int) -> tuple[Tensor, Tensor]:
     images, labels = zip(*made.epoch(index), strict=True)
     return torch.cat(images), torch.cat(labels)
 
@@ -71,7 +73,7 @@ def test_statistics_are_the_training_images() -> None:
     pixels = data.train.images.double() / 255
     assert data.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-12)
     assert data.std == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist(), abs=1e-12)
-    images = torch.cat([x for x, _ in Batches(data.train, 100, data.mean, data.std, device="cpu").epoch(0)])
+    images = torch.cat([x for x, _ in Resident(data.train, 100, data.mean, data.std, device="cpu").epoch(0)])
     torch.testing.assert_close(images.mean((0, 2, 3)), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(images.std((0, 2, 3), correction=0), torch.ones(2), rtol=0, atol=1e-5)
 
@@ -297,10 +299,13 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (pictures / "none" / "test").mkdir()
     with pytest.raises(DataError, match=r"none/train holds no classes; expected .*train/CLASS/\*\.png"):
         read(path=str(pictures / "none"))
-    for path in pictures.glob("test/*/*.png"):
+    held = {path: path.read_bytes() for path in pictures.glob("test/*/*.png")}
+    for path in held:
         path.unlink()
     with pytest.raises(DataError, match=r"test holds no images; expected .*test/CLASS/\*\.png"):
         read()
+    for path, content in held.items():
+        path.write_bytes(content)
     real_import = builtins.__import__
 
     def without_pillow(name: str, *rest: Any) -> Any:
@@ -447,7 +452,7 @@ def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images(
 
 def test_pixels_are_normalised_per_channel() -> None:
     split = counted(3, channels=2)
-    made = Batches(split, 3, [0.25, 0.5], [0.5, 2.0], device="cpu")
+    made = Resident(split, 3, [0.25, 0.5], [0.5, 2.0], device="cpu")
     scaled = split.images.float() / 255
     expected = torch.stack([(scaled[:, 0] - 0.25) / 0.5, (scaled[:, 1] - 0.5) / 2.0], dim=1)
     torch.testing.assert_close(next(made.epoch(0))[0], expected)

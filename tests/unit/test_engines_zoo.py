@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.training import captured
+from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.compiled import own_code
 from sbf_pruner.training.convolutions import TunableConvolutions
-from sbf_pruner.training.data import Augment, Batches, Split
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.optimizer import Descent, make_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.splits import Split
 from shares import mostly_slow
 from zoo import ZOO
 
@@ -54,8 +55,8 @@ def train(kind: type[Engine], name: str, *, joint: bool) -> tuple[list[Tally], d
     pixels = torch.randint(0, 256, (24, *images.shape[1:]), dtype=torch.uint8, generator=random)
     split = Split(pixels, torch.randint(0, CLASSES, (24,), generator=random))
     scale = (0.5,) * channels, (0.25,) * channels
-    data = Batches(split, 8, *scale, augment=Augment(flip=True), seed=1, num_classes=CLASSES)
-    test = Batches(split, 10, *scale, num_classes=CLASSES)
+    data = Resident(split, 8, *scale, augment=Augment(flip=True), seed=1, num_classes=CLASSES)
+    test = Resident(split, 10, *scale, num_classes=CLASSES)
     pruner = Pruner(network, images[:1], penalty=1e-3, speed=0.3)
     engine, config, rates = kind(network, "cpu", pruner), OptimizerConfig(lr=0.01), [0.01] * 3
     torch.manual_seed(0)
@@ -118,7 +119,7 @@ def trained_in_turn(kind: type[Engine], width: int) -> list[Tensor]:
     """The weights of a gated network, its scores, and the weights of a control without gates after it."""
     torch.manual_seed(width)
     split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
-    data = Batches(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment(flip=True))
+    data = Resident(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment(flip=True))
     network = small_network(width)
     pruner = Pruner(network, torch.zeros(1, 3, 8, 8), speed=0.3)
     engine = kind(network, "cpu", pruner)
@@ -210,7 +211,7 @@ def test_norms_that_look_at_the_batch_are_judged_as_by_the_plain_engine() -> Non
     network = small_network(4)
     network[1] = nn.BatchNorm2d(4, track_running_stats=False)
     split = Split(torch.randint(0, 256, (10, 3, 8, 8), dtype=torch.uint8), torch.arange(10) % CLASSES)
-    test = Batches(split, 8, (0.5,) * 3, (0.25,) * 3)
+    test = Resident(split, 8, (0.5,) * 3, (0.25,) * 3)
     assert CapturedEngine(network, "cpu").evaluate(test) == Engine(network, "cpu").evaluate(test)
 
 
@@ -222,7 +223,7 @@ def test_score_steps_count_batches_where_norms_move() -> None:
         split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
         with pruner.scoring():
             kind(network, "cpu", pruner).score_epoch(
-                Batches(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment()), 0
+                Resident(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment()), 0
             )
         counted.append(int(network[1].num_batches_tracked))
     assert counted == [2, 2]

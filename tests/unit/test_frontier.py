@@ -29,7 +29,7 @@ from sbf_pruner.surgery import extract
 from sbf_pruner.terminal.lines import frontier_lines
 from sbf_pruner.training.checkpoint import load_checkpoint
 from sbf_pruner.training.folder import SCORED
-from sbf_pruner.training.sections import DataConfig
+from sbf_pruner.training.material import DataConfig
 
 MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 DATA = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 64, "batch_size": 16}

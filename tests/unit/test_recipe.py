@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbf_pruner.errors import PruningError, RecipeError
+from sbf_pruner.training.material import DataConfig, ModelConfig
 from sbf_pruner.training.recipe import Recipe, bundled_recipes, load_recipe, settings
 from sbf_pruner.training.schedule import phases, total_epochs
-from sbf_pruner.training.sections import DataConfig, ModelConfig, OptimizerConfig, PhasesConfig, ScoresConfig
+from sbf_pruner.training.sections import OptimizerConfig, PhasesConfig, ScoresConfig
 
 MINIMAL = '[model]\nname = "resnet56"\n[data]\nname = "synthetic"\n'
 

@@ -60,7 +60,7 @@ def known_by(
             raise PruningError("--input and --option belong to a model; a recipe knows its own")
         recipe = load_recipe(subject)
         data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        return build_dense(recipe).eval(), (torch.zeros(1, *data.test.images.shape[1:]),), recipe.guards.ignore
+        return build_dense(recipe).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
     torch.manual_seed(0)
     given = shapes or [usual]
     network = resolve(subject, **{"in_channels": given[0][0], **options}).eval()

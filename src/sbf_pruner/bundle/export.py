@@ -30,9 +30,11 @@ from ..files import aside, write_text
 from ..inputs import call, made_up_inputs
 from ..manifest import MANIFEST, write_manifest
 from ..program import read_program, write_program
-from ..training.data import Batches, Data, Split, load_data
+from ..training.data import Data, load_data
+from ..training.feed import batches_of
 from ..training.finished import FinishedRun, read_run
 from ..training.folder import EXPORT
+from ..training.splits import Split, Stream
 from ..writable import why_not_writable
 from .card import card
 
@@ -180,7 +182,7 @@ class _Export:
         summary, recipe = self.run.summary, self.run.recipe
         keys = ("accuracy", "params", "macs")
         example: Tensor = self.inputs(1)
-        scaled = {key: self.told[key] for key in ("mean", "std") if key in self.told}
+        scaled = {key: self.told[key] for key in ("mean", "std") if self.told.get(key)}
         return {
             "name": recipe.name,
             "model": recipe.model.name,
@@ -227,8 +229,8 @@ class _Export:
         data = self.data
         assert data is not None
 
-        def batches(split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-            return Batches(split, 64, data.mean, data.std).epoch(0)
+        def batches(split: Split | Stream) -> Iterator[tuple[Tensor, Tensor]]:
+            return batches_of(split, 64, data).epoch(0)
 
         images = quantise(self.folder / ONNX, batches(data.train), self.folder / INT8)
         self.report("measuring the accuracy on the test images")

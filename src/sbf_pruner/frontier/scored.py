@@ -18,8 +18,9 @@ from ..errors import RunError
 from ..plan import Plan
 from ..report.data import Record
 from ..report.data import read_run as read_records
+from ..training.batches import Batches
 from ..training.checkpoint import load_checkpoint
-from ..training.data import Batches, load_data
+from ..training.data import load_data
 from ..training.feed import Feed
 from ..training.finished import build_dense
 from ..training.folder import SCORED, RunFolder

@@ -123,7 +123,7 @@ class _Sweep:
             "finished": summary is not None,
             "of": self.request.of,
             "judged_on": scored.judged_on,
-            "judged_images": len(scored.judged.labels),
+            "judged_images": scored.judged.count,
             "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
             "clock": self._clock_told(),
             "dense": {

@@ -8,18 +8,16 @@ a name asks for it, and every failure is one sentence that names the model.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..callables import find_callable, said, signature, takes_anything, wanted
 from ..errors import PruningError, nearest
 from ..graph.where import failing_line
 from .mobilenet import MobileNetV2, mobilenet_v2
@@ -55,7 +53,7 @@ def resolve(name: str, **options: Any) -> nn.Module:
         return _torchvision(name, inner, options)
     if library == "timm":
         return _timm(name, inner, options)
-    return _own(name, library, inner, options)
+    return _own(name, options)
 
 
 def _torchvision(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
@@ -76,38 +74,24 @@ def _timm(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
     return _build(name, lambda **rest: timm.create_model(inner, **rest), options)
 
 
-def _own(name: str, module: str, inner: str, options: dict[str, Any]) -> nn.Module:
-    with _current_directory_importable():
-        try:
-            target: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
-            raise PruningError(
-                f"{name}: no module named {error.name!r} here or among the installed{hint}"
-            ) from error
-        except Exception as error:
-            raise PruningError(f"{name}: importing {module} failed with {_said(error)}") from error
-    for part in inner.split("."):
-        if not hasattr(target, part):
-            public = (
-                [word for word in vars(target) if not word.startswith("_")] if hasattr(target, "__dict__") else []
-            )
-            raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
-        target = getattr(target, part)
+def _own(name: str, options: dict[str, Any]) -> nn.Module:
+    target = find_callable(name)
     if isinstance(target, nn.Module):
         raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
     if not callable(target):
         raise PruningError(f"{name} is of type {type(target).__name__}, which cannot be called to build a network")
-    return _build(name, target, _wanted(target, options))
+    offered = {"num_classes", "in_channels"}
+    offers = {key: options.pop(key) for key in sorted(offered & set(options))}
+    return _build(name, target, {**wanted(target, offers), **options})
 
 
 def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     """Call `builder`; options it does not know and results that are no network become one sentence."""
-    signature = _signature(builder)
-    if signature is not None and not _takes_anything(signature):
+    parameters = signature(builder)
+    if parameters is not None and not takes_anything(parameters):
         for option in options:
-            if option not in signature.parameters:
-                known = nearest(option, signature.parameters) if signature.parameters else "it takes none"
+            if option not in parameters.parameters:
+                known = nearest(option, parameters.parameters) if parameters.parameters else "it takes none"
                 raise PruningError(f"{name} has no option {option!r}; {known}")
     try:
         model = builder(**options)
@@ -116,40 +100,20 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
         within = (
             error.__traceback__ is not None and error.__traceback__.tb_next is not None
         )  # not by the call itself
-        why = f"at {failing_line(error)}" if within else f"{_said(error)}{_remedy(signature, options)}"
+        why = f"at {failing_line(error)}" if within else f"{said(error)}{_remedy(parameters, options)}"
         raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
     return model
 
 
-def _remedy(signature: inspect.Signature | None, options: dict[str, Any]) -> str:
+def _remedy(found: inspect.Signature | None, options: dict[str, Any]) -> str:
     """How to give what a builder insists on and did not get."""
-    parameters = [] if signature is None else signature.parameters.values()
+    parameters = [] if found is None else found.parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME]
     lacking = [name for name in needed if name not in options]
     written = " ".join(f"--option {key}=VALUE" for key in lacking)
     return f"; give {written}, or model.options in a recipe" if lacking else ""
-
-
-def _wanted(builder: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options without the offers that `builder` has no parameter for."""
-    signature = _signature(builder)
-    if signature is None or _takes_anything(signature):
-        return options
-    offers = {"num_classes", "in_channels"} - set(signature.parameters)
-    return {key: value for key, value in options.items() if key not in offers}
-
-
-def _signature(builder: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(builder)
-    except (TypeError, ValueError):  # some callables written in C tell nothing
-        return None
-
-
-def _takes_anything(signature: inspect.Signature) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
 
 
 def _library(package: str) -> ModuleType:
@@ -161,7 +125,7 @@ def _library(package: str) -> ModuleType:
         raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
     except Exception as error:  # a build for another torch fails in many ways
         raise PruningError(
-            f"{package} is installed but cannot be imported: {_said(error)}; install builds of it, and of "
+            f"{package} is installed but cannot be imported: {said(error)}; install builds of it, and of "
             f"what it needs, that belong to torch {torch.__version__}"
         ) from error
 
@@ -172,19 +136,3 @@ def _known(name: str, inner: str, names: list[str]) -> None:
         # These libraries know hundreds of models: suggest one, never list them all.
         hint = hint if hint.startswith("did") else f"it knows {len(names)} others"
         raise PruningError(f"{name}: {name.partition(':')[0]} has no model {inner!r}; {hint}")
-
-
-def _said(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
-@contextlib.contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the imported module may have tidied sys.path itself
-            sys.path.remove(here)

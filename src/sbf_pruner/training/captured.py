@@ -21,10 +21,10 @@ from ..pruner import Pruner
 from ..scoring.folded import Folded
 from ..team import Team
 from .average import Average
+from .batches import Batches, Resident
 from .compiled import compiled
 from .convolutions import TunableConvolutions
 from .counters import Counters
-from .data import Batches
 from .engine import Engine, Tally
 from .machine import Machine
 from .replay import Changed, Evaluation, Step, Work
@@ -109,8 +109,10 @@ class CapturedEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:
         # Training images have an order of their own, and where norms look at the batch it must not be filled up.
-        if batches.augment is not None or _looks_at_batches(self.network):
+        resident = isinstance(batches, Resident) and batches.augment is None
+        if not resident or _looks_at_batches(self.network):
             return super().evaluate(batches)
+        assert isinstance(batches, Resident)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
         if gates != self._evaluated_with:  # a graph does not see that gates stand in other places now

@@ -8,7 +8,7 @@ the gates are too: a step holds no Python number that changes, and can be compil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,7 +20,7 @@ from ..pruner import Pruner
 from ..scoring.statistics import fresh_statistics
 from ..team import Team
 from .average import Average
-from .data import Batches
+from .batches import Batches
 from .machine import lay_out
 from .optimizer import set_rate
 from .teacher import Teacher
@@ -45,9 +45,10 @@ class Tally:
 class Engine:
     """Runs epochs of one network on one device.
 
-    >>> from .data import Split
+    >>> from .batches import Resident
+    >>> from .splits import Split
     >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(Batches(two, 2, [0.0], [1.0])).accuracy
+    >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(Resident(two, 2, [0.0], [1.0])).accuracy
     50.0
     """
 
@@ -85,7 +86,9 @@ class Engine:
         self.network.train()
         scored = self._scored()
         sums = _Sums(self.device)
-        for step, ((images, labels), rate) in enumerate(zip(self._parts(batches, epoch), rates, strict=True), 1):
+        for step, ((images, labels), rate) in enumerate(
+            zip(batches.parts(epoch, self.team), rates, strict=True), 1
+        ):
             set_rate(optimizer, rate)
             optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
@@ -112,7 +115,7 @@ class Engine:
         assert pruner is not None
         self.network.train()
         sums = _Sums(self.device)
-        for step, (images, labels) in enumerate(self._parts(batches, epoch), 1):
+        for step, (images, labels) in enumerate(batches.parts(epoch, self.team), 1):
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels)
             if teacher is not None:
@@ -130,7 +133,7 @@ class Engine:
         """Loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(self.device)
-        for images, labels in self._parts(batches, 0):
+        for images, labels in batches.parts(0, self.team):
             if len(labels):  # the last batch may be smaller than the team
                 outputs = self._forward(images)
                 sums.add(outputs, labels, F.cross_entropy(outputs, labels))
@@ -146,11 +149,6 @@ class Engine:
         """Pass the first `count` batches of an epoch through the network, for the norms to see."""
         for images, _ in islice(batches.epoch(epoch), count):
             self._forward(images)
-
-    def _parts(self, batches: Batches, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What this process sees of an epoch; batches are made whole, as blends reach across them."""
-        for images, labels in batches.epoch(epoch):
-            yield self.team.part(images), self.team.part(labels)
 
     def _share_gradients(self) -> None:
         self.team.average([p.grad for p in self.network.parameters() if p.grad is not None])

@@ -6,19 +6,25 @@ images lie there once, whatever sizes of batch the phases ask for.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from ..errors import DataError
 from ..phases import Phase
-from .data import Augment, Batches, Data, Split
+from .batches import Augment, Batches, How, Resident
+from .data import Data
+from .loaded import Loaded
 from .machine import choose_order
 from .recipe import Recipe
 from .schedule import batch_size, optimizer_config
+from .splits import Split, Stream
 
-EVALUATED_AT_ONCE = 256
+EVALUATED_AT_ONCE = 256  # images of up to so many pixels a side; of larger ones a batch of training
+SMALL = 64
 
 
 class Feed:
@@ -27,7 +33,7 @@ class Feed:
     def __init__(self, recipe: Recipe, data: Data, device: torch.device, model: nn.Module) -> None:
         self._recipe, self._data, self._device = recipe, data, device
         self._check_sizes()
-        self._plain = Augment(recipe.data.crop, recipe.data.flip)
+        self._plain = Augment(recipe.data.crop, recipe.data.flip, scale=recipe.data.scale)
         self.train = self._batches(data.train, self._plain)
         self._made = {(self.train.batch_size, self._plain): self.train}
         self.test = self._batches(data.test)
@@ -52,7 +58,7 @@ class Feed:
 
     def _check_sizes(self) -> None:
         """Refuse crops and holes that may leave nothing of an image."""
-        height, width = self._data.train.images.shape[-2:]
+        height, width = self._data.train.shape[-2:]
         shift = self._recipe.data.crop
         if shift >= min(height, width):
             raise DataError(
@@ -68,19 +74,30 @@ class Feed:
     def _training(self, phase: Phase, augment: Augment) -> Batches:
         size = batch_size(self._recipe, phase)
         if (size, augment) not in self._made:
-            there = Split(self.train.images, self.train.labels)
-            self._made[size, augment] = self._batches(there, augment, size)
+            self._made[size, augment] = self.train.regrouped(size, augment)
         return self._made[size, augment]
 
-    def _batches(self, split: Split, augment: Augment | None = None, size: int = 0) -> Batches:
-        size = size or self._recipe.data.batch_size
-        return Batches(
+    def _batches(self, split: Split | Stream, augment: Augment | None = None) -> Batches:
+        size, data = self._recipe.data.batch_size, self._data
+        if not augment and max(split.shape[-2:]) <= SMALL:
+            size = max(size, EVALUATED_AT_ONCE)
+        return batches_of(
             split,
-            size if augment else max(size, EVALUATED_AT_ONCE),
-            self._data.mean,
-            self._data.std,
+            size,
+            data,
+            workers=self._recipe.data.workers,
             device=self._device,
             augment=augment,
             seed=self._recipe.seed,
-            num_classes=self._data.num_classes,
+            num_classes=data.num_classes,
         )
+
+
+def batches_of(
+    split: Split | Stream, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[How]
+) -> Batches:
+    """The batches of a part of a data set, of the kind that it asks for."""
+    if isinstance(split, Split):
+        return Resident(split, batch_size, data.mean, data.std, **how)
+    workers = len(os.sched_getaffinity(0)) if workers < 0 else workers
+    return Loaded(split, batch_size, data.mean, data.std, workers=workers, **how)

@@ -7,6 +7,7 @@ torch's settings stay as they were; a run that has come to its end is read, not 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from ..errors import RunError
 from ..export import load
 from ..inputs import real_copy
 from ..plan import Plan
 from .checkpoint import NAME
-from .data import Data, load_data
+from .data import Data, load_data, own_data
 from .dense_stage import read_dense_stage
 from .folder import RunFolder
 from .machine import choose_machine, cpu_threads, own_arithmetic
@@ -47,7 +49,7 @@ def fit(
     model: nn.Module,
     recipe: Recipe | str | Path,
     *,
-    data: Data | None = None,
+    data: Data | Mapping[str, Dataset[Any]] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
@@ -56,7 +58,8 @@ def fit(
 ) -> Result:
     """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
 
-    A recipe may be given by its name, or as the path of its .toml file.
+    A recipe may be given by its name, or as the path of its .toml file.  It says where the images are, unless
+    `data` holds them: datasets of (image, label) pairs, `{"train": ..., "test": ...}` and "val" if there is one.
 
     `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
     or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
@@ -92,7 +95,10 @@ def fit(
         device = machine.device
         streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
         with streams, cpu_threads(recipe.threads), own_arithmetic():
-            data = data or load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+            classes = recipe.model.num_classes
+            if isinstance(data, Mapping):
+                data = own_data(data, recipe.data, classes, recipe.seed)
+            data = data or load_data(recipe.data, classes, recipe.seed)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None
             ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team)

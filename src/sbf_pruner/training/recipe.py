@@ -17,13 +17,12 @@ from typing import Any, Self
 
 from ..errors import RecipeError, nearest
 from ..methods import METHODS, OWN
+from .material import DataConfig, ModelConfig
 from .sections import (
     BudgetConfig,
-    DataConfig,
     DistillConfig,
     GuardsConfig,
     LatencyConfig,
-    ModelConfig,
     OptimizerConfig,
     PhasesConfig,
     ScoresConfig,

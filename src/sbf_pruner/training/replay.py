@@ -1,9 +1,9 @@
 """Steps that the device repeats by itself: captured once as a CUDA graph, then replayed.
 
-Batches and a piece of work on one batch enter; sums over an epoch leave.  Random choices and learning rates of
-a whole epoch are laid on the device beforehand and a counter there says which step it is, so that the host
-only says "again".  Capturing runs the step a few times to warm it up: everything it changed is put back
-before the first real one.  On the CPU the same steps are run one by one, for tests.
+Batches and a piece of work on one batch enter; sums over an epoch leave.  Learning rates of a whole epoch, and
+random choices where images lie on the device (`supply`), are laid there beforehand and a counter says which step it
+is, so that the host only says "again".  Capturing runs the step a few times to warm it up: everything it changed is
+put back before the first real one.  On the CPU the same steps are run one by one, for tests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..errors import PruningError, RunError
 from ..team import Team
-from .compiled import compiled
-from .data import Batches
+from .batches import Batches, Resident
 from .engine import AfterStep, Tally, hits
+from .supply import Handed, Laid
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
@@ -98,16 +98,16 @@ class Step:
         inside: AbstractContextManager[Any] | None = None,
         team: Team | None = None,
     ) -> None:
-        self.batches, self.work, self.rate, self.team = batches, work, rate, team or Team()
+        self.work, self.rate, self.team = work, rate, team or Team()
         self.inside = inside or nullcontext()
         device, self.steps = batches.device, len(batches)
-        self.take = compiled(batches.take) if device.type == "cuda" else batches.take
-        self.drawn = {name: choice.to(device) for name, choice in self._draw(0).items()}
+        self.seen = self.steps * batches.each
         self.rates = torch.zeros(self.steps, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        kind = Laid if isinstance(batches, Resident) else Handed
+        self.images = kind(batches, self.at, self.team)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.next: tuple[int, dict[str, Tensor]] | None = None
         if device.type == "cuda":
             with self.inside:  # a replay reads the same tensors wherever the model looks by then
                 self.graph = capture(self._once, self.at.zero_)
@@ -118,9 +118,7 @@ class Step:
 
         The only waits for the device are for the three sums at its end, and whatever `after_step` asks of it.
         """
-        drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
-        for name, held in self.drawn.items():
-            held.copy_(drawn[name], non_blocking=True)
+        self.images.begin(index)
         if self.rate is not None:
             self.rates.copy_(torch.tensor(rates))
         self.at.zero_()
@@ -128,32 +126,23 @@ class Step:
         once = self._once if self.graph is None else self.graph.replay
         with self.inside if self.graph is None else nullcontext():
             for step in range(1, self.steps + 1):
+                self.images.advance()
                 once()
                 if after_step is not None:
                     after_step(step, self.steps)
-        self.next = index + 1, self._draw(index + 1)  # while the device is busy
+        self.images.look_ahead(index + 1)  # while the device is busy
         self.team.add_up(self.sums)
-        loss, hits, penalty = (self.sums / self.drawn["order"].numel()).tolist()
+        loss, hits, penalty = (self.sums / self.seen).tolist()
         return Tally(loss, 100 * hits, penalty)
 
     def _once(self) -> None:
         if self.rate is not None:
             self.rate.copy_(self.rates.index_select(0, self.at)[0])
-        images, labels = self.take(
-            **{name: choice.index_select(0, self.at)[0] for name, choice in self.drawn.items()}
-        )
-        images, labels = self.team.part(images), self.team.part(labels)
+        images, labels = self.images.batch()
         loss, outputs, penalty = self.work(images, labels)
         told = hits(outputs, labels).double()
         self.sums += torch.stack([loss.double() * len(labels), told, penalty.double() * len(labels)])
         self.at += 1
-
-    def _draw(self, index: int) -> dict[str, Tensor]:
-        return {name: self._rows(choice) for name, choice in self.batches.draw(index).items()}
-
-    def _rows(self, choice: Tensor) -> Tensor:
-        size = self.batches.batch_size if len(choice) >= self.batches.batch_size else len(choice)
-        return choice[: self.steps * size].unflatten(0, (self.steps, size))
 
 
 class Evaluation:
@@ -164,14 +153,14 @@ class Evaluation:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Resident,
         judge: Judge,
         inside: AbstractContextManager[Any] | None = None,
         team: Team | None = None,
     ) -> None:
         self.batches, self.judge, self.team = batches, judge, team or Team()
         self.inside = inside or nullcontext()
-        self.count = len(batches.labels)
+        self.count = batches.count
         rows = torch.arange(len(batches) * min(batches.batch_size, self.count), device=batches.device)
         self.rows = self.team.part(rows.view(len(batches), -1).T).T
         self.at = torch.zeros(1, dtype=torch.int64, device=batches.device)

@@ -1,4 +1,4 @@
-"""The sections of a recipe: every setting with its default (the paper's), its limits and its one description.
+"""The sections of a recipe that say how: every setting with its default (the paper's), its limits, its meaning.
 
 Nothing enters; frozen dataclasses leave, which check what they are given.  `recipe` puts them together.
 """
@@ -7,60 +7,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from ..budget.targets import Budget
 from ..errors import RecipeError
 from ..scoring.bounds import BOUNDS
 from .settings import Section, about
-
-
-@dataclass(frozen=True)
-class ModelConfig(Section):
-    """The network a run starts from."""
-
-    name: str = field(
-        metadata=about('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
-    )
-    num_classes: int = field(default=10, metadata=about("number of classes", least=1))
-    in_channels: int = field(default=3, metadata=about("channels of the images", least=1))
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata=about("further keyword arguments for the network's builder")
-    )
-    weights: str = field(
-        default="", metadata=about("a .safetensors, .pt or .pth file of weights to start from; empty: from scratch")
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("num_classes", "in_channels"):
-            if key in self.options:
-                raise RecipeError(f"options.{key}: set {key} itself, not among the options")
-        if self.weights and not self.weights.endswith((".safetensors", ".pt", ".pth")):
-            raise RecipeError(f"weights: {self.weights!r} ends in none of .safetensors, .pt and .pth")
-
-
-@dataclass(frozen=True)
-class DataConfig(Section):
-    """The images a run learns from and is judged on."""
-
-    name: str = field(metadata=about("a data set: digits, cifar10, synthetic, npz, folder"))
-    path: str = field(default="", metadata=about("the file or folder that npz, folder and cifar10 read"))
-    validation: float = field(
-        default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
-    )
-    batch_size: int = field(default=256, metadata=about("images per step", least=1))
-    crop: int = field(default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0))
-    flip: bool = field(default=False, metadata=about("mirror half of the training images"))
-    image_size: int = field(
-        default=0,
-        metadata=about("side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0),
-    )
-    channels: int = field(
-        default=3,
-        metadata=about("channels that synthetic makes and folder reads (1: grey, 3: colour)", least=1),
-    )
-    samples: int = field(default=2048, metadata=about("training images that synthetic makes", least=1))
 
 
 @dataclass(frozen=True)

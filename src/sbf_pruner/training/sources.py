@@ -1,33 +1,39 @@
 """Where images come from: one function and one row per data set.
 
-The `[data]` section of a recipe enters; arrays leave, `{"train": (images, labels), "test": ...}` and "val"
-where there is one, images as uint8 N,C,H,W and labels as int64.  Nothing is ever unpickled, and what is
-missing or broken is a `DataError` that names the file and key.  To add a data set, write one function and
-`register` it.
+The `[data]` section of a recipe enters; parts leave, `{"train": (images, labels), "test": ...}` and "val" where
+there is one, images as uint8 N,C,H,W and labels as int64, or a `Stream` where images are read as they are needed.
+Nothing is ever unpickled, and what is missing or broken is a `DataError` that names the file and key.  To add a
+data set, write one function and `register` it; a user's own needs neither ("package.module:callable").
 """
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ..callables import find_callable, wanted
 from ..cifar.prepared import load_cifar10
-from ..errors import DataError, nearest
+from ..errors import DataError, PruningError, nearest
 from ..figures import some
-from .sections import DataConfig
+from ..graph.where import failing_line
+from .material import DataConfig
+from .pictures import View, list_pictures, subfolders
+from .splits import Split, Stream
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
-Source = Callable[[DataConfig, int, int], Arrays]
+Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | Stream]
+Source = Callable[[DataConfig, int, int], Parts]
 
 SOURCES: dict[str, Source] = {}
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
 def register(name: str) -> Callable[[Source], Source]:
@@ -40,11 +46,41 @@ def register(name: str) -> Callable[[Source], Source]:
     return add
 
 
-def read_arrays(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """The arrays of the data set that `config` names."""
+def read_parts(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
+    """The parts of the data set that `config` names."""
+    if ":" in config.name:
+        return own_parts(_own(config, num_classes, seed), config.name)
     if config.name not in SOURCES:
         raise DataError(f"data.name: no data set is called {config.name!r}; {nearest(config.name, SOURCES)}")
-    return SOURCES[config.name](config, num_classes, seed)
+    found = SOURCES[config.name](config, num_classes, seed)
+    return {
+        part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
+        for part, held in found.items()
+    }
+
+
+def own_parts(datasets: Any, where: str) -> dict[str, Split | Stream]:
+    """Datasets of the user's, `{"train": dataset, "test": dataset}` and "val" where there is one."""
+    known = ("train", "val", "test")
+    if not isinstance(datasets, Mapping) or not {"train", "test"} <= set(datasets) <= set(known):
+        held = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
+        raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {held}")
+    return {part: Stream.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
+
+
+def _own(config: DataConfig, num_classes: int, seed: int) -> Any:
+    """What a callable of the user's gives, which gets those of our settings that it has parameters for."""
+    offers = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
+    try:
+        target = find_callable(config.name)
+    except PruningError as error:
+        raise DataError(f"data.name: {error}") from error
+    if not callable(target):
+        raise DataError(f"data.name: {config.name} cannot be called; name a function that returns datasets")
+    try:
+        return target(**wanted(target, offers))
+    except Exception as error:
+        raise DataError(f"data.name: {config.name} failed at {failing_line(error)}") from error
 
 
 @register("digits")
@@ -100,7 +136,7 @@ def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
 
 @register("folder")
-def folder(config: DataConfig, num_classes: int, seed: int) -> Arrays:
+def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
     """Image files as train/CLASS/*.png and test/CLASS/*.png (and, if there is one, val/CLASS/*.png)."""
     root = Path(_needed(config, "path", "the folder that holds train and test"))
     size = _needed(config, "image_size", "such as 32")
@@ -120,13 +156,28 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> Arrays:
             f"data.path: {root / 'train'} holds {len(classes)} classes ({some(classes, 3)}), and model.num_classes "
             f"is {num_classes}; set it to {len(classes)}"
         )
+    view = View(size, config.channels, config.fit, config.middle)
     parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
-    return {part: _from_folder(root / part, classes, config.channels, size) for part in parts}
+    found = {part: list_pictures(root / part, classes, view) for part in parts}
+    if not config.in_memory:
+        return {part: pictures.stream() for part, pictures in found.items()}
+    _check_memory(sum(map(len, found.values())), view)
+    return {part: pictures.split() for part, pictures in found.items()}
+
+
+def _check_memory(images: int, view: View) -> None:
+    """Refuse to fill the memory of this machine with images."""
+    needed, there = images * view.channels * view.size**2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > 0.8 * there:
+        raise DataError(
+            f"data.in_memory: {images:,} images of {view.size}x{view.size} take {needed / 2**30:,.0f} GiB, and "
+            f"this machine has {there / 2**30:,.0f}; set data.in_memory=false to read them as they are needed"
+        )
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
     """What the classes are called, in the order of their numbers; nothing where only numbers are known."""
-    return tuple(_subfolders(Path(config.path) / "train")) if config.name == "folder" else ()
+    return tuple(subfolders(Path(config.path) / "train")) if config.name == "folder" else ()
 
 
 def _needed(config: DataConfig, key: str, what: str) -> Any:
@@ -194,58 +245,3 @@ def _labels(labels: NDArray[Any], where: str) -> NDArray[np.int64]:
     if not np.issubdtype(labels.dtype, np.integer):
         raise DataError(f"{where}: labels are {labels.dtype}; store integers")
     return labels.astype(np.int64)
-
-
-def _from_folder(
-    root: Path, classes: Sequence[str], channels: int, size: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    for found in _subfolders(root):
-        if found not in classes:
-            raise DataError(f"{root / found}: train has no class {found!r}; {nearest(found, classes)}")
-    files = [
-        (path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).glob("*"))
-        if path.suffix.lower() in IMAGE_SUFFIXES
-    ]
-    if not files:
-        raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
-    filled = {label for _, label in files}
-    for label, name in enumerate(classes):
-        for inner in _subfolders(root / name) if (root / name).is_dir() else ():
-            raise DataError(f"{root / name / inner}: images lie in {root}/CLASS itself; move them up, or it away")
-        if root.name == "train" and label not in filled:
-            raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
-    images = np.empty((len(files), channels, size, size), dtype=np.uint8)
-    for row, (path, _) in zip(images, files, strict=True):
-        row[:] = _picture(path, channels, size)
-    return images, np.array([label for _, label in files], dtype=np.int64)
-
-
-def _picture(path: Path, channels: int, size: int) -> NDArray[np.uint8]:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("reading image files needs Pillow; run: pip install 'sbf-pruner[images]'") from None
-    modes = {1: "L", 3: "RGB"}
-    if channels not in modes:
-        raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {channels}")
-    try:
-        with Image.open(path) as image:
-            # What has more than eight bits would be cut off at white.
-            shown = Image.fromarray(_lowered(np.asarray(image))) if image.mode.startswith("I") else image
-            pixels = np.asarray(shown.convert(modes[channels]).resize((size, size), Image.Resampling.BILINEAR))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is not a readable image ({error}); replace or remove it") from error
-    return np.atleast_3d(pixels).transpose(2, 0, 1)
-
-
-def _lowered(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pixels of 16 bits in eight."""
-    if not (pixels.min() >= 0 and pixels.max() < 2**16):
-        raise ValueError("its pixels have more than 16 bits")
-    return np.rint(pixels / 257.0).astype(np.uint8)
-
-
-def _subfolders(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))

@@ -1,0 +1,130 @@
+"""Batches of images that are read when they are needed, by processes beside the one that trains.
+
+A `Stream` enters; batches leave, the next ones being read while one is trained on (torch's `DataLoader`).  What
+holds: which images a batch has, and what is looked at of them, follows from the seed and the epoch's number,
+however many processes read; an item that cannot be read is one sentence, not a traceback from another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ..errors import DataError, PruningError
+from ..team import Team
+from .batches import Batch, Batches, How
+from .splits import Stream, wrong_label
+
+Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, and perhaps the window of it to look at
+
+
+class Loaded(Batches):
+    """Batches of images that are read when they are needed; `workers` processes read them, or this one (0)."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        workers: int = 0,
+        **how: Unpack[How],
+    ) -> None:
+        super().__init__(stream, batch_size, mean, std, **how)
+        self.stream, self.workers = stream, workers
+
+    def epoch(self, index: int) -> Iterator[Batch]:
+        return self._read(index, Team())
+
+    def parts(self, index: int, team: Team) -> Iterator[Batch]:
+        if self.augment and self.augment.mixup:  # blends reach across the batch, which must be whole for them
+            return super().parts(index, team)
+        return self._read(index, team)
+
+    def _read(self, index: int, team: Team) -> Iterator[Batch]:
+        """The batches of an epoch, or a team's part of each."""
+        drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
+        starts = range(0, len(self) * self.batch_size, self.batch_size)
+        rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
+        mine = [part for part in map(team.part, rows) if len(part)]  # the last may be smaller than the team
+        order, windows = drawn.pop("order"), drawn.pop("window", None)
+        keys = [self._keys(order[part], None if windows is None else windows[part]) for part in mine]
+        for part, read in zip(mine, self._loaded(keys, index), strict=True):
+            images, labels = (held.to(self.device, non_blocking=True) for held in self._checked(read))
+            if self.augment:
+                chosen = {name: choice[part].to(self.device) for name, choice in drawn.items()}
+                yield self.dressed(images, labels, **chosen)
+            else:
+                yield self.normalised(images), labels
+
+    def _keys(self, order: Tensor, windows: Tensor | None) -> list[Key]:
+        rows = self.stream.rows[order].tolist()
+        return rows if windows is None else list(zip(rows, map(tuple, windows.tolist()), strict=True))
+
+    def _loaded(self, keys: list[list[Key]], index: int) -> Iterator[Batch | DataError]:
+        """What the processes beside this one have read.
+
+        Errors are raised elsewhere, where nothing holds on to these processes: they end as this generator does.
+        """
+        # The workers' seeds come from a stream of their own: what is random elsewhere is as with images in memory.
+        seed = np.random.SeedSequence((self.seed, index, 2)).generate_state(1)[0]
+        loader: DataLoader[Any] = DataLoader(
+            _Reading(self.stream),
+            batch_sampler=keys,
+            num_workers=min(self.workers, len(keys)),
+            collate_fn=_as_it_is,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator().manual_seed(int(seed)),
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:  # a process that was killed, or that has no room to hand images over
+            reason = str(error).splitlines()[0]
+            raise DataError(f"images cannot be read beside training ({reason}); set data.workers=0") from error
+
+    def _checked(self, read: Batch | DataError) -> Batch:
+        if isinstance(read, DataError):
+            raise read
+        if self.num_classes and (wrong := wrong_label(read[1], self.num_classes)) is not None:
+            raise DataError(wrong)
+        return read
+
+
+class _Reading(Dataset[Any]):
+    """Whole batches of a stream; one that cannot be read is the error that says why."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __getitems__(self, keys: list[Key]) -> Batch | DataError:
+        row = -1
+        try:
+            items = []
+            for key in keys:
+                row = key if isinstance(key, int) else key[0]
+                items.append(self.stream.dataset[key])
+                self._check(items[-1][0], row)
+            images, labels = default_collate(items)
+        except PruningError as error:
+            return DataError(str(error))
+        except Exception as error:
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            return DataError(f"item {row} of the dataset cannot be read ({reason}); mend it, or leave it out")
+        return images, labels.long()
+
+    def _check(self, image: Tensor, row: int) -> None:
+        if tuple(image.shape) != self.stream.shape:
+            raise DataError(
+                f"item {row} of the dataset is {tuple(image.shape)}, and the first {self.stream.shape} (channels, "
+                "height, width); bring all to one size"
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
