@@ -14,7 +14,7 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 
 # In the order data flows; see the architecture.
 ROOMS = [
-    *("errors", "figures", "callables", "writable", "files", "inputs", "layers", "attached", "team"),
+    *("errors", "figures", "callables", "memory", "writable", "files", "inputs", "layers", "attached", "team"),
     *("graph", "plan", "stored"),
     *("budget", "latency", "scoring", "slicing", "surgery", "trial", "gated", "pruner", "methods", "phases"),
     *("integrations", "timing", "measuring", "environment", "models", "manifest", "program", "export"),

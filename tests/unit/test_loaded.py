@@ -375,15 +375,9 @@ def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytes
         DataConfig("digits", mean=[0.5])
     with pytest.raises(RecipeError, match=r"std: a deviation is above 0; images are divided by it"):
         DataConfig("digits", mean=[0.5], std=[0.0])
-    monkeypatch.setattr(sources, "os", _Tiny())
+    monkeypatch.setattr(sources, "memory_of", lambda device: 1)
     with pytest.raises(DataError, match=r"data.in_memory: 60 images of 8x8 take .* set data.in_memory=false"):
         data_of(flowers)
-
-
-class _Tiny:
-    """A machine with hardly any memory."""
-
-    sysconf = staticmethod(lambda name: 1)
 
 
 def test_pixels_are_normalised_by_what_the_recipe_says(flowers: Path) -> None:
@@ -400,4 +394,4 @@ def test_large_images_are_judged_in_batches_of_training(flowers: Path) -> None:
     data = own_data({"train": shades, "test": shades}, some.data, CLASSES, 0)
     fed = feed.Feed(some, data, torch.device("cpu"), nn.Flatten())
     assert fed.test.batch_size == 2 and fed.images.shape[0] == 2
-    assert isinstance(fed.test, Loaded) and fed.test.workers == len(os.sched_getaffinity(0))
+    assert isinstance(fed.test, Loaded) and fed.test.workers == os.cpu_count()

@@ -332,7 +332,7 @@ def test_the_limit_is_the_memory_of_the_device_unless_given(monkeypatch):
     assert literal_bytes(weights, FILTERS, limit_bytes=needed) == needed // 4
     with pytest.raises(PruningError):
         literal_bytes(weights, FILTERS, limit_bytes=needed - 1)
-    monkeypatch.setattr("sbf_pruner.scoring.literal._memory", lambda device: needed - 1)
+    monkeypatch.setattr("sbf_pruner.scoring.literal.memory_of", lambda device: needed - 1)
     with pytest.raises(PruningError, match="cpu has"):
         LiteralProjection(weights, FILTERS)
     LiteralProjection(weights, FILTERS, limit_bytes=needed)

@@ -6,7 +6,6 @@ memory is refused before anything is allocated.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PruningError
+from ..memory import memory_of
 from .projection import check_phase, dtype_and_device, restore
 
 
@@ -32,7 +32,7 @@ class LiteralProjection:
     ) -> None:
         dtype, device = dtype_and_device(weights, filters)
         self._even = even
-        literal_bytes(weights, filters, limit_bytes=_memory(device) if limit_bytes is None else limit_bytes)
+        literal_bytes(weights, filters, limit_bytes=memory_of(device) if limit_bytes is None else limit_bytes)
         self.in_phase = False
         self.parameters: list[Tensor] = [
             torch.zeros(w.numel(), count, dtype=dtype, device=device, requires_grad=True)
@@ -90,13 +90,3 @@ def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_by
             'use projection="factored", which follows the same trajectory in almost no memory'
         )
     return alone
-
-
-def _memory(device: torch.device) -> int | None:
-    """The bytes a device could still give us; None where it cannot be known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

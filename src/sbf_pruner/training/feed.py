@@ -99,5 +99,5 @@ def batches_of(
     """The batches of a part of a data set, of the kind that it asks for."""
     if isinstance(split, Split):
         return Resident(split, batch_size, data.mean, data.std, **how)
-    workers = len(os.sched_getaffinity(0)) if workers < 0 else workers
+    workers = (os.cpu_count() or 1) if workers < 0 else workers
     return Loaded(split, batch_size, data.mean, data.std, workers=workers, **how)

@@ -8,7 +8,6 @@ data set, write one function and `register` it; a user's own needs neither ("pac
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from ..cifar.prepared import load_cifar10
 from ..errors import DataError, PruningError, nearest
 from ..figures import some
 from ..graph.where import failing_line
+from ..memory import memory_of
 from .material import DataConfig
 from .pictures import View, list_pictures, subfolders
 from .splits import Split, Stream
@@ -167,8 +167,8 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
 
 def _check_memory(images: int, view: View) -> None:
     """Refuse to fill the memory of this machine with images."""
-    needed, there = images * view.channels * view.size**2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > 0.8 * there:
+    needed, there = images * view.channels * view.size**2, memory_of(torch.device("cpu"))
+    if there is not None and needed > 0.8 * there:
         raise DataError(
             f"data.in_memory: {images:,} images of {view.size}x{view.size} take {needed / 2**30:,.0f} GiB, and "
             f"this machine has {there / 2**30:,.0f}; set data.in_memory=false to read them as they are needed"
