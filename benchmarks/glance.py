@@ -15,8 +15,9 @@ def glance(coverage: Result, beside: Result, cifar10: Result, speed: Result) -> 
     claims = [
         coverage and _exact(coverage),
         beside and _any_network(beside),
-        "**The size you ask for.** MACs, parameters, bytes or milliseconds: what you ask for is the most that is "
-        "left, and a run ends at most a point below ([docs/targets.md](docs/targets.md)).",
+        "**The size you ask for.** In MACs, parameters or bytes it is the most that is left, and a run ends at "
+        "most a point below; in milliseconds the network is timed and brought as near as it comes "
+        "([docs/targets.md](docs/targets.md)).",
         cifar10 and _accuracy(cifar10),
         speed and _time(speed),
     ]

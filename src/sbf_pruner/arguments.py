@@ -74,7 +74,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=SIZE",
-        help="what to keep at most: macs=0.5, params=400k, size=1MB, latency=5ms; several may be given",
+        help="what to keep: at most macs=0.5, params=400k or size=1MB, about latency=5ms; several may be given",
     )
 
 
@@ -86,7 +86,7 @@ def _add_report(commands: _Commands) -> None:
 
 
 def _add_inspect(commands: _Commands) -> None:
-    inspect = commands.add_parser("inspect", help="show what can be pruned in a model, and what hangs together")
+    inspect = commands.add_parser("inspect", help="show which layers can be pruned, and which depend on each other")
     inspect.description = (
         "List the layers of a model that can be pruned, where each is gated and what it meets, those that follow "
         "others, and those left alone with the reason."
@@ -100,7 +100,7 @@ def _add_inspect(commands: _Commands) -> None:
 
 def _add_bench(commands: _Commands) -> None:
     bench = commands.add_parser(
-        "bench", help="time a pruned network against the dense one, on the runtimes there are"
+        "bench", help="time a pruned network against the dense one, on every installed runtime"
     )
     bench.description = (
         "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
@@ -124,8 +124,8 @@ def _add_bench(commands: _Commands) -> None:
 def _add_latency(commands: _Commands) -> None:
     latency = commands.add_parser("latency", help="measure what layers and networks take here, for latency targets")
     latency.description = (
-        "Measure a network's layers, and networks cut from it, on this machine; say how well the time of others is "
-        "foretold, and what a target for the latency would leave. What was measured is kept and used again."
+        "Measure a network's layers, and networks cut from it, on this machine; report how well the time of other "
+        "cuts is predicted, and what a latency target would leave. Measurements are kept and used again."
     )
     latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
     _add_network(latency, "size of one input, as in inspect", "as in inspect")

@@ -26,6 +26,8 @@ def find_callable(name: str) -> Any:
         try:
             target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
+            if error.name is not None and module != error.name and not module.startswith(f"{error.name}."):
+                raise PruningError(f"{name}: {module} imports {error.name!r}, which is not installed") from error
             hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
             raise PruningError(
                 f"{name}: no module named {error.name!r} here or among the installed{hint}"

@@ -13,7 +13,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .methods import METHODS, OWN
 from .terminal.voice import check_shared, is_first, lacks_memory, one_voice, said, teller, told
-from .words import again, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
+from .words import again, changes, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
     from .training.recipe import Recipe
@@ -132,7 +131,7 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
         from .training.folder import RunFolder
 
         RunFolder(Path(arguments.run)).read_recipe()  # what is wrong with it is told with what to do
-    overrides = [*_aimed(arguments.target), *arguments.set]
+    overrides = changes(arguments.target, arguments.set)
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     return load_recipe(known_recipe(arguments.recipe), overrides)
 
@@ -142,7 +141,7 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from .training.recipe import load_recipe
 
-    recipe = load_recipe(known_recipe(arguments.recipe), [*_aimed(arguments.target), *arguments.set])
+    recipe = load_recipe(known_recipe(arguments.recipe), changes(arguments.target, arguments.set))
 
     from .contest import check_methods, enter, leave, standings
     from .terminal.contest import contest_lines
@@ -174,16 +173,6 @@ def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     print(write_report(arguments.runs, target))
     return 0
-
-
-def _aimed(targets: Sequence[str]) -> list[str]:
-    """The settings that targets are short for; what --set says comes after them, and counts more."""
-    if not targets:
-        return []
-    from .budget.targets import Budget
-
-    asked = Budget.parse(list(targets))
-    return [f"budget.{name}={value!r}" for name, value in asdict(asked).items()]
 
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:

@@ -59,6 +59,8 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
     `example_inputs` are to be those that it was pruned with.
     """
     path = Path(folder)
+    if not path.is_dir():
+        raise RunError(f"{path} is no folder; give that of a run, of an export, or one that save wrote")
     exported = (path / MANIFEST).is_file()
     if build is None:
         if not exported:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from .errors import DataError, PruningError
+from .graph.where import cause
 from .inputs import call, check_model, map_tensors, meta_copy, real_copy
 from .timing import take_turns, using_threads
 
@@ -77,7 +78,7 @@ def measure(model: nn.Module, example_inputs: Any) -> Measurement:
         except Exception as error:
             raise PruningError(
                 f"{type(model).__name__} does not run on the example inputs "
-                f"({type(error).__name__}: {error}); give what it accepts: a tensor, a tuple of positional "
+                f"({type(error).__name__}: {cause(error)}); give what it accepts: a tensor, a tuple of positional "
                 "arguments, or a dict of keyword arguments"
             ) from error
     parameters = list(model.parameters())

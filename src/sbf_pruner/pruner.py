@@ -9,7 +9,7 @@ exception leaves the model as usable as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from .budget.steering import Steering
 from .budget.targets import Budget, check_budget
 from .errors import PruningError
 from .gated import Gated
-from .graph.build import trace
 from .graph.channels import ChannelGraph
 from .graph.residual import residual_blocks
 from .graph.unchanged import weights_now
@@ -46,7 +45,7 @@ from .scoring.saved import check_saved, for_this_device
 from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .team import Team
-from .trial import landed, note_insisted
+from .trial import landed, prunable_graph
 
 
 class Pruner(Gated):
@@ -116,22 +115,13 @@ class Pruner(Gated):
         check_name("activation", activation, ACTIVATIONS)
         check_numbers(penalty=penalty, leak=leak, lr=lr, speed=speed, eps=eps, threshold=threshold)
         check_budget(budget)
-        traced = graph is None
-        if graph is None:
-            graph = trace(model, example_inputs, ignore=ignore)
-        elif ignore:
-            raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
-        if not graph.layers:
-            reasons = "; ".join(f"{n}: {why}" for n, why in list(graph.skipped.items())[:3])
-            raise PruningError(f"no layer of the model can be pruned ({reasons})")
+        sized = budget is not None and budget.asked
+        graph = prunable_graph(model, example_inputs, graph, ignore, sized=sized)
         self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
         self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
         widths = [layer.filters for layer in graph.layers.values()]
         self.projection: Projection = PROJECTIONS[projection](weights_now(model, graph), widths, even=bool(speed))
-        if traced and budget is not None and budget.asked:
-            with suppress(PruningError):  # which says no more than that nothing is known
-                note_insisted(model, example_inputs, graph)
         self.optimizer: torch.optim.Optimizer | None = None
         clock = bound(clock, graph)
         stored = Stored(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
@@ -266,6 +256,15 @@ class Pruner(Gated):
         """Set the gates from the scores once more, after the limits or the clock have changed."""
         self._check_ready("land")
         self._hold(self._chosen().masks)
+
+    def extract(self) -> nn.Module:
+        """A new, smaller module that computes what the gated model computes."""
+        small = super().extract()
+        if (
+            self.progress >= 1 and self.aim.clock is None
+        ):  # on the way there it need not fit, nor by a forecast alone
+            self.aim.tell_if_exceeded(self._held)
+        return small
 
     # -- saving ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ code insists on is noted in the graph, for what is counted there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,31 @@ from torch import nn
 from .budget.aim import Aim
 from .budget.landing import Landing
 from .errors import PruningError
+from .graph.build import trace
 from .graph.channels import ChannelGraph, Pinned
 from .plan import Plan
 from .surgery import extract, insisted
 
 _log = logging.getLogger("sbf_pruner")
+
+
+def prunable_graph(
+    model: nn.Module, example_inputs: Any, graph: ChannelGraph | None, ignore: Sequence[str], *, sized: bool
+) -> ChannelGraph:
+    """The graph of a model that has something to prune, as it was traced before or as it is now.
+
+    For a pruner with a size to come to (`sized`), what is traced now is noted with what the code insists on.
+    """
+    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
+    if graph is not None and ignore:
+        raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
+    if not found.layers:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(found.skipped.items())[:3])
+        raise PruningError(f"no layer of the model can be pruned ({reasons})")
+    if graph is None and sized:
+        with suppress(PruningError):  # which says no more than that nothing is known
+            note_insisted(model, example_inputs, found)
+    return found
 
 
 def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str | None:

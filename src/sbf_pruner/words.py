@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,19 @@ def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path
 def json_file(text: str | None) -> Path | None:
     """Where `--json` writes; None where it prints, or was not given."""
     return target_file("--json", None if text == STDOUT else text, (".json",))
+
+
+def changes(targets: Sequence[str], said: Sequence[str]) -> list[str]:
+    """The settings that targets are short for, and those that are given as such; none may be given as both."""
+    if not targets:
+        return list(said)
+    from .budget.targets import Budget
+
+    sizes = {f"budget.{name}": value for name, value in asdict(Budget.parse(list(targets))).items() if value != 1}
+    for text in said:
+        if (key := text.partition("=")[0].strip()) in sizes:
+            raise RecipeError(f"{key} is given by --set and by --target; give it once")
+    return [*(f"{key}={value!r}" for key, value in sizes.items()), *said]
 
 
 def known_recipe(name: str | None) -> str:

@@ -6,6 +6,7 @@ the guards and break no limit.  A budget that no choice can meet is refused at o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Protocol
@@ -22,6 +23,8 @@ from .landing import Field, Landing, Masks, Values, land
 from .prices import Prices, prices
 from .targets import MICROSECONDS, Budget, Limits, Usage
 from .widths import Widths
+
+_log = logging.getLogger("sbf_pruner")
 
 
 class Clock(Protocol):
@@ -109,6 +112,14 @@ class Aim:
             found["size"] = self.stored.bytes(laid, found["size"])
         timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
         return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
+
+    def tell_if_exceeded(self, masks: Masks) -> None:
+        """Warn of a choice that does not fit, such as one that no score phase has made."""
+        used = self.count(masks)
+        if self.limits is None or not (broken := self.limits.broken(used)):
+            return
+        sizes = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, self.limits.most))
+        _log.warning("what is cut has %s, and the budget is %s; first end a score phase, or call rank()", *sizes)
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """What a filter of each layer costs of every resource, among the filters that are there."""

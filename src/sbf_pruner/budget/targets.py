@@ -136,7 +136,7 @@ def _number(text: str, name: str, value: str) -> float:
         )
     number = float(match[1]) * (0.01 if scale == "%" else _SCALES[scale])
     if not number or not math.isfinite(number) or (scale == "%" and number > 1):
-        raise PruningError(f"target {text!r}: what is kept is more than nothing and at most all, 100%")
+        raise PruningError(f"target {text!r}: keep more than nothing and at most everything (100%)")
     if number <= 1 and (byte or scale in ("k", "m", "g", "ki", "mi", "gi")):
         raise PruningError(f"target {text!r}: no network is that small; ask for more, or for a part ({name}=50%)")
     return number

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MODELS = os.path.join(_PACKAGE, "models", "")  # of ours, but read like a user's
@@ -39,7 +40,9 @@ def explain(error: Exception, inputs: Any) -> str:
     frames = _frames_of(error)
     if not frames:
         remedy = "give inputs like those it is trained on"
-        if isinstance(inputs, dict) and isinstance(error, TypeError):
+        if not isinstance(inputs, (Tensor, tuple, dict)):
+            remedy = f"give a tensor, or a tuple or dict of its arguments, not {type(inputs).__name__}"
+        elif isinstance(inputs, dict) and isinstance(error, TypeError):
             remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
         return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
     return (

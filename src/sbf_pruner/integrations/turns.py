@@ -43,10 +43,15 @@ class Turns:
     """
 
     def __init__(self, pruner: Pruner, *, warmup: int, cycles: int, score: int = 1, weights: int = 2) -> None:
+        if not isinstance(pruner, Pruner):
+            raise PruningError(
+                f"Turns takes an sbf.Pruner, not {type(pruner).__name__}; make one of the model first"
+            )
         lengths = {"warmup": warmup, "cycles": cycles, "score": score, "weights": weights}
         for name, epochs in lengths.items():
-            if epochs < (name in ("cycles", "score")):
-                raise PruningError(f"{name} = {epochs}: a loop in turns needs at least one; write more")
+            least = int(name in ("cycles", "score"))
+            if epochs < least:
+                raise PruningError(f"{name} = {epochs}: a loop in turns needs at least {least}; write more")
         self.pruner, self.cycles = pruner, cycles
         self._phases = planned({"phases": {**lengths, "finetune": 0}})
         self._epoch: int | None = None

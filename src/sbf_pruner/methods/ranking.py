@@ -119,8 +119,8 @@ def _named(name: str) -> Iterator[None]:
     except Exception as error:  # a user's network may fail in any way
         cause = " ".join(str(error).split())
         raise PruningError(
-            f"method {name} cannot look at this network ({type(error).__name__}: {cause}); choose one that judges "
-            "by weights alone, such as l1"
+            f"method {name} cannot judge this network ({type(error).__name__}: {cause}); give it pairs of inputs "
+            "and labels as in training, or choose a method that needs weights alone, such as l1"
         ) from error
 
 

@@ -109,7 +109,7 @@ def _normal(config: DataConfig, train: Split | Stream) -> Normal:
 
 def _check(where: str, split: Split | Stream, labels: Tensor, num_classes: int) -> None:
     if isinstance(split, Split) and len(split.images) != len(labels):
-        raise DataError(f"{where}: {len(split.images)} images but {len(labels)} labels")
+        raise DataError(f"{where}: {len(split.images)} images but {len(labels)} labels; give one for each")
     if not len(split):
         raise DataError(f"{where}: holds no images")
     if (wrong := wrong_label(labels, num_classes)) is not None:

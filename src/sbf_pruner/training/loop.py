@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ..errors import RunError
 from ..export import load
-from ..inputs import real_copy
+from ..inputs import check_model, real_copy
 from ..plan import Plan
 from .checkpoint import NAME
 from .data import Data, load_data, own_data
@@ -78,6 +78,11 @@ def fit(
     >>> result.summary["pruned"]["macs"] <= result.summary["dense"]["macs"]
     True
     """
+    check_model(model)
+    if not isinstance(recipe, (Recipe, str, Path)):
+        raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
+    if data is not None and not isinstance(data, (Data, Mapping)):
+        raise RunError(f"data is of type {type(data).__name__}; give {{'train': dataset, 'test': dataset}}")
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     team, asked = join(), RunFolder.of(recipe, run)
     check = partial(asked.check, recipe, resume=resume, force=force)

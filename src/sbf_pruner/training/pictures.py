@@ -107,7 +107,9 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
     filled = {label for _, label in files}
     for label, name in enumerate(classes):
         for inner in subfolders(root / name) if (root / name).is_dir() else ():
-            raise DataError(f"{root / name / inner}: images lie in {root}/CLASS itself; move them up, or it away")
+            raise DataError(
+                f"{root / name / inner}: images must lie in {root}/CLASS; move them there, or remove this folder"
+            )
         if root.name == "train" and label not in filled:
             raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
     return Pictures([path for path, _ in files], [label for _, label in files], view)

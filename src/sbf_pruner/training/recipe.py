@@ -35,7 +35,7 @@ from .settings import Section, Setting, about, describe, merge
 class Recipe(Section):
     """A whole run, from the network and the data to the last epoch."""
 
-    name: str = field(metadata=about("what the run is called"))
+    name: str = field(metadata=about("what the run is called; a recipe file may leave it out and has its own name"))
     model: ModelConfig = field(metadata=about("the network"))
     data: DataConfig = field(metadata=about("the data"))
     method: str = field(
@@ -167,8 +167,11 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
     else:
         hint = nearest(str(name_or_path), known)
-        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r}, and a file ends in .toml; {hint}")
+        hint = hint if hint.startswith("did") else f"there are {', '.join(known)}"
+        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r} (a file must end in .toml); {hint}")
     table = {"name": path.stem, **table}
+    if isinstance(overrides, (str, Mapping)):
+        raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
     said: dict[str, Any] = {}
     for override in overrides:
         said = merge(said, _override(override))

@@ -185,14 +185,14 @@ class BudgetConfig(Section):
     settled: int = field(
         default=2,
         metadata=about(
-            "cycles at the end, half of them at most, that keep within the budget; before, it closes in", least=0
+            "final cycles (at most half of them) that run at the full budget; earlier cycles approach it", least=0
         ),
     )
     steer: bool = field(
         default=False,
         metadata=about(
-            "let scores.penalty follow the budget, so that scores and threshold alone come to it; a budget is "
-            "followed unless this is set to false"
+            "adjust scores.penalty while scores are learned, so that they meet the budget by themselves; on when a "
+            "budget is set, unless the recipe says false"
         ),
     )
 
@@ -243,8 +243,8 @@ class LatencyConfig(Section):
     way: str = field(
         default="auto",
         metadata=about(
-            "what goes: single filters, the same ones of all layers that are added up, or whole residual branches; "
-            "auto: what keeps the most MACs in the time asked for",
+            "what to remove: single filters, the same filters in all layers whose outputs are added (streams), or "
+            "whole residual branches (blocks); auto: what keeps the most MACs in the time asked for",
             choices=("auto", "filters", "streams", "blocks"),
         ),
     )

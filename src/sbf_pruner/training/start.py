@@ -55,7 +55,7 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             outputs = model.eval()(images)
     except Exception as error:  # a user's network may fail in any way
         cause = " ".join(str(error).split())
-        remedy = f"set model.in_channels = {images.shape[1]}, or data.image_size to what it needs"
+        remedy = f"build it for {images.shape[1]} channels (model.in_channels), or set data.image_size"
         if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
             remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
         raise RunError(
@@ -74,6 +74,10 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             f"{type(model).__name__} gives {outputs.shape[1]} numbers per image but {data.name} has "
             f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
             f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RunError(
+            f"all weights of {type(model).__name__} are frozen, so nothing is trained; call requires_grad_(True)"
         )
     trained = _trained_outputs(model, images)
     if trained is not None and not isinstance(trained, Tensor):
