@@ -273,6 +273,38 @@ def test_unknown_name_to_ignore():
     assert list(trace(*plain(), ignore="4").layers) == ["0", "7"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"max_removed": {"stem.*": 0.5}}, "max_removed: no layer is called 'stem.*'; known: 0, 4, 7"),
+        ({"round_to": {"44": 2}}, "round_to: no layer is called '44'; did you mean '4'?"),
+        (
+            {"min_filters": {"0": 2, "4": 1, "*": 3}},
+            "min_filters: '0' counts for no layer, because those behind it match all of its layers, and the last "
+            "that matches counts; put it behind them",
+        ),
+        ({"min_filters": {"4": -1}}, "min_filters['4']: a layer cannot keep -1 filters; give 0 or more"),
+        ({"min_filters": {"4": 0.5}}, "min_filters['4'] counts filters; give a whole number, not 0.5"),
+        ({"max_removed": {"4": 2}}, "max_removed['4'] is the part that may go, from 0 to 1, not 2"),
+        ({"round_to": {"4": 0}}, "round_to['4']: widths are multiples of a number from 1 on, not of 0"),
+        ({"round_to": {4: 2}}, 'round_to: layers are told by their names, not by int; give {"layer1.*": ...}'),
+        ({"round_to": 0}, "round_to: widths are multiples of a number from 1 on, not of 0"),
+    ],
+    ids=str,
+)
+def test_limits_for_layers_that_are_not_there(asked, sentence):
+    with says(PruningError, sentence):
+        Pruner(*plain(), **asked)
+
+
+def test_a_limit_for_a_layer_that_is_left_alone():
+    with says(
+        PruningError,
+        "max_removed: '4' matches no layer that can be pruned (4: ignored as asked (4)); leave it out",
+    ):
+        Pruner(*plain(), ignore=["4"], max_removed={"4": 0.5})
+
+
 # -- a time asked for --------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .attached import check_unattached
 from .budget.aim import Aim, Clock
+from .budget.allowed import Counts, Parts
 from .budget.guards import Couple, Guards, with_coupled
 from .budget.landing import Landing
 from .budget.steering import Steering
@@ -67,9 +68,10 @@ class Pruner(Gated):
     `freeze_norms=False` lets batch norms move in score phases.
 
     What must stay: layers that match a pattern of `ignore` keep all filters, the others at least `min_filters` and
-    all but the part `max_removed`, in multiples of `round_to`; `couple` names layers that keep the same filters
-    (patterns, or "streams"), or lets residual branches stay or go as a whole ("blocks").  `graph` is what `trace`
-    gave for this model before.
+    all but the part `max_removed`, in multiples of `round_to`.  Each of the three is a number for all layers, or a
+    table of numbers by name pattern, `{"*": 0.9, "layer1.*": 0.3}`, of which the last that matches a layer counts.
+    `couple` names layers that keep the same filters (patterns, or "streams"), or lets residual branches stay or go
+    as a whole ("blocks").  `graph` is what `trace` gave for this model before.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images = torch.rand(2, 3, 16, 16)
@@ -102,9 +104,9 @@ class Pruner(Gated):
         blocks: bool = False,
         ignore: Sequence[str] = (),
         couple: Couple | Sequence[str] = "none",
-        min_filters: int = 0,
-        max_removed: float = 1.0,
-        round_to: int = 1,
+        min_filters: Counts = 0,
+        max_removed: Parts = 1.0,
+        round_to: Counts = 1,
         budget: Budget | None = None,
         steer: bool = True,
         clock: Clock | str | PathLike[str] | None = None,

@@ -191,8 +191,8 @@ def test_branches_that_come_back_in_part_are_guarded(guards, seed):
     aim = Aim(graph, Budget(macs=0.2), guards)
     landing = aim.choose(with_closed_branches(graph, seed))
     assert 0 <= aim.limits.room(landing.usage)["macs"] <= 2 * POINT  # round widths go in larger steps
-    for mask in graph.settle(landing.masks).values():
-        assert not guards.lacking(int(mask.sum()), mask.size)
+    for name, mask in graph.settle(landing.masks).items():
+        assert not guards.allowed(name).lacking(int(mask.sum()), mask.size)
 
 
 def test_layers_that_are_woken_together_are_woken_in_turns():

@@ -17,7 +17,7 @@ from sbf_pruner.errors import PruningError, RecipeError
 from sbf_pruner.training.material import DataConfig, ModelConfig
 from sbf_pruner.training.recipe import Recipe, bundled_recipes, load_recipe, settings
 from sbf_pruner.training.schedule import phases, total_epochs
-from sbf_pruner.training.sections import OptimizerConfig, PhasesConfig, ScoresConfig
+from sbf_pruner.training.sections import GuardsConfig, OptimizerConfig, PhasesConfig, ScoresConfig
 
 MINIMAL = '[model]\nname = "resnet56"\n[data]\nname = "synthetic"\n'
 
@@ -154,6 +154,19 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
         ("distill.alpha=2", "distill.alpha: must be at most 1, got 2.0"),
         ("distill.during=always", "distill.during: 'always' is not one of finetune, weights, cycles"),
         ("scores.speed=-1", "scores.speed: must be at least 0, got -1.0"),
+        ("guards.round_to=0", "guards.round_to: must be at least 1, got 0"),
+        ('guards.round_to={"a.*"=0}', "guards.round_to.a.*: must be at least 1, got 0"),
+        ('guards.round_to={"a.*"=1.5}', "guards.round_to.a.*: expected int, got float (1.5)"),
+        ('guards.max_removed={"a.*"=2, "b"=0.5}', "guards.max_removed.a.*: must be at most 1, got 2.0"),
+        ("guards.max_removed=nan", "guards.max_removed: expected a finite number, got nan"),
+        (
+            'guards.max_removed={"a.*": 0.5}',
+            'guards.max_removed: expected float, or a table such as {"layer1.*" = 1}, got str',
+        ),
+        (
+            "guards.min_filters=true",
+            'guards.min_filters: expected int, or a table such as {"layer1.*" = 1}, got bool (True)',
+        ),
         ("phases.cycles", "override 'phases.cycles': write KEY=VALUE, such as phases.cycles=4"),
         ("phases..cycles=3", "override 'phases..cycles=3': write KEY=VALUE, such as phases.cycles=4"),
     ],
@@ -260,6 +273,19 @@ def test_numpy_numbers_are_written_as_numbers() -> None:
     assert "options = {a = 0.5}" in recipe.to_toml()
 
 
+def test_guards_are_numbers_or_tables_by_pattern(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + '[guards]\nmax_removed = {"*" = 0.9, "layer1.*" = 0.3}\nmin_filters = 2\n')
+    assert load_recipe(path).guards == GuardsConfig(2, {"*": 0.9, "layer1.*": 0.3})
+    over = ['guards.max_removed={"stem"=0, "*"=0.8}', 'guards.min_filters={"layer1.*"=8}']
+    guards = load_recipe(path, over).guards
+    assert list(guards.max_removed.items()) == [("*", 0.8), ("layer1.*", 0.3), ("stem", 0.0)]
+    assert type(guards.max_removed["stem"]) is float and guards.min_filters == {"layer1.*": 8}
+    assert load_recipe(path, ["guards.max_removed=0.5"]).guards.max_removed == 0.5
+    assert settings()["guards.round_to"].kind == "int or table" and settings()["guards.round_to"].default == 1
+    again = Recipe.from_dict(tomllib.loads(load_recipe(path, over).to_toml())).guards
+    assert again == guards and list(again.max_removed) == list(guards.max_removed), "their order counts"
+
+
 def test_every_key_is_described() -> None:
     known = settings()
     assert known["weights.lr"].default == 1e-3 and known["warmup.lr"].default == 0.1
@@ -285,6 +311,7 @@ optimizers = st.builds(
     milestones=st.sets(numbers, max_size=3).map(lambda values: tuple(sorted(values))),
 )
 options = st.dictionaries(words, plain, max_size=3).filter(lambda table: not {"num_classes"} & set(table))
+patterns = st.dictionaries(words, numbers, max_size=3)
 recipes = st.builds(
     Recipe,
     name=words,
@@ -294,6 +321,7 @@ recipes = st.builds(
     warmup=optimizers,
     weights=optimizers,
     scores=st.builds(ScoresConfig, lr=numbers, penalty=numbers, threshold=numbers),
+    guards=st.builds(GuardsConfig, max_removed=numbers | patterns),
 )
 
 

@@ -7,10 +7,10 @@ only ever grows, by the filters with the highest scores, so what was connected s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property, reduce
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask
 from ..graph.relations import ADD, Relations
 from ..graph.residual import residual_blocks
+from .allowed import UNSET, Allowed, Counts, Parts, check_patterns, checked, of_layer, told
 from .landing import Masks
 from .streams import Link, links
 
@@ -32,15 +33,19 @@ Couple = Literal["none", "streams", "blocks"]
 class Guards:
     """The least a layer keeps, the widths it may have, and the layers that share their filters.
 
+    Widths are told for all layers, or by name: `{"*": 8, "head.*": 1}`, where the last pattern that matches counts.
+
     >>> guards = Guards(min_filters=2, round_to=4, groups=())
     >>> guards.complete({"conv": np.array([0, 1, 0, 0, 0, 0], bool)}, {"conv": np.arange(6.0)})["conv"]
     array([False,  True, False,  True,  True,  True])
     """
 
-    min_filters: int = 0
-    max_removed: float = 1.0
+    min_filters: Counts = 0
+    """filters that a layer keeps at least"""
+    max_removed: Parts = 1.0
     """part of a layer's filters that may go at most"""
-    round_to: int = 1
+    round_to: Counts = 1
+    """a layer keeps a multiple of this, or all it has"""
     groups: tuple[tuple[str, ...], ...] = ()
     """layers that keep the same filters"""
     links: tuple[Link, ...] = ()
@@ -49,25 +54,14 @@ class Guards:
     """layers of one residual branch, which stays or goes as a whole, but for the one that the limits cut through"""
 
     def __post_init__(self) -> None:
-        for name in ("min_filters", "round_to"):
-            if not isinstance(number := getattr(self, name), int):
-                raise PruningError(f"{name} counts filters; give a whole number, not {number!r}")
-        if self.min_filters < 0:
-            raise PruningError(f"min_filters: a layer cannot keep {self.min_filters} filters; give 0 or more")
-        if not isinstance(self.max_removed, (int, float)) or not 0 <= self.max_removed <= 1:
-            raise PruningError(f"max_removed is the part that may go, from 0 to 1, not {self.max_removed!r}")
-        if self.round_to < 1:
-            raise PruningError(f"round_to: widths are multiples of a number from 1 on, not of {self.round_to}")
+        for key in UNSET:
+            object.__setattr__(self, key, checked(key, getattr(self, key)))
 
     def told(self) -> str:
         """The guards that are set, as a user sets them."""
-        unset = Guards()
-        names = {"min_filters": "", "max_removed": "", "round_to": "", "groups": "couple", "branches": "couple"}
-        return ", ".join(
-            shown or f"{name} = {getattr(self, name):g}"
-            for name, shown in names.items()
-            if getattr(self, name) != getattr(unset, name)
-        )
+        asked = ((key, getattr(self, key)) for key in UNSET)
+        widths = [f"{key} = {told(value)}" for key, value in asked if value != UNSET[key]]
+        return ", ".join([*widths, *("couple" for together in (self.groups, self.branches) if together)])
 
     def leveled(self, scores: Mapping[str, NDArray[np.floating]]) -> dict[str, NDArray[np.floating]]:
         """The scores with those of filters that stay or go together replaced by their mean."""
@@ -98,35 +92,47 @@ class Guards:
                 if link.target == number:
                     source, places = found[self.groups[link.source][0]], np.array(link.places)
                     together = together | (source[places] & (places >= 0))
-            found |= dict.fromkeys(group, self._filled(together, scores[group[0]]))
-        return {name: self._filled(mask, scores[name]) for name, mask in found.items()}
+            found |= dict.fromkeys(group, self._filled(group[0], together, scores[group[0]]))
+        return {name: self._filled(name, mask, scores[name]) for name, mask in found.items()}
 
     @property
     def of_widths(self) -> bool:
         """Do they ask for anything of a layer's width?"""
-        return self.min_filters > 0 or self.max_removed < 1 or self.round_to > 1
+        return any(getattr(self, key) != unset for key, unset in UNSET.items())
 
-    def lacking(self, count: int, size: int) -> int:
-        """How many more filters a layer must have that keeps `count` of `size`.
+    def allowed(self, name: str) -> Allowed:
+        """The widths a layer may have: those that it and all that keep the same filters may have."""
+        if name not in self._allowed:
+            together = {other for group in self.groups if name in group for other in group} | {name}
+            self._allowed[name] = reduce(Allowed.both, map(self._asked, together))
+        return self._allowed[name]
 
-        >>> [Guards(round_to=8).lacking(count, 20) for count in (0, 9, 17)]
-        [0, 7, 3]
-        """
-        wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
-        return min(-(-wanted // self.round_to) * self.round_to, size) - count
+    @cached_property
+    def _allowed(self) -> dict[str, Allowed]:
+        return {}  # by layer, as they are asked for: a landing asks some thousand times
 
-    def _filled(self, mask: Mask, scores: NDArray[np.floating]) -> Mask:
+    def _asked(self, name: str) -> Allowed:
+        return Allowed(**{key: of_layer(getattr(self, key), name, unset) for key, unset in UNSET.items()})
+
+    def _filled(self, name: str, mask: Mask, scores: NDArray[np.floating]) -> Mask:
         """What a layer keeps, and as many more of its best filters as it must have."""
         filled = mask.copy()
-        lacking = self.lacking(int(mask.sum()), mask.size)
+        lacking = self.allowed(name).lacking(int(mask.sum()), mask.size)
         if not lacking:
             return filled
         filled[np.argsort(-np.where(mask, -np.inf, scores), kind="stable")[:lacking]] = True
         return filled
 
 
+def check_names(guards: Guards, graph: ChannelGraph) -> None:
+    """Raise a PruningError if one of the guards is for layers that are not there."""
+    for key in UNSET:
+        check_patterns(key, getattr(guards, key), graph)
+
+
 def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Guards:
     """The guards with the layers that are to keep or lose filters together."""
+    check_names(guards, graph)
     groups, branches = coupled(graph, couple), whole_branches(graph, couple)
     return replace(guards, groups=groups, links=links(graph, groups), branches=branches)
 

@@ -32,10 +32,12 @@ class Widths:
         for _ in range(sum(map(len, scores.values()))):  # far fewer will do
             values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
             masks = guards.complete(masks, values)
+            if empty := self._cut_off_by(masks, scores, guards):
+                masks = guards.complete({**masks, **empty}, values)
             left = self._graph.settle(masks)
             grown, stuck = dict(masks), []
             for name, there in left.items():
-                lacking = guards.lacking(int(there.sum()), int(self._whole[name].sum()))
+                lacking = guards.allowed(name).lacking(int(there.sum()), int(self._whole[name].sum()))
                 if not lacking:
                     continue
                 futile[name] = futile[name] | masks[name] & ~there
@@ -47,14 +49,49 @@ class Widths:
                 stuck.append(name)
                 for other, places in self._beside(name, left):
                     grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
-            if all(np.array_equal(grown[name], masks[name]) for name in masks):
+            # Coupled layers may bring back what leads nowhere in one of them: that is no growth either.
+            if _same(grown, masks) or (stuck and _same(guards.complete(grown, values), masks)):
                 more_of = next(filter(None, (self._elsewhere(name, masks, scores) for name in stuck)), None)
                 if more_of is None:
                     break
-                other, one = more_of
-                grown[other] = grown[other] | one
+                grown |= {other: grown[other] | some for other, some in more_of.items()}
             masks = grown
         return masks
+
+    def _cut_off_by(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+        """The best filter of every empty layer without which one that must keep some would have none.
+
+        Where all layers are guarded alike none of these is empty; where only some are, such as the first layer of a
+        branch, the others must let them live.
+        """
+        empty = [name for name, mask in masks.items() if not mask.any()]
+        kept = [name for name in masks if guards.allowed(name).lacking(0, int(self._whole[name].sum()))]
+        if not empty or not kept:
+            return {}
+        best = {name: np.arange(len(own)) == np.where(self._whole[name], own, -np.inf).argmax()
+                for name, own in scores.items() if name in empty}  # fmt: skip
+        found = {name: one for name, one in best.items() if any(name in self._needed[other] for other in kept)}
+
+        def living(opened: Masks) -> bool:
+            left = self._graph.settle({**masks, **opened})
+            return all(left[name].any() for name in kept)
+
+        if not living(found) and living(best):  # of several that would do, the weaker ones stay empty
+            found, needed = dict(best), found
+            for name in sorted((n for n in best if n not in needed), key=lambda name: float(scores[name].max())):
+                fewer = {other: one for other, one in found.items() if other != name}
+                found = fewer if living(fewer) else found
+        return found
+
+    @cached_property
+    def _needed(self) -> dict[str, set[str]]:
+        """By layer, those without any filter of which it has none."""
+        found: dict[str, set[str]] = {name: set() for name in self._whole}
+        for name, layer in self._graph.layers.items():
+            for other, left in self._graph.settle({name: np.zeros(layer.filters, bool)}).items():
+                if other != name and not left.any():
+                    found[other].add(name)
+        return found
 
     def _beside(self, name: str, left: Masks) -> Iterator[tuple[str, Mask]]:
         """Where more must stay for more of a layer to live: groups that do not read it, or do not feed it."""
@@ -68,25 +105,38 @@ class Widths:
                     known = size == self._graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
                     yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
 
-    def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> tuple[str, Mask] | None:
-        """A filter of another layer, without which a layer has none to add: the part it reads is dead."""
+    def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> Masks:
+        """Filters of another layer, or else of several, without which a layer has none to add: what it reads, or
+        all that reads it, is dead."""
         alive = int(self._graph.settle(masks)[name].sum())
 
-        def lifts(other: str, mask: Mask) -> bool:
-            return int(self._graph.settle({**masks, other: mask})[name].sum()) > alive
+        def lifts(more: Masks) -> bool:
+            return int(self._graph.settle({**masks, **more})[name].sum()) > alive
 
-        for other in (n for n in masks if n != name and lifts(n, self._whole[n] | masks[n])):
-            order = [place for place in np.argsort(-scores[other], kind="stable") if not masks[other][place]]
-            few, enough = 0, len(order)  # the best ones that do not help, and those that do
+        def fewest(other: str, beside: Masks) -> Mask:
+            """As few of a layer's best absent filters as it takes; the last of them alone, if that does."""
+            there = masks[other]
+            order = [place for place in np.argsort(-scores[other], kind="stable") if not there[place]]
+            few, enough = -1 if beside else 0, len(order)  # the best ones that do not help, and those that do
             while enough - few > 1:
                 middle = (few + enough) // 2
-                if lifts(other, masks[other] | np.isin(np.arange(len(masks[other])), order[:middle])):
+                if lifts({**beside, other: there | np.isin(np.arange(len(there)), order[:middle])}):
                     enough = middle
                 else:
                     few = middle
-            if enough:
-                return other, np.arange(len(masks[other])) == order[enough - 1]
-        return None
+            last = np.isin(np.arange(len(there)), order[enough - 1 : enough])
+            alone = not beside or lifts({**beside, other: there | last})
+            return last if alone else np.isin(np.arange(len(there)), order[:enough])
+
+        whole = {other: self._whole[other] | mask for other, mask in masks.items() if other != name}
+        for other, mask in whole.items():
+            if lifts({other: mask}):
+                return {other: found} if (found := fewest(other, {})).any() else {}
+        if not lifts(whole):
+            return {}
+        for other in sorted(whole, key=lambda other: float(scores[other].max())):  # the weaker stay as they are
+            whole[other] = masks[other] | fewest(other, whole)
+        return {other: mask & ~masks[other] for other, mask in whole.items() if (mask & ~masks[other]).any()}
 
     def _rows(self, name: str) -> int:
         return self._graph.layers[name].groups
@@ -102,6 +152,10 @@ class Widths:
                     if name != reader and there.sum() < self._whole[name].sum():
                         found.setdefault(name, []).append(reader)
         return found
+
+
+def _same(one: Masks, other: Masks) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in other)
 
 
 def _by_group(there: Mask, groups: int) -> Mask:

@@ -197,6 +197,12 @@ class RunFolder:
                     f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
                     f"as it is (sbf run --run {self.path} --resume), or start over with --force"
                 )
+        if _patterns(before) != _patterns(now):
+            # Equal as settings, but of the patterns that match a layer the last one counts.
+            raise RunError(
+                f"{self.path} was run with the patterns of its guards in another order; resume it as it is "
+                f"(sbf run --run {self.path} --resume), or start over with --force"
+            )
 
     def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
         """Refuse to go on with another recipe than a checkpoint's; settings that it does not know are new ones."""
@@ -207,3 +213,8 @@ class RunFolder:
                     f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
                     f"{now.get(key)!r}; put it back, or start over with --force"
                 )
+
+
+def _patterns(settings: Mapping[str, Any]) -> list[str]:
+    """The keys of the guards, in their order."""
+    return [key for key in settings if key.startswith("guards.")]

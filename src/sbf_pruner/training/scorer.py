@@ -8,12 +8,14 @@ refused here, before anything is trained.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..budget.guards import Guards
+from ..budget.allowed import raised
+from ..budget.guards import Guards, check_names
 from ..errors import PruningError
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
@@ -78,12 +80,15 @@ def attach(
 
 def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Guards:
     """The guards of the recipe, and what the model's own code asks for."""
-    asked = recipe.guards
+    asked = Guards(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
+    check_names(asked, graph)  # now: what follows takes its time
     whole = try_cuts(dense, example, graph)
-    if whole is not None and not asked.min_filters:
+    if whole is None:
+        return asked
+    least = raised(asked.min_filters, 1, graph.layers)
+    if least != asked.min_filters:
         _log.warning("every layer keeps a filter: without some of them, %s", whole)
-    least = asked.min_filters if whole is None else max(asked.min_filters, 1)
-    return Guards(least, asked.max_removed, asked.round_to)
+    return replace(asked, min_filters=least)
 
 
 def _speed(recipe: Recipe, images: int) -> float:

@@ -212,11 +212,21 @@ class BudgetConfig(Section):
 class GuardsConfig(Section):
     """What no score may take away."""
 
-    min_filters: int = field(default=0, metadata=about("filters that every layer keeps at least", least=0))
-    max_removed: float = field(
-        default=1.0, metadata=about("part of a layer's filters that may go at most", least=0, most=1)
+    min_filters: int | dict[str, int] = field(
+        default=0, metadata=about("filters that a layer keeps at least", least=0)
     )
-    round_to: int = field(default=1, metadata=about("layers keep a multiple of this, or all they have", least=1))
+    max_removed: float | dict[str, float] = field(
+        default=1.0,
+        metadata=about(
+            "part of a layer's filters that may go at most; as the numbers beside it, for all layers, or by name "
+            'pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
+            least=0,
+            most=1,
+        ),
+    )
+    round_to: int | dict[str, int] = field(
+        default=1, metadata=about("a layer keeps a multiple of this, or all it has", least=1)
+    )
     ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
     couple: tuple[str, ...] = field(
         default=(),

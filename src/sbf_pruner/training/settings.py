@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import re
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self, TypeGuard, TypeVar, Unpack, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,8 @@ KIND_NAMES: dict[Any, str] = {
     tuple[float, ...]: "list of floats",
     tuple[str, ...]: "list of texts",
     dict: "table",
+    int | dict[str, int]: "int or table",
+    float | dict[str, float]: "float or table",
 }
 
 
@@ -162,6 +165,13 @@ def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`: an integer will do for a float, a bool is never a number."""
+    if isinstance(kind, types.UnionType):  # a number, or a table of them
+        number = get_args(kind)[0]
+        if isinstance(value, dict):
+            return {inner: _typed(f"{key}.{inner}", item, number) for inner, item in _plain(key, value).items()}
+        if isinstance(value, bool) or not isinstance(value, number | int):
+            raise RecipeError(_expected(key, f'{number.__name__}, or a table such as {{"layer1.*" = 1}}', value))
+        kind = number
     if kind is float and type(value) is int:
         value = float(value)
     if kind is float and isinstance(value, float) and not math.isfinite(value):
@@ -185,8 +195,10 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         hint = nearest(value, choices)
         hint = f"; {hint}" if hint.startswith("did") else ""
         raise RecipeError(f"{field.name}: {value!r} is not one of {', '.join(choices)}{hint}")
-    if broken := broken_bound(value, field.metadata.get("bounds", {})):
-        raise RecipeError(f"{field.name}: {broken}")
+    numbers = {f"{field.name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else None
+    for key, number in ({field.name: value} if numbers is None else numbers).items():
+        if broken := broken_bound(number, field.metadata.get("bounds", {})):
+            raise RecipeError(f"{key}: {broken}")
 
 
 def _plain(key: str, value: Any) -> Any:
