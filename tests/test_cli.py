@@ -302,7 +302,11 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "no folder": (["--resume"], "name the folder of the run to resume, such as --run runs/digits-seed0\n"),
     "no port": (["tiny.toml", "--live", "somewhere"], "--live 'somewhere': a port is a number from 1 to 65535"),
     "too large a port": (["tiny.toml", "--live", "70000"], "--live 70000: a port is a number from 1 to 65535"),
-    "unknown recipe": (["digit"], "called 'digit', and a file ends in .toml; did you mean 'digits'?\n"),
+    "a target twice": (
+        ["tiny.toml", "--target", "macs=0.5", "--set", "budget.macs=0.3"],
+        "budget.macs is given by --set and by --target; give it once\n",
+    ),
+    "unknown recipe": (["digit"], "called 'digit' (a file must end in .toml); did you mean 'digits'?\n"),
     "missing file": (["missing.toml"], "recipe file missing.toml does not exist; bundled recipes: "),
     "broken file": (["broken.toml"], "broken.toml, line 1: "),
     "unknown key": (["tiny.toml", "--set", "phases.cycle=4"], "did you mean 'phases.cycles'?"),
@@ -330,7 +334,10 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
         ["tiny.toml", "--set", "model.name=tinynet:Fixed"],
         "7 numbers per image but synthetic",
     ),
-    "other channels": (["tiny.toml", "--set", "model.in_channels=3"], "set model.in_channels = 1"),
+    "other channels": (
+        ["tiny.toml", "--set", "model.in_channels=3"],
+        "build it for 1 channels (model.in_channels)",
+    ),
     "unknown data": (["tiny.toml", "--set", "data.name=sintetic"], "no data set is called 'sintetic'"),
     "missing data": (
         ["tiny.toml", "--set", "data.name=npz", "--set", "data.path=x.npz"],

@@ -122,8 +122,8 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
     monkeypatch.setattr("sbf_pruner.methods.loss.first_order", lame)
     assert main(compare(tmp_path / "run")) == 2
     assert capsys.readouterr().err == (
-        "sbf: method taylor cannot look at this network (ZeroDivisionError: no such thing); choose one that judges "
-        "by weights alone, such as l1\n"
+        "sbf: method taylor cannot judge this network (ZeroDivisionError: no such thing); give it pairs of inputs "
+        "and labels as in training, or choose a method that needs weights alone, such as l1\n"
     )
     assert not (tmp_path / "run").exists()
 

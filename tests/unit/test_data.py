@@ -111,7 +111,7 @@ def test_images_are_resized_on_request() -> None:
     ("name", "options", "message"),
     [
         ("digts", {}, r"data.name: no data set is called 'digts'; did you mean 'digits'\?"),
-        ("digits", {"classes": 5}, r"digits, train: label 9 is outside 0\.\.4 \(model.num_classes = 5\)"),
+        ("digits", {"classes": 5}, r"digits, train: label 9 is outside 0\.\.4; set model.num_classes \(it is 5\)"),
         ("synthetic", {}, r"data.image_size: synthetic needs it, such as 32"),
         ("npz", {}, r"data.path: npz needs it, the .npz file"),
         ("npz", {"path": "no/such.npz"}, r"data.path: cannot read no/such.npz: No such file"),
@@ -288,7 +288,7 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         read()
     torn.unlink()
     (pictures / "train" / "red" / "more").mkdir()
-    with pytest.raises(DataError, match=r"train/red/more: images lie in .*/train/CLASS itself; move them up"):
+    with pytest.raises(DataError, match=r"train/red/more: images must lie in .*/train/CLASS; move them there"):
         read()
     (pictures / "train" / "red" / "more").rmdir()
     (pictures / "train" / "green").mkdir()

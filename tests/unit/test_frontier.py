@@ -311,7 +311,7 @@ def test_what_is_asked_for_is_checked_first() -> None:
         ({"batches": 0}, "--batches counts batches of training images: give at least 1, not 0"),
         ({"at": ()}, "--at: name at least one size, such as 0.5,0.3"),
         ({"at": ("half",)}, "target 'macs=half': write a part such as macs=0.5"),
-        ({"at": ("0",)}, "target 'macs=0': what is kept is more than nothing and at most all, 100%"),
+        ({"at": ("0",)}, "target 'macs=0': keep more than nothing and at most everything (100%)"),
     ):
         with pytest.raises(PruningError) as caught:
             Request(**wrong)  # type: ignore[arg-type]

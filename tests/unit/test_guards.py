@@ -263,3 +263,9 @@ def test_a_pattern_for_no_layer_is_refused_before_anything_is_tried(monkeypatch:
     recipe = small_recipe(guards={"min_filters": {"block.0.*": 3}})
     with pytest.raises(PruningError, match=r"^min_filters: no layer is called 'block\.0\.\*'; "):
         attach(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
+
+
+def test_streams_are_spelled_as_a_word_or_as_a_list_of_one(graph: ChannelGraph) -> None:
+    for couple in ("streams", "blocks"):
+        assert with_coupled(Guards(), graph, couple) == with_coupled(Guards(), graph, [couple])
+        assert load_recipe("digits", [f"guards.couple={couple}"]).guards.couple == (couple,)

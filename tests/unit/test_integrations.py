@@ -129,10 +129,15 @@ def test_a_gradient_scaler_seeks_its_factor_in_epochs_of_scores_too(caplog: pyte
 
 def test_lengths_that_leave_nothing_to_do_are_refused() -> None:
     pruner = made()[1]
-    with pytest.raises(PruningError, match="cycles = 0: a loop in turns needs at least one"):
+    with pytest.raises(PruningError, match="cycles = 0: a loop in turns needs at least 1"):
         Turns(pruner, warmup=1, cycles=0)
     with pytest.raises(PruningError, match="warmup = -1"):
         Turns(pruner, warmup=-1, cycles=1)
+
+
+def test_turns_are_a_pruners() -> None:
+    with pytest.raises(PruningError, match=r"Turns takes an sbf.Pruner, not Conv2d; make one of the model"):
+        Turns(nn.Conv2d(3, 4, 1), warmup=1, cycles=1)  # type: ignore[arg-type]
 
 
 def test_a_loop_that_leaves_out_a_call_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -331,7 +331,7 @@ def test_an_item_that_cannot_be_read_is_one_sentence(kind: type[Shades], said: s
 
 def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
     data = own_data({"train": Shades(16), "test": Shades(4)}, DataConfig("own"), 2, 0)
-    with pytest.raises(DataError, match=r"^label 3 is outside 0..1 \(model.num_classes = 2\)$"):
+    with pytest.raises(DataError, match=r"^label 3 is outside 0..1; set model.num_classes \(it is 2\)$"):
         list(batches_of(data.train, 4, data, workers=0, num_classes=2).epoch(0))
 
 

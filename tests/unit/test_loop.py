@@ -1049,7 +1049,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
     said = refused("Tiny gives 7 numbers per image but synthetic has 4 classes", tmp_path, Tiny(7))
     assert "num_classes = 4" in said
     said = refused(r"Tiny does not run on the images of synthetic, 1x8x8", tmp_path, Tiny(4, 3))
-    assert "set model.in_channels = 1" in said
+    assert "build it for 1 channels (model.in_channels)" in said
     refused("needs a network that gives one row of 4 logits", tmp_path, nn.Conv2d(1, 4, 1))
 
 
@@ -1101,6 +1101,22 @@ def test_a_target_that_the_dense_network_meets_is_refused(tmp_path: Path) -> Non
     )
     some = recipe(budget__params=1e9, budget__macs=0.5, dense_control=False)  # beside one that it does not meet
     assert fit(model(), some, run=tmp_path / "run").summary["pruned"]["macs"] > 0
+
+
+def test_a_frozen_network_is_refused(tmp_path: Path) -> None:
+    refused(r"all weights of Tiny are frozen, so nothing is trained; call", tmp_path, model().requires_grad_(False))
+
+
+def test_arguments_of_a_wrong_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PruningError, match=r"a model is an nn.Module, not NoneType"):
+        fit(None, recipe(), run=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(PruningError, match=r"recipe is of type dict; give a name, a .toml file or an sbf.Recipe"):
+        fit(model(), {"name": "x"}, run=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(PruningError, match=r"data is of type Tensor; give {'train': dataset, 'test': dataset}"):
+        fit(model(), recipe(), data=torch.zeros(2), run=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(PruningError, match=r'overrides are a list of "key=value" texts'):
+        Recipe.load("digits", "phases.warmup=1")
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:

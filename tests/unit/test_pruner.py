@@ -685,3 +685,18 @@ def test_with_a_budget_filters_are_weighed_by_what_they_cost_of_it(caplog: pytes
     assert scored_for(Budget(macs=0.5), caplog).pressure.mix is not None
     assert scored_for(None, caplog).pressure.mix is None
     assert scored_for(Budget(macs=0.5), caplog, balance="area").pressure.mix is None
+
+
+def test_what_breaks_the_budget_is_told_as_it_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    net, images = resolve("resnet20"), torch.rand(1, 3, 32, 32)
+    pruner = Pruner(net, images, budget=Budget(macs=0.5), speed=0.1)
+    pruner.extract()  # nothing has landed yet
+    assert "(100.0%), and the budget is" in caplog.text and "macs (50.0%); first end a score phase" in caplog.text
+    caplog.clear()
+    pruner.rank({name: np.arange(float(count)) for name, count in pruner.filters.items()})
+    pruner.extract()
+    assert not caplog.text
+    pruner.gate(Plan({name: range(count) for name, count in pruner.filters.items()}))
+    pruner.progress = 0.5  # on its way there it need not fit
+    pruner.extract()
+    assert not caplog.text

@@ -236,7 +236,7 @@ def test_incomplete_and_broken_files(text: str, message: str, tmp_path: Path) ->
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nowhere\.toml does not exist; bundled recipes: .*digits"):
         load_recipe(tmp_path / "nowhere.toml")
-    with pytest.raises(RecipeError, match=r"called 'digts', and a file ends in .toml; did you mean 'digits'\?$"):
+    with pytest.raises(RecipeError, match=r"called 'digts' \(a file must end in .toml\); did you mean 'digits'\?$"):
         load_recipe("digts")
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(RecipeError, match=r"folder\.toml cannot be read: .*directory"):

@@ -133,6 +133,8 @@ def check_names(guards: Guards, graph: ChannelGraph) -> None:
 def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Guards:
     """The guards with the layers that are to keep or lose filters together."""
     check_names(guards, graph)
+    if not isinstance(couple, str) and tuple(couple) in (("streams",), ("blocks",)):  # as a recipe writes it
+        couple = couple[0]
     groups, branches = coupled(graph, couple), whole_branches(graph, couple)
     return replace(guards, groups=groups, links=links(graph, groups), branches=branches)
 

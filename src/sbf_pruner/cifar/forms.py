@@ -38,8 +38,6 @@ class Part:
 
 def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
     """The arrays of whichever form lies at `path`, each file with as many entries as `parts` asks for."""
-    if not path.exists():
-        raise DataError(f"{path} does not exist; name a folder or archive of CIFAR-10, or run: sbf data cifar10")
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
     missing = [name for name in form.names if name not in files]

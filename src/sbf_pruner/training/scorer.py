@@ -42,8 +42,7 @@ def attach(
     graph = trace(dense, example, guards.ignore)
     limits = budget.limits
     kept = _guards(dense, example, graph, recipe)
-    words = guards.couple[0] if guards.couple in (("streams",), ("blocks",)) else guards.couple
-    together: dict[str, Any] = {"couple": words, "blocks": scores.blocks}
+    together: dict[str, Any] = {"couple": guards.couple, "blocks": scores.blocks}
     timed = None
     if budget.latency != 1:
         timed = Timed.of(dense, images, graph, recipe, measured, limits, kept)

@@ -164,7 +164,9 @@ def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`: an integer will do for a float, a bool is never a number."""
+    """`value` as `kind`: an integer will do for a float, a text for a list of one; a bool is never a number."""
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [value]
     if isinstance(kind, types.UnionType):  # a number, or a table of them
         number = get_args(kind)[0]
         if isinstance(value, dict):
