@@ -15,8 +15,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "figures", "writable", "files", "inputs", "layers", "attached", "team", "graph", "plan", "stored"),
-    *("budget", "latency", "scoring", "slicing", "surgery", "trial", "gated", "pruner", "methods", "phases"),
-    *("integrations", "timing", "measuring", "environment", "models", "manifest", "program", "export"),
+    *("budget", "latency", "scoring", "slicing", "proof", "surgery", "trial", "gated", "pruner", "methods"),
+    *("phases", "integrations", "timing", "measuring", "environment", "models", "manifest", "program", "export"),
     *("overview", "drawing", "report", "deploy", "stopwatch", "cifar", "training", "frontier", "contest"),
     *("bundle", "bench", "terminal", "arguments", "words", "cli"),
 ]
