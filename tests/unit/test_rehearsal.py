@@ -202,6 +202,33 @@ def test_numbers_in_training_that_are_no_width_do_no_harm() -> None:
     assert_equal_networks(pruner, pruner.extract(), training=False)
 
 
+class SlicesTwice(nn.Module):
+    """One line for two layers, of which other filters go; and a mode is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.one, self.two, self.all = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for layer, head in ((self.a, self.one), (self.b, self.two)):
+            x = layer(x).relu()
+            parts.append(head(x[:, : x.shape[1] // 2]))
+        self.trained = self.training
+        return sum(parts) + self.all(x)
+
+
+def test_a_line_that_runs_for_several_layers_is_compared_with_each() -> None:
+    pruner = made(SlicesTwice())
+    for keep in ({"a": [0, 1, 6, 7], "b": [0, 1, 2, 5, 6, 7]}, {"a": [0, 5], "b": [1, 3, 4, 7]}):
+        pruner.gate(Plan(keep))
+        small = pruner.extract()
+        assert small.sbf_fixed_sizes == ()
+        for training in (False, True):
+            assert_equal_networks(pruner, small, training)
+
+
 def test_a_weight_under_two_names_is_known_under_both() -> None:
     one, two = nn.Conv2d(8, 8, 1, bias=False), nn.Conv2d(8, 8, 1, bias=False)
     two.weight = one.weight

@@ -115,8 +115,7 @@ def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
         return False
     new = np.append(np.concatenate(numbers), -1)
     for out, labels, places in zip(node.outputs, node.labels, found.labels, strict=False):
-        expected = new[_left(labels, out, layout)]
-        if places.ndim != expected.ndim or not bool(np.all(places == expected)):
+        if not _equal(places, new[_left(labels, out, layout)]):
             return False
     return _moves_pixels_alike(actual, operands, node, layout)
 
