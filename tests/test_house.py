@@ -15,9 +15,9 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 # In the order data flows; see the architecture.
 ROOMS = [
     *("errors", "figures", "callables", "memory", "writable", "files", "inputs", "layers", "attached", "team"),
-    *("graph", "plan", "stored"),
-    *("budget", "latency", "scoring", "slicing", "surgery", "trial", "gated", "pruner", "methods", "phases"),
-    *("integrations", "timing", "measuring", "environment", "models", "manifest", "program", "export"),
+    *("graph", "plan", "stored", "budget", "latency", "scoring", "slicing", "proof", "surgery", "trial", "gated"),
+    *("pruner", "methods", "phases", "integrations", "timing", "measuring", "environment", "models"),
+    *("manifest", "program", "export"),
     *("overview", "drawing", "report", "deploy", "stopwatch", "cifar", "training", "frontier", "contest"),
     *("bundle", "bench", "terminal", "arguments", "words", "cli"),
 ]

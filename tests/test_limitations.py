@@ -246,6 +246,20 @@ def test_sizes_in_the_forward_are_met_with_zeros_and_named() -> None:
     assert as_quoted(small.sbf_fixed_sizes[0]) == "net.py:12 (aten.view)"
 
 
+def test_a_proof_that_fails_says_what_the_page_says() -> None:
+    def scaled(net: Net, x: Tensor) -> Tensor:
+        x = net.norm(net.conv(x))
+        return net.out(x * x.shape[1] if net.norm.training else x)
+
+    model = Net(scaled, norm=nn.BatchNorm2d(8))
+    keep = sbf.Plan({"conv": [0, 1, 2]})
+    sbf.extract(model, IMAGE, keep)
+    with pytest.raises(sbf.PruningError) as refused:
+        sbf.extract(model, IMAGE, keep, prove=True)
+    told = re.sub(r"by [\d.e+-]+ of", "by 3.1e-02 of", str(refused.value))
+    assert told in re.sub(r"\s+", " ", PAGE)
+
+
 def test_a_network_with_modules_of_ours_is_compiled_and_exported_but_not_scripted() -> None:
     small = sbf.extract(between(lambda x: x.view(-1, 8, 8, 8)), IMAGE, sbf.Plan({"conv": [0, 1, 2]}))
     assert "conv.module.weight" in small.state_dict()

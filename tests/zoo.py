@@ -1675,6 +1675,21 @@ class LiteralWidth(nn.Module):
 
 
 @entry(IMAGE)
+class WidthInPixels(nn.Module):
+    """Widths that say how far pixels move, and over how many of them a mean is taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.last, self.head = conv_bn(3, 6), conv_bn(6, 8), conv_bn(8, 5), Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = F.relu(self.body(x.roll(x.shape[1] // 2, 2)[:, :, x.shape[1] // 3 :][:, :, :5]))
+        x = F.avg_pool2d(x, 2 * (x.shape[1] // 4) + 1, 1, x.shape[1] // 4)
+        return self.head(self.last(F.pad(x, (x.shape[1] // 4, -(x.shape[1] // 4)))))
+
+
+@entry(IMAGE)
 class AsksItsLayers(nn.Module):
     """The forward reads settings and types from layers that may vanish."""
 

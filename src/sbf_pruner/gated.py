@@ -45,10 +45,10 @@ class Gated:
         self.graph.check_connected(masks)
         self._hold(masks)
 
-    def extract(self) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes."""
+    def extract(self, *, prove: bool = False) -> nn.Module:
+        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
         self._check_settled("extract")  # it would be frozen too, and cut by the gates of an earlier phase
-        return extract(self.model, self.example_inputs, self.plan(), self.graph)
+        return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
 
     def detach(self) -> nn.Module:
         """Take the gates off the model and return it as it was (with the weights it has now)."""

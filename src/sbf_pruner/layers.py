@@ -8,7 +8,7 @@ has parameters; the index tables are buffers, so they follow the network to any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,3 +199,14 @@ class Adapted(nn.Module):
             if name == self.INNER or name.startswith("__"):
                 raise  # still under construction or being unpickled; and it must be copied as what it is
             return getattr(super().__getattr__(self.INNER), name)
+
+
+def plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Qualified names as they were before an earlier pruning put a module into an `Adapted`."""
+    names: dict[str, str] = {}
+    for path in modules:
+        head, _, tail = path.rpartition(".")
+        wrapped = isinstance(modules.get(head), Adapted) and tail == Adapted.INNER
+        parent = names.get(head, head)
+        names[path] = parent if wrapped else f"{parent}.{tail}" if parent else tail
+    return names

@@ -259,14 +259,11 @@ class Pruner(Gated):
         self._check_ready("land")
         self._hold(self._chosen().masks)
 
-    def extract(self) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes."""
-        small = super().extract()
-        if (
-            self.progress >= 1 and self.aim.clock is None
-        ):  # on the way there it need not fit, nor by a forecast alone
+    def extract(self, *, prove: bool = False) -> nn.Module:
+        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
+        if self.progress >= 1 and self.aim.clock is None:  # on its way it need not fit, nor by a forecast alone
             self.aim.tell_if_exceeded(self._held)
-        return small
+        return super().extract(prove=prove)
 
     # -- saving ----------------------------------------------------------------------------------------------
 

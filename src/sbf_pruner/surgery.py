@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from . import proof
 from .attached import without_attached
 from .errors import PruningError
 from .graph.boundary import Boundary, common_dim
@@ -28,7 +29,7 @@ from .graph.layout import solve, vanished
 from .graph.masks import Flow, Layout, shrink
 from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
-from .graph.rehearsal import failure_in_training, first_difference, first_surprise, kept_difference
+from .graph.rehearsal import Rehearsal, failure_in_training
 from .graph.unchanged import check_runs_as_traced, inputs_now
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, meta_copy, real_copy, uncollected
@@ -39,11 +40,14 @@ from .slicing import sliced
 _log = logging.getLogger("sbf_pruner")
 
 
-def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None) -> nn.Module:
+def extract(
+    model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None, *, prove: bool = False
+) -> nn.Module:
     """A new module without the filters the plan drops, that computes what the model with those gated off does.
 
     Where the model's own code writes sizes down (a view, a split), the channels it counts on stay there as zeros;
-    the result's `sbf_fixed_sizes` names those lines.
+    the result's `sbf_fixed_sizes` names those lines.  With `prove`, both networks run on the example inputs, in
+    float64 and in both modes, and a cut that changes a number is refused.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
@@ -51,7 +55,11 @@ def extract(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGra
     """
     check_plan(plan)
     graph = graph if graph is not None else trace(model, example_inputs)
-    return _cut(model, example_inputs, plan, graph)[0]
+    small, _ = _cut(model, example_inputs, plan, graph)
+    if prove:
+        gated = proof.gated_copy(model, graph, graph.settled(plan.masks(graph))[1])
+        proof.prove(gated, small, inputs_now(example_inputs, model, graph))
+    return small
 
 
 def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> Pinned:
@@ -72,7 +80,8 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
         layout = solve(graph, flow, pins.positions, pins.whole)
         surgeon = _Surgeon(model, graph, flow, layout)
         small = surgeon.operate()
-        odd = first_surprise(small, example_inputs, graph, layout, surgeon.vanished)
+        rehearsal = Rehearsal(small, model, example_inputs, graph, layout, surgeon.vanished)
+        odd = rehearsal.first_surprise()
         if odd is None:
             failure = failure_in_training(small, model, example_inputs)
             if failure is not None:
@@ -80,14 +89,14 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
                     f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
                     "follow the width of its input, or leave the layers that feed it out of the plan"
                 )
-            first = kept_difference(small, model, example_inputs, graph, surgeon.vanished)
+            first = rehearsal.kept_difference()
             if first is not None:
                 raise PruningError(
                     f"the network keeps something from its first call that depends on a width, at {first.where} "
                     f"({first.name}); let that line look at no width, or leave the layers that feed it out of the "
                     "plan"
                 )
-            other = first_difference(small, example_inputs, graph.trace.other, surgeon.vanished)
+            other = rehearsal.first_difference(graph.trace.other)
             if other is not None:
                 mode = "evaluation" if graph.trace.training else "training"
                 raise PruningError(

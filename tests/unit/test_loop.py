@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from runs import made_by
+from sbf_pruner import proof
 from sbf_pruner.errors import PruningError, RecipeError, RunError
 from sbf_pruner.manifest import MANIFEST, write_manifest
 from sbf_pruner.measuring import measure
 from sbf_pruner.scoring.pressure import Pressure
 from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import loop, networks, run, summary
+from sbf_pruner.training import loop, run, summary
 from sbf_pruner.training.captured import CapturedEngine
 from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
 from sbf_pruner.training.engine import Engine, Tally
@@ -1013,8 +1014,9 @@ def test_what_the_last_step_of_an_epoch_broke_is_not_saved(
 
 
 def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "_difference", lambda *given: float("nan"))
-    with pytest.raises(RunError, match="the extracted network differs from the gated one by nan"):
+    monkeypatch.setattr(proof, "_apart", lambda *given: float("inf"))
+    monkeypatch.setattr(proof, "_unsure", lambda *given: False)
+    with pytest.raises(RunError, match="the extracted network differs from the gated one by inf"):
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")
 
 

@@ -55,7 +55,10 @@ class Decided:
         """
         free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
-            a == b or (a in self._now and b in self._then) or (isinstance(a, free) and isinstance(b, free))
+            a == b
+            or (a != a and b != b)  # neither is a number
+            or (a in self._now and b in self._then)
+            or (isinstance(a, free) and isinstance(b, free))
             for a, b in zip(now, then, strict=True)
         )
 

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers import Adapted, Remap, Zeros
+from ..layers import Remap, Zeros, plain_names
 from .boundary import Boundary, common_dim
 from .channels import ChannelGraph
 from .inside import leaving
@@ -39,7 +39,7 @@ class Wiring:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.trace = trace
         self.modules = dict(model.named_modules())
-        self.plain = _plain_names(self.modules)
+        self.plain = plain_names(self.modules)
         self.outside = _held_outside(self.modules)
         self.grids: Grids = weight_grids(trace)
         self.nodes: list[Node] = []
@@ -304,17 +304,6 @@ def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
     args, kwargs = pytree.tree_map_only(Value, lambda v: now.get(v, v), (op.args, op.kwargs))
     inputs = tuple(now.get(v, v) for v in op.inputs)
     return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=inputs)
-
-
-def _plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Qualified names as they were before an earlier pruning put a module into an `Adapted`."""
-    names: dict[str, str] = {}
-    for path in modules:
-        head, _, tail = path.rpartition(".")
-        wrapped = isinstance(modules.get(head), Adapted) and tail == Adapted.INNER
-        parent = names.get(head, head)
-        names[path] = parent if wrapped else f"{parent}.{tail}" if parent else tail
-    return names
 
 
 def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
 
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import pointwise
 from .nodes import Elementwise
 from .owners import BATCH_NORMS, LAYERS, owner
 from .records import Op, Trace, Value
-from .rules import RULES, build_node
+from .rules import build_node, rule_of
 
 # Operators that draw random numbers, and those that ask a tensor for its shape alone.
 _DRAW = {
@@ -31,53 +28,6 @@ _DRAW = {
     )
 }
 _NEW = ("aten.new_", "aten.empty", "aten.zeros", "aten.ones", "aten.full", "aten.rand")
-
-
-def asks_for_its_mode(module: nn.Module) -> bool:
-    """Does code of the user's own read `training`?  Where none does, a run of its own would show nothing new."""
-    own = [kind for kind in type(module).__mro__ if not _is_torchs(kind.__module__) and kind is not object]
-    held = [vars(module), *map(vars, own)] if own else []
-    hooks = [hook for name, table in vars(module).items() if name.endswith("_hooks") for hook in table.values()]
-    todo: list[object] = [*hooks, *(value for table in held for value in table.values())]
-    seen: set[int] = set()
-    while todo:
-        code, more = _code_of(todo.pop())
-        if code is None or id(code) in seen:
-            todo += more
-            continue
-        seen.add(id(code))
-        if "training" in code.co_names or "training" in code.co_consts:
-            return True
-        todo += [*more, *code.co_consts]
-    return False
-
-
-def _is_torchs(module: str) -> bool:
-    return module == "torch" or module.startswith("torch.")
-
-
-def _code_of(held: object) -> tuple[CodeType | None, list[object]]:
-    """The code of a function, or the functions that it is made of."""
-    if isinstance(held, CodeType):
-        return held, []
-    if isinstance(held, property):
-        return None, [held.fget]
-    if isinstance(held, partial):
-        return None, [held.func]
-    if isinstance(held, (MethodType, staticmethod, classmethod)):
-        return None, [held.__func__]
-    if not isinstance(held, FunctionType) or _is_torchs(held.__module__ or ""):
-        return None, []
-    cells = [cell.cell_contents for cell in held.__closure__ or () if _filled(cell)]
-    found = [*cells, vars(held).get("__wrapped__")]
-    return held.__code__, [f for f in found if isinstance(f, (FunctionType, MethodType, partial))]
-
-
-def _filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that has no value yet
-        return False
 
 
 @dataclass
@@ -215,7 +165,7 @@ class _Reading:
 
     def _handed_on(self, op: Op) -> Value | None:
         """The operand whose channels the result has, zero where they are: chance may scale them."""
-        rule = RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
+        rule = rule_of(op)
         node = build_node(op, {}) if rule is not None and rule.__module__ == pointwise.__name__ else None
         if not isinstance(node, Elementwise) or node.steep or node.zero not in ("any", "all", "first"):
             return None

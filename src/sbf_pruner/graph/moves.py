@@ -20,7 +20,7 @@ from .masks import Grid, Grids
 from .nodes import Halves, Map, Node, Opaque, Source, Sum
 from .records import Op, Value
 
-_RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
+RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
 
 
 def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
@@ -61,7 +61,7 @@ def moved(op: Op, grids: Grids) -> Node:
         start += math.prod(grids[value])
     operands = [v for v in numbers if v.data is None or v.data.is_floating_point()]
     args, kwargs = pytree.tree_map_only(Value, numbers.__getitem__, (op.args, op.kwargs))
-    if op.name in _RESHAPES:
+    if op.name in RESHAPES:
         result = args[0].reshape(args[1])
     else:
         function = op.overload

@@ -1,6 +1,6 @@
 """Does a network that was cut run as its layout promises?
 
-The small network, the graph of the large one and the layout enter; the first operator that did something else
+The small network, the large one with its graph and the layout enter; the first operator that did something else
 leaves, if there is one: another shape, another literal, channels moved elsewhere.  It runs on the meta device,
 so it costs no arithmetic, and what the model's own code insists on shows before anyone trains the result.
 """
@@ -8,109 +8,144 @@ so it costs no arithmetic, and what the model's own code insists on shows before
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..attached import without_attached
 from ..errors import PruningError
 from ..inputs import call, map_tensors, meta_copy, real_copy
 from ..layers import Remap, Zeros
-from . import pointwise
+from .agreement import agrees, fixed_settings, moves_alike, same_kind, settings, tells_places
+from .asking import asks_for_its_mode
 from .boundary import Boundary
 from .channels import ChannelGraph
 from .decided import Decided
-from .literals import same_numbers
-from .masks import Grids, Layout
-from .modes import asks_for_its_mode
-from .moves import pooled, reduced
-from .nodes import Map, Node
-from .operands import Operands
-from .owners import GROUP_NORM
+from .masks import Layout
+from .nodes import Map
+from .operands import Operands, names_of
 from .records import REMAP, ZEROS, Op, Trace, Value
-from .rules import RULES, build_node
 from .trace import ops_again
-from .weighted import Contract, Norm
 from .where import failing_line
 
 # Whether these appear depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
 _PUT_IN = {REMAP, ZEROS}
 _QUIET |= _PUT_IN
-_SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
-_SAME["aten.addmm"] = "aten.mm"
 
 
-def first_surprise(
-    small: nn.Module, example_inputs: Any, graph: ChannelGraph, layout: Layout, vanished: set[str]
-) -> Op | None:
-    """Run the small network as the large one was; the first operator that differs from what the layout promises."""
-    found = ops_again(small, example_inputs, graph.trace)
-    actual = [op for op in found if op.name not in _QUIET and not _adds_bias(op)]
-    promised = [node.op for node in graph.nodes]
-    operands = Operands(_handed_on(found), _handed_on(promised))
-    decided = Decided(found, promised) if not graph.trace.on_meta else Decided((), ())
-    at, last = 0, None
+class Rehearsal:
+    """Runs of a network that was cut, beside the recordings of the whole one."""
+
+    def __init__(
+        self,
+        small: nn.Module,
+        model: nn.Module,
+        example_inputs: Any,
+        graph: ChannelGraph,
+        layout: Layout,
+        vanished: set[str],
+    ) -> None:
+        self.small, self.model, self.inputs = small, model, example_inputs
+        self.graph, self.layout, self.vanished = graph, layout, vanished
+        self._names = names_of(small), names_of(model)
+
+    def first_surprise(self) -> Op | None:
+        """Run the small network as the large one was; the first operator that differs from what is promised."""
+        trace = self.graph.trace
+        found = ops_again(self.small, self.inputs, trace)
+        promised = [node.op for node in self.graph.nodes]
+        actual = [op for op in found if not _quiet(op)]
+        operands = Operands(_handed_on(found), _handed_on(promised), self._names)
+        decided = Decided(found, promised) if not trace.on_meta else Decided((), ())
+        at, last = 0, None
+        for node in self.graph.nodes:
+            op = node.op
+            if op.position < 0 or self._passed_over(op):
+                continue
+            if (
+                at == len(actual)
+                or not agrees(actual[at], node, self.layout, decided)
+                or not operands.agree(actual[at], op)
+            ):
+                return op
+            at, last = at + 1, op
+        if at < len(actual):  # a step more at the end, which a width decides on
+            return last
+        _check_seen(self.small, found, self.graph)
+        return None
+
+    def kept_difference(self) -> Op | None:
+        """The first operator of a first call, of which something is kept, that does otherwise with fewer channels.
+
+        A model that has run since has what it keeps, and the small network has that from it.
+        """
+        first = self.graph.trace.first
+        if first is None or [op.name for op in ops_again(self.model, self.inputs, first)] != [
+            op.name for op in first.ops
+        ]:
+            return None
+        return self.first_difference(first)
+
+    def first_difference(self, other: Trace | None) -> Op | None:
+        """The first operator that does something else with fewer channels in a recording the graph does not follow.
+
+        That is one of the other mode, or of a first call.  There are no nodes for it and so no layout; but the same
+        code runs, with numbers that depend on no width, and what runs in that mode alone sees all its channels.
+        """
+        if other is None:
+            return None
+        found = ops_again(self.small, self.inputs, other)
+        actual = [op for op in found if not _quiet(op)]
+        operands = Operands(_handed_on(found), _handed_on(other.ops), self._names)
+        decided = Decided(found, other.ops) if not other.on_meta else Decided((), ())
+        movers = _movers(self.graph)
+        at, last = 0, None
+        for op in other.ops:
+            if self._passed_over(op):
+                continue
+            if (
+                at == len(actual)
+                or not _does_the_same(actual[at], op, other, decided)
+                or not self._moves_as_there(actual[at], op, movers, decided)
+                or not operands.agree(actual[at], op)
+            ):
+                return op
+            at, last = at + 1, op
+        return last if at < len(actual) else None
+
+    def _passed_over(self, op: Op) -> bool:
+        return _quiet(op) or _inside(op, self.vanished)
+
+    def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: Decided) -> bool:
+        """Does it move channels and pixels as the same line does in the recording that the graph follows?"""
+        nodes = movers.get(_mover(promised), []) if not decided.touches(promised) else []
+        return not nodes or any(moves_alike(actual, node, self.layout) for node in nodes)
+
+
+_Movers = dict[tuple[Any, ...], list[Map]]
+
+
+def _mover(op: Op) -> tuple[Any, ...]:
+    return op.name, op.where, tuple(settings(op)), tuple(value.shape for value in op.inputs)
+
+
+def _movers(graph: ChannelGraph) -> _Movers:
+    """What moves channels, by what tells it from others."""
+    found: _Movers = defaultdict(list)
     for node in graph.nodes:
-        op = node.op
-        if op.position < 0 or op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
-            continue
-        if (
-            at == len(actual)
-            or not _agrees(actual[at], node, layout, decided)
-            or not operands.agree(actual[at], op)
-        ):
-            return op
-        at, last = at + 1, op
-    if at < len(actual):  # a step more at the end, which a width decides on
-        return last
-    _check_seen(small, found, graph)
-    return None
+        if isinstance(node, Map):
+            found[_mover(node.op)].append(node)
+    return dict(found)
 
 
-def kept_difference(
-    small: nn.Module, model: nn.Module, example_inputs: Any, graph: ChannelGraph, vanished: set[str]
-) -> Op | None:
-    """The first operator of a first call, of which something is kept, that does otherwise with fewer channels.
-
-    A model that has run since has what it keeps, and the small network has that from it.
-    """
-    first = graph.trace.first
-    if first is None or [op.name for op in ops_again(model, example_inputs, first)] != [
-        op.name for op in first.ops
-    ]:
-        return None
-    return first_difference(small, example_inputs, first, vanished)
-
-
-def first_difference(small: nn.Module, example_inputs: Any, other: Trace | None, vanished: set[str]) -> Op | None:
-    """The first operator that does something else with fewer channels in a recording the graph does not follow.
-
-    That is one of the other mode, or of a first call.  There are no nodes for it and so no layout; but the same
-    code runs, with numbers that depend on no width, and what runs in that mode alone sees all its channels.
-    """
-    if other is None or not other.on_meta:
-        return None
-    found = [op for op in ops_again(small, example_inputs, other) if op.name not in _QUIET and not _adds_bias(op)]
-    at, last = 0, None
-    for op in other.ops:
-        if op.name in _QUIET or _inside(op, vanished) or _adds_bias(op):
-            continue
-        if at == len(found) or not _does_the_same(found[at], op, other):
-            return op
-        at, last = at + 1, op
-    return last if at < len(found) else None
-
-
-def _does_the_same(actual: Op, promised: Op, other: Trace) -> bool:
-    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
-    if names[0] != names[1] or not all(map(_same_literal, actual.inputs, promised.inputs)):
+def _does_the_same(actual: Op, promised: Op, other: Trace, decided: Decided) -> bool:
+    if not same_kind(actual, promised):
         return False
-    if promised.position in other.apart:
+    if promised.position in other.apart and not decided.touches(promised):
         # What is made of weights alone, a transpose say, has as many rows as its layer has filters.
         shapes = [[v.shape for v in op.inputs if not v.roots] for op in (actual, promised)]
         if shapes[0] != shapes[1]:
@@ -118,10 +153,9 @@ def _does_the_same(actual: Op, promised: Op, other: Trace) -> bool:
     if promised.position in other.drawn:  # what scales random numbers may ask how many there are
         return True
     if other.cold and not promised.inputs:  # what is made of numbers alone may be kept
-        return _all_numbers(actual) == _all_numbers(promised)
-    rule = RULES.get(promised.name) or RULES.get(promised.name.removesuffix("_"))
-    sizes = rule is None or rule.__module__ != pointwise.__name__
-    return _numbers(actual, sizes) == _numbers(promised, sizes)
+        return decided.same(promised, settings(actual), settings(promised))
+    moves = tells_places(promised)
+    return decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves))
 
 
 def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
@@ -183,74 +217,9 @@ def _adds_bias(op: Op) -> bool:
     )
 
 
+def _quiet(op: Op) -> bool:
+    return op.name in _QUIET or _adds_bias(op)
+
+
 def _inside(op: Op, modules: Iterable[str]) -> bool:
     return op.call is not None and any(op.call.within(module) is not None for module in modules)
-
-
-def _agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
-    promised = node.op
-    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
-    if names[0] != names[1] or len(actual.outputs) < len(promised.outputs):
-        return False
-    if not all(map(_same_literal, actual.inputs, promised.inputs)):
-        return False
-    for now, then in zip(actual.outputs, promised.outputs, strict=False):
-        if now is not None and then is not None and not decided.fits(now, then, layout.sizes(then)):
-            return False
-    # A number written into an operator must not depend on a width (x / x.shape[1]); those that are sizes may.
-    sizes = isinstance(node, (Contract, Norm, Map)) and RULES.get(promised.name) not in (pooled, reduced)
-    if not decided.same(promised, _numbers(actual, sizes), _numbers(promised, sizes)):
-        return False
-    if isinstance(node, Norm) and not _shares_alike(actual, node):
-        return False
-    return not isinstance(node, Map) or decided.touches(promised) or _moves_alike(actual, node, layout)
-
-
-def _same_literal(now: Value, then: Value) -> bool:
-    """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
-    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
-    return not literal or same_numbers(now.data, then.data)  # type: ignore[arg-type]
-
-
-def _numbers(op: Op, sizes: bool) -> list[Any]:
-    """The numbers among an operator's arguments; with `sizes` among them, only what cannot be one."""
-    kinds = float if sizes else (int, float)
-    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, kinds)]
-
-
-def _all_numbers(op: Op) -> list[Any]:
-    return [a for a in pytree.tree_leaves((op.args, op.kwargs)) if isinstance(a, (int, float))]
-
-
-def _shares_alike(actual: Op, node: Norm) -> bool:
-    """Do as many channels share statistics?  A number of groups that is written down may fit fewer channels too."""
-    return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
-
-
-def _moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
-    """Does the operator move each channel that is left where the layout expects it?
-
-    Not always, although the shapes are right: half of the channels are others when fewer are there.
-    """
-    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
-    joins = actual.name == "aten.cat"  # which passes over what has no size at all
-    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and not (joins and v.shape == (0,))]
-    if len(operands) != len(node.operands):
-        return False
-    grids: Grids = {}
-    numbers, start = [], 0
-    for now, then in zip(operands, node.operands, strict=True):
-        there = layout.joint(then)
-        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
-        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
-        start += int(there.sum())
-    found = build_node(actual, grids)
-    if not isinstance(found, Map):
-        return False
-    new = np.append(np.concatenate(numbers), -1)
-    for out, labels, moved in zip(node.outputs, node.labels, found.labels, strict=False):
-        places = [layout.indices(out, d) if n != 1 else [0] for d, n in enumerate(labels.shape)]
-        expected = new[labels[np.ix_(*places)]]
-        if moved.ndim != expected.ndim or not bool(np.all(moved == expected)):
-            return False
-    return True

@@ -55,11 +55,16 @@ Rule = Callable[[Op, Grids], Node]
 _LARGE_STATE = 1 << 22
 
 
+def rule_of(op: Op) -> Rule | None:
+    """The row of an operator, which is that of its in-place form too."""
+    return RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
+
+
 def build_node(op: Op, grids: Grids) -> Node:
     """The node that stands for an operator; never fails, unknown ones are opaque."""
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
-    rule = RULES.get(op.name) or RULES.get(op.name.removesuffix("_")) or opaque
+    rule = rule_of(op) or opaque
     node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
     for value in node.outputs:
         grids.setdefault(value, (1,) * len(value.shape))

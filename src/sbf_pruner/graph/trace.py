@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from ..attached import without_attached
 from ..errors import TraceError
 from ..inputs import call, held_tensors, map_tensors, meta_copy, real_copy
 from ..layers import Adapted
+from .asking import asks_for_its_mode, ignores_its_mode
 from .literals import same_numbers
-from .modes import asks_for_its_mode, difference, feeding
+from .modes import difference, feeding
 from .recorder import Recorder, as_tree
 from .records import Op, Trace
 from .where import cause, explain, not_from_torch
@@ -71,7 +73,10 @@ def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[T
     """What it does with those modules in training mode that ask for their mode, or leave something out without it;
     and what it does otherwise, recorded alike."""
     left_out = _left_out(model, found)
-    asking = [path for path, module in model.named_modules() if asks_for_its_mode(module)]
+    known: set[CodeType] = set()
+    asking = [path for path, module in model.named_modules() if asks_for_its_mode(module, known)]
+    if asking:  # perhaps not for its own mode, but for that of a layer
+        asking += [path for path, module in model.named_modules() if ignores_its_mode(module)]
     for training in (tuple(dict.fromkeys((*left_out, *asking))), left_out):
         with suppress(TraceError):  # a norm may want more than one image then, or the model its targets
             if training:
@@ -176,13 +181,13 @@ def _record_copy(
     before = list(held_tensors(twin))
     if not cold:
         # What a forward keeps of its first call (positions, anchors), it finds from the second on, as in training.
-        with suppress(Exception), torch.no_grad(), _same_chance(twin):
+        with suppress(Exception), torch.no_grad(), same_chance(twin):
             call(twin, map_tensors(inputs, Tensor.clone))
     known = set(map(id, before))
     keeps = any(id(tensor) not in known for tensor in held_tensors(twin))
     recorder = Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
-        with torch.no_grad(), _same_chance(twin), recorder.watching(twin), recorder:
+        with torch.no_grad(), same_chance(twin), recorder.watching(twin), recorder:
             began = _drawn_so_far()
             result = call(twin, inputs)
             lucky = _drawn_so_far() != began
@@ -210,13 +215,16 @@ def _drawn_so_far() -> tuple[object, ...]:
 
 
 @contextmanager
-def _same_chance(twin: nn.Module) -> Iterator[None]:
-    """While entered, random numbers are those of every other recording; those of the user stay what they are."""
+def same_chance(twin: nn.Module, seed: int = 0) -> Iterator[None]:
+    """While entered, random numbers are those of every other such run; those of the user stay what they are."""
     before, drawn = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})):
-        random.seed(0)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
+    devices = list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})
+    with torch.random.fork_rng(devices):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(seed)
         try:
             yield
         finally:

@@ -55,7 +55,8 @@ def summary_lines(
     )
     if "latency" in summary:
         lines.append(_timed(summary["latency"]))
-    lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
+    if summary["cut_error"] is not None:  # it was proved
+        lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
     lines.append(f"run folder: {folder}")
     return lines
 

@@ -20,6 +20,7 @@ from ..inputs import real_copy
 from ..measuring import measure
 from ..phases import Phase
 from ..plan import Plan
+from ..proof import prove
 from ..pruner import Pruner
 from ..stored import tensors_of
 from .data import Data
@@ -33,7 +34,6 @@ from .start import check_fit, load_weights
 from .timed import rehearse, timer_here
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
-CUT_TOLERANCE = 1e-6
 STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, an eighth of a second for ResNet-56
 PROVED_ON = 32  # images; in float64 a large network needs much memory for each
 
@@ -90,12 +90,10 @@ class Networks:
         if self.small is None:
             self._gather()
             small = self._extract()
-            self.cut_error = _difference(self.dense, small, self.images[:PROVED_ON])
-            if not self.cut_error <= CUT_TOLERANCE:  # written so that nan fails too
-                raise RunError(
-                    f"the extracted network differs from the gated one by {self.cut_error:.1e} of its "
-                    "largest output, which is a fault of ours; please report the model"
-                )
+            try:
+                self.cut_error = prove(self.dense, small, self.images[:PROVED_ON])
+            except PruningError as error:
+                raise RunError(str(error)) from error
             self.small, self._padded = small, None
         return self.small
 
@@ -213,12 +211,3 @@ def _snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
-
-
-@torch.no_grad()
-def _difference(gated: nn.Module, small: nn.Module, images: Tensor) -> float:
-    """The largest difference of the outputs in float64, as a part of the largest output."""
-    inputs = images.double()
-    expected, found = (real_copy(network).double().eval()(inputs) for network in (gated, small))
-    largest = expected.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    return float((expected - found).abs().max() / largest)
