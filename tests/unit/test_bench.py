@@ -147,6 +147,15 @@ def test_without_onnx_runtime_and_openvino_the_others_run(
     assert any(line.startswith("openvino on cpu: left out, OpenVINO is not") for line in bench_lines(result))
 
 
+def test_that_nothing_could_be_timed_is_an_error(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    asked = Settings((1,), ("openvino",), ("cpu",), pairs=1, threads=1)
+    with pytest.raises(
+        PruningError, match=r"^nothing could be timed \(openvino, cpu: OpenVINO is not installed; .*\); n"
+    ):
+        bench(subject, asked)
+
+
 def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any, **named: Any) -> Any:
         def run(*inputs: Any) -> None:

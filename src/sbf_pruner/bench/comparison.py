@@ -70,6 +70,9 @@ class _Bench:
                 except Unavailable as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
+        if not measured:
+            reasons = "; ".join(f"{held['runtime']}, {held['device']}: {held['reason']}" for held in missing)
+            raise PruningError(f"nothing could be timed ({reasons}); name other runtimes (--runtimes)")
         parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
         sides = {side: {"params": size.params, "macs": size.macs} for side, size in self.sizes.items()}
         fewer = sides["dense"]["macs"] / max(1, sides["compact"]["macs"])
