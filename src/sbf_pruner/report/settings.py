@@ -58,13 +58,13 @@ def _section(name: str, values: Mapping[str, Any]) -> str:
 def spelled(value: Any) -> str:
     """A setting as text; what is empty shows as such.
 
-    >>> spelled(True), spelled(""), spelled([0.5, 0.75]), spelled({})
-    ('yes', 'none', '0.5, 0.75', 'none')
+    >>> spelled(True), spelled(""), spelled([0.5, 0.75]), spelled([]), spelled({})
+    ('yes', 'none', '0.5, 0.75', 'none', 'none')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(spelled, value))
+        return ", ".join(map(spelled, value)) or "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} = {spelled(item)}" for key, item in value.items()) or "none"
     return str(value) if value != "" else "none"
