@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from runs import Small, small_recipe
 from sbf_pruner.errors import DataError, RecipeError
@@ -342,7 +343,7 @@ def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
         ({"train": Shades(4)}, r"expected .*, got keys train"),
         (
             {"train": Unending(), "test": Shades(4)},
-            r"data, train: a Unending has no length; give a map-style dataset",
+            r"data, train: a Unending is no map-style dataset, with",
         ),
         ({"train": Shades(0), "test": Shades(4)}, r"data, train: holds no images"),
         ({"train": TensorDataset(torch.zeros(4, 1, 8, 8)), "test": Shades(4)}, r"an item is a tuple; give pairs"),
@@ -357,6 +358,72 @@ def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
 def test_datasets_that_will_not_do(given: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         own_data(given, DataConfig("own"), CLASSES, 0)
+
+
+class Fades(Shades):
+    """Pixels under noise of every kind."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Any]:
+        noise = torch.rand(1, 8, 8) + random.random() + float(np.random.rand())
+        return (40 * (row % CLASSES) + 40 * noise).to(torch.uint8), np.int64(row % CLASSES)
+
+
+def test_what_pixels_are_normalised_by_does_not_depend_on_chance() -> None:
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        before = random.getstate(), torch.get_rng_state()
+        data = own_data({"train": Fades(32), "test": Fades(8)}, DataConfig("own"), CLASSES, 0)
+        made.append((data.mean, data.std))
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert made[0] == made[1] and made[0][0]
+    batches = batches_of(data.test, 4, data, workers=0)
+    assert joined(batches, 0)[1].tolist() == [0, 1, 2, 3] * 2  # type: ignore[arg-type]
+
+
+class Mixed(Shades):
+    """From the tenth item on the image or the label is another."""
+
+    def __init__(self, count: int, image: Any = None, label: Any = None) -> None:
+        super().__init__(count)
+        self.image, self.label = image, label
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        image, label = super().__getitem__(row)
+        if row < 9:
+            return image, label
+        return image if self.image is None else self.image, label if self.label is None else self.label
+
+
+class Failing(Shades):
+    """Not even the first item can be read."""
+
+    def __getitem__(self, row: int) -> Any:
+        return {}["image"]
+
+
+def test_items_of_another_kind_than_the_first_are_told() -> None:
+    for later, said in (
+        (Mixed(16, label=0.7), r"^item 9 of the dataset: a label is 0.7; give the number of a class"),
+        (
+            Mixed(16, torch.zeros(1, 8, 8, dtype=torch.uint8)),
+            r"^item 9 of the dataset is torch.uint8, the first",
+        ),
+        (Mixed(16, np.zeros((1, 8, 8))), r"^item 9 of the dataset: an image is a ndarray; give tensors"),
+    ):
+        data = own_data({"train": later, "test": Shades(4)}, DataConfig("own"), CLASSES, 0)
+        with pytest.raises(DataError, match=said):
+            list(batches_of(data.train, 4, data, workers=0).epoch(0))
+    wrong: dict[str, Any] = {
+        r"data, train: its first item cannot be read: test_loaded.py:\d+ .*KeyError": Failing(4),
+        r"data, train: a DataLoader is no map-style dataset": DataLoader(Shades(4)),
+        r"own, test: either train or test is uint8, and not both; give one type": Fades(4),
+    }
+    for said, train in wrong.items():
+        with pytest.raises(DataError, match=said):
+            own_data({"train": train, "test": Shades(4)}, DataConfig("own"), CLASSES, 0)
 
 
 def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytest.MonkeyPatch) -> None:

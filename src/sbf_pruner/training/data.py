@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import DataError
+from .loaded import sample
 from .material import DataConfig
 from .sources import class_names, own_parts, read_parts
 from .splits import Split, Stream, wrong_label
@@ -81,19 +82,26 @@ def _assembled(
         if split.shape != train.shape:
             shapes = f"{split.shape}, train's {train.shape}"
             raise DataError(f"{config.name}, {part}: images are {shapes} (channels, height, width)")
+        if _ready(split) != _ready(train):
+            raise DataError(f"{config.name}, {part}: either train or {part} is uint8, and not both; give one type")
     if config.scale < 1 and not (isinstance(train, Stream) and train.windows):
         raise DataError("data.scale: windows are read from files; set data.name=folder and data.in_memory=false")
     if validation is None:
         train, validation = _held_out(train, config.validation, seed)
     elif config.validation:
         raise DataError(f"data.validation: {config.name} has validation images of its own; set it to 0")
-    mean, std = _normal(config, train)
+    mean, std = _normal(config, train, seed)
     return Data(config.name, train, validation, test, num_classes, mean, std, classes)
 
 
-def _normal(config: DataConfig, train: Split | Stream) -> Normal:
+def _ready(split: Split | Stream) -> bool:
+    """Do images come as the network is to see them?"""
+    return isinstance(split, Stream) and not split.pixels
+
+
+def _normal(config: DataConfig, train: Split | Stream, seed: int) -> Normal:
     """What pixels are normalised by: as the recipe says, or by the training images themselves."""
-    ready = isinstance(train, Stream) and not train.pixels
+    ready = _ready(train)
     if config.mean:
         if ready:
             raise DataError("data.mean: images that are floats are taken as they come; leave out mean and std")
@@ -104,7 +112,7 @@ def _normal(config: DataConfig, train: Split | Stream) -> Normal:
         return config.mean, config.std
     if ready:
         return (), ()
-    return _statistics(train.images if isinstance(train, Split) else train.read(SAMPLED))
+    return _statistics(train.images if isinstance(train, Split) else sample(train, SAMPLED, seed))
 
 
 def _check(where: str, split: Split | Stream, labels: Tensor, num_classes: int) -> None:

@@ -12,13 +12,14 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import DataError, PruningError
+from ..graph.trace import same_chance
 from ..team import Team
 from .batches import Batch, Batches, How
-from .splits import Stream, wrong_label
+from .splits import Stream, check_item, wrong_label
 
 Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, and perhaps the window of it to look at
 
@@ -96,29 +97,42 @@ class Loaded(Batches):
         return read
 
 
+def sample(stream: Stream, most: int, seed: int) -> Tensor:
+    """The images of up to `most` rows, evenly spread, with chances that follow from the seed alone."""
+    with same_chance(nn.Identity(), seed % 2**32):
+        found = _Reading(stream).__getitems__(stream.spread(most))
+    if isinstance(found, DataError):
+        raise found
+    return found[0]
+
+
 class _Reading(Dataset[Any]):
     """Whole batches of a stream; one that cannot be read is the error that says why."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def __getitems__(self, keys: list[Key]) -> Batch | DataError:
+    def __getitems__(self, keys: Sequence[Key]) -> Batch | DataError:
         row = -1
         try:
             items = []
             for key in keys:
                 row = key if isinstance(key, int) else key[0]
-                items.append(self.stream.dataset[key])
-                self._check(items[-1][0], row)
+                image, label = self.stream.dataset[key]
+                self._check(image, label, row)
+                items.append((image.detach(), int(label)))
             images, labels = default_collate(items)
         except PruningError as error:
             return DataError(str(error))
         except Exception as error:
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             return DataError(f"item {row} of the dataset cannot be read ({reason}); mend it, or leave it out")
-        return images, labels.long()
+        return images, labels
 
-    def _check(self, image: Tensor, row: int) -> None:
+    def _check(self, image: Tensor, label: Any, row: int) -> None:
+        check_item((image, label), f"item {row} of the dataset")
+        if (image.dtype == torch.uint8) != self.stream.pixels:
+            raise DataError(f"item {row} of the dataset is {image.dtype}, the first is not; give all in one type")
         if tuple(image.shape) != self.stream.shape:
             raise DataError(
                 f"item {row} of the dataset is {tuple(image.shape)}, and the first {self.stream.shape} (channels, "

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from ..errors import DataError
+from ..graph.trace import same_chance
+from ..graph.where import failing_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +56,20 @@ class Stream:
     @classmethod
     def of(cls, dataset: Dataset[Any], where: str) -> Stream:
         """All of a dataset of the user's; `where` names it in messages."""
+        kind = type(dataset)
+        if isinstance(dataset, DataLoader) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+            raise DataError(
+                f"{where}: a {kind.__name__} is no map-style dataset, with __len__ and __getitem__; give one"
+            )
         try:
             count = len(dataset)  # type: ignore[arg-type]
-        except TypeError:
-            raise DataError(
-                f"{where}: a {type(dataset).__name__} has no length; give a map-style dataset, with __len__ and "
-                "__getitem__"
-            ) from None
+            with same_chance(nn.Identity()):  # a look must not move the user's random numbers
+                item = dataset[0] if count else None
+        except Exception as error:
+            raise DataError(f"{where}: its first item cannot be read: {failing_line(error)}") from error
         if not count:
             raise DataError(f"{where}: holds no images")
-        image = _first(dataset, where)
+        image = check_item(item, where)
         return cls(dataset, torch.arange(count), tuple(image.shape), None, pixels=image.dtype == torch.uint8)
 
     def __len__(self) -> int:
@@ -72,10 +79,9 @@ class Stream:
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
 
-    def read(self, most: int) -> Tensor:
-        """The images of up to `most` rows, evenly spread."""
-        step = -(-len(self) // most)
-        return torch.stack([self.dataset[int(row)][0] for row in self.rows[::step]])
+    def spread(self, most: int) -> list[int]:
+        """Up to `most` of the rows, evenly spread."""
+        return [int(row) for row in self.rows[:: -(-len(self) // most)]]
 
 
 def wrong_label(labels: Tensor, num_classes: int) -> str | None:
@@ -91,9 +97,8 @@ def wrong_label(labels: Tensor, num_classes: int) -> str | None:
     return f"label {wrong} is outside 0..{num_classes - 1}; set model.num_classes (it is {num_classes})"
 
 
-def _first(dataset: Dataset[Any], where: str) -> Tensor:
-    """The image of the first item, which must be what all items are: an image and a label."""
-    item = dataset[0]
+def check_item(item: Any, where: str) -> Tensor:
+    """The image of an item, which is an image with its label."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise DataError(f"{where}: an item is a {type(item).__name__}; give pairs of an image and its label")
     image, label = item
@@ -105,9 +110,7 @@ def _first(dataset: Dataset[Any], where: str) -> Tensor:
         raise DataError(
             f"{where}: an image is {image.dtype} of shape {tuple(image.shape)}; give C,H,W as floats or uint8"
         )
-    whole = isinstance(label, int) or (
-        isinstance(label, Tensor) and not label.dim() and not label.is_floating_point()
-    )
-    if not whole:
+    plain = isinstance(label, Tensor) and not label.dim() and not label.is_floating_point()
+    if not (plain or isinstance(label, (int, np.integer))):
         raise DataError(f"{where}: a label is {label!r}; give the number of a class")
     return image
