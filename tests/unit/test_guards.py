@@ -269,3 +269,30 @@ def test_streams_are_spelled_as_a_word_or_as_a_list_of_one(graph: ChannelGraph) 
     for couple in ("streams", "blocks"):
         assert with_coupled(Guards(), graph, couple) == with_coupled(Guards(), graph, [couple])
         assert load_recipe("digits", [f"guards.couple={couple}"]).guards.couple == (couple,)
+
+
+class Trunk(nn.Module):
+    """A residual branch, and a convolution in groups further on in the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3)
+        self.a, self.b = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.down, self.depthwise = nn.Conv2d(16, 24, 3), nn.Conv2d(24, 24, 3, groups=24)
+        self.grouped = nn.Conv2d(24, 24, 3, groups=4)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(x + self.b(torch.relu(self.a(x))))
+        return self.head(torch.relu(self.grouped(self.depthwise(torch.relu(self.down(x))))).mean((2, 3)))
+
+
+def test_round_widths_of_a_convolution_in_groups_do_not_widen_what_it_does_not_read() -> None:
+    """All that was upstream of it got a filter more, and so a width more."""
+    found = trace(Trunk(), IMAGE)
+    aim = Aim(found, Budget(macs=0.3), Guards(round_to=8))
+    least = {name: int(mask.sum()) for name, mask in found.settled(aim.smallest)[0].items()}
+    assert least["a"] == least["b"] == 0 and least["stem"] == 8
+    landed = found.settled(aim.choose(scores(found)).masks)[0]
+    assert all(int(mask.sum()) % 8 == 0 for mask in landed.values())

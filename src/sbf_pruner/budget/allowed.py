@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from ..errors import PruningError, nearest
@@ -127,10 +128,10 @@ def _last_match(patterns: Iterable[str], name: str) -> str | None:
 
 def _check_number(key: str, place: str, number: Any) -> None:
     if key == "max_removed":
-        if not isinstance(number, (int, float)) or not 0 <= number <= 1:
+        if not isinstance(number, Real) or not 0 <= float(number) <= 1:
             raise PruningError(f"{place} is the part that may go, from 0 to 1, not {number!r}")
         return
-    if not isinstance(number, int):
+    if not isinstance(number, Integral):
         raise PruningError(f"{place} counts filters; give a whole number, not {number!r}")
     if key == "min_filters" and number < 0:
         raise PruningError(f"{place}: a layer cannot keep {number} filters; give 0 or more")

@@ -102,8 +102,9 @@ class Widths:
                     yield reader, gone
                 elif reader == name:
                     size, groups = len(left[feeder]), self._rows(reader)
-                    known = size == self._graph.layers[reader].nodes[0].x.shape[1]  # nothing moves channels between
-                    yield feeder, gone[:: len(gone) // groups].repeat(size // groups) if known else ~left[feeder]
+                    # Where channels are moved between the two, or it is read by way of others, `_elsewhere` looks.
+                    if size == self._graph.layers[reader].nodes[0].x.shape[1]:
+                        yield feeder, gone[:: len(gone) // groups].repeat(size // groups)
 
     def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> Masks:
         """Filters of another layer, or else of several, without which a layer has none to add: what it reads, or
