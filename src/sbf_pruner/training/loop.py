@@ -78,11 +78,7 @@ def fit(
     >>> result.summary["pruned"]["macs"] <= result.summary["dense"]["macs"]
     True
     """
-    check_model(model)
-    if not isinstance(recipe, (Recipe, str, Path)):
-        raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
-    if data is not None and not isinstance(data, (Data, Mapping)):
-        raise RunError(f"data is of type {type(data).__name__}; give {{'train': dataset, 'test': dataset}}")
+    _check_kinds(model, recipe, data)
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     team, asked = join(), RunFolder.of(recipe, run)
     check = partial(asked.check, recipe, resume=resume, force=force)
@@ -120,3 +116,12 @@ def fit(
                     ahead.begin(stage, again=resume)
                 small, summary = ahead.go()
             return Result(small, ahead.networks.plan, summary, asked.path)
+
+
+def _check_kinds(model: object, recipe: object, data: object) -> None:
+    """Refuse arguments that are not what they should be."""
+    check_model(model)
+    if not isinstance(recipe, (Recipe, str, Path)):
+        raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
+    if data is not None and not isinstance(data, (Data, Mapping)):
+        raise RunError(f"data is of type {type(data).__name__}; give {{'train': dataset, 'test': dataset}}")
