@@ -16,6 +16,11 @@ from torch import Tensor
 
 from .errors import PruningError
 
+if dist.is_available():
+    # Its functions hold the group that exists when it is imported, and tracing imports it.  A group that is held
+    # outlives `destroy_process_group`, and its threads may abort the process when that ends.
+    import torch.distributed.nn.functional
+
 T = TypeVar("T")
 
 

@@ -24,12 +24,19 @@ from sbf_pruner.training.recipe import load_recipe
 from sbf_pruner.training.together import check_shared
 
 PREPARED = """
-import os, sys
+import atexit, os, sys
 from pathlib import Path
 import torch
 from torch import nn
 torch.set_num_threads(1)
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+
+@atexit.register  # the first of them is the last to be run
+def no_thread_may_be_left():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if any("gloo" in name for name in names):
+        print("these threads may abort the process once the interpreter has ended:", names, flush=True)
+        os._exit(1)
 """
 
 
@@ -123,7 +130,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
             nn.functional.cross_entropy(trained(images[rank::2]), labels[rank::2]).backward()
             optimizer.step()
     torch.save([scores, [p.detach() for p in net.parameters()]], folder / f"{rank}.pt")
-    del trained  # it holds the group, whose threads abort the process if they outlive the interpreter
+    del trained  # it holds the group
     dist.destroy_process_group()
     """
     together(work, tmp_path)
