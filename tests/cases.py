@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from sbf_pruner.copies import real_copy
 from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.inputs import call, real_copy
+from sbf_pruner.inputs import call
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract

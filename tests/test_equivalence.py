@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from cases import assert_equal_networks, assert_untouched, leaves, random_plans, run, snapshot
+from sbf_pruner.copies import real_copy
 from sbf_pruner.errors import PlanError
 from sbf_pruner.export import load, save
 from sbf_pruner.graph.build import trace
-from sbf_pruner.inputs import call, real_copy
+from sbf_pruner.inputs import call
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.measuring import measure
 from sbf_pruner.plan import Plan

@@ -14,7 +14,8 @@ PACKAGE = Path(sbf_pruner.__file__).parent
 
 # In the order data flows; see the architecture.
 ROOMS = [
-    *("errors", "figures", "callables", "memory", "writable", "files", "inputs", "layers", "attached", "team"),
+    *("errors", "figures", "callables", "memory", "writable", "files"),
+    *("inputs", "copies", "layers", "attached", "team"),
     *("graph", "plan", "stored", "budget", "latency", "scoring", "slicing", "proof", "surgery", "trial", "gated"),
     *("pruner", "methods", "phases", "integrations", "timing", "measuring", "environment", "models"),
     *("manifest", "program", "export"),
@@ -85,7 +86,7 @@ def test_files_are_short_and_open_with_what_they_do(path):
 
 
 # A network may hold what deepcopy refuses, and real_copy knows that; a graph that was captured holds nothing such.
-COPIERS = ("inputs.py", "deploy/forms.py")
+COPIERS = ("copies.py", "deploy/forms.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

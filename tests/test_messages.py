@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -180,9 +181,9 @@ def test_a_function_bound_to_the_one_model():
     with says(
         TraceError,
         "at test_messages.py:{line} a copy of the model reads conv.weight of the model itself: a function that it "
-        "holds (a lambda, a closure, a compiled forward) is bound to the one model; make it a method",
+        "holds is bound to the one model, by an object or a global name; make it a method",
     ):
-        trace(Held(lambda model: lambda x: model.conv(x)), IMAGE)
+        trace(Held(lambda model: partial(lambda x: model.conv(x))), IMAGE)
 
 
 def test_a_model_that_cannot_be_copied():

@@ -1,26 +1,22 @@
-"""Example inputs, made-up ones, and networks without weights: what tracing, cutting and measuring share.
+"""Example inputs and made-up ones: what tracing, cutting and measuring share.
 
-A model and its example inputs enter; a call, moved inputs, or a copy on the meta device leave.  What holds:
+A model and its example inputs enter; a call or other inputs leave.  What holds:
 a tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and anything else
 is passed as the one argument it is; neither the model nor the inputs are changed.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import PruningError
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_model(model: object) -> None:
@@ -87,28 +83,6 @@ def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
     return map_tensors(like, filled)
 
 
-def meta_copy(model: Model) -> Model:
-    """A deep copy whose tensors have shapes and types but no storage: running it computes sizes alone.
-
-    >>> meta_copy(nn.Linear(2, 3)).weight.device
-    device(type='meta')
-    """
-    # Tensors held as plain attributes must move too.
-    return copy.deepcopy(model, _empty_tables(model) | {id(t): _meta_twin(t) for t in held_tensors(model)})
-
-
-def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
-    """A deep copy, also of a model with tensors computed in an earlier call, as the old weight_norm leaves them.
-
-    `instead` holds tensors to put in the place of others, by the identity of those.
-
-    >>> real_copy(nn.Linear(2, 3)).out_features
-    3
-    """
-    computed = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
-    return copy.deepcopy(model, _empty_tables(model) | computed | dict(instead or {}))
-
-
 @contextmanager
 def uncollected() -> Iterator[None]:
     """While entered, or in a function so decorated, Python does not look for garbage.
@@ -123,29 +97,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """All tensors of a model: parameters, buffers, and those that are plain attributes of its modules."""
-    for module in model.modules():
-        for held in vars(module).values():
-            if isinstance(held, Tensor):
-                yield held
-            elif isinstance(held, (dict, list, tuple, deque)) and held:
-                yield from (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
-
-
-def _empty_tables(model: nn.Module) -> dict[int, Any]:
-    """A twin for every empty table of a module's own, by its identity.
-
-    A module is mostly these, for hooks it has not; one by one they take deepcopy more time than all the rest.
-    """
-    held = (table for module in model.modules() for table in vars(module).values())
-    return {id(table): type(table)() for table in held if type(table) in (dict, OrderedDict) and not table}
-
-
-def _meta_twin(tensor: Tensor) -> Tensor:
-    twin = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)

@@ -21,9 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from .copies import meta_copy, real_copy
 from .errors import DataError, PruningError
 from .graph.where import cause
-from .inputs import call, check_model, map_tensors, meta_copy, real_copy
+from .inputs import call, check_model, map_tensors
 from .timing import take_turns, using_threads
 
 

@@ -18,13 +18,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from .attached import without_attached
+from .copies import real_copy
 from .errors import PruningError
 from .graph.channels import ChannelGraph
 from .graph.masks import Flow
 from .graph.recorder import as_tree
 from .graph.trace import same_chance
 from .graph.where import cause
-from .inputs import call, map_tensors, real_copy
+from .inputs import call, map_tensors
 from .scoring.gates import Gates
 
 _log = logging.getLogger("sbf_pruner")

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import proof
 from .attached import without_attached
+from .copies import meta_copy, real_copy
 from .errors import PruningError
 from .graph.boundary import Boundary, common_dim
 from .graph.build import trace
@@ -32,7 +33,7 @@ from .graph.records import ZEROS, Call, Op
 from .graph.rehearsal import Rehearsal, failure_in_training
 from .graph.unchanged import check_runs_as_traced, inputs_now
 from .graph.weighted import Contract, Norm
-from .inputs import map_tensors, meta_copy, real_copy, uncollected
+from .inputs import map_tensors, uncollected
 from .layers import Adapted, Remap, Window, Zeros
 from .plan import Plan, check_plan
 from .slicing import sliced

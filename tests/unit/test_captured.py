@@ -13,7 +13,7 @@ from runs import made_by, small_run
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.attached import without_attached
 from sbf_pruner.budget.targets import Budget
-from sbf_pruner.inputs import real_copy
+from sbf_pruner.copies import real_copy
 from sbf_pruner.models import resolve
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.batches import Augment, Resident

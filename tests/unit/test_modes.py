@@ -146,16 +146,3 @@ def test_a_width_that_is_kept_from_the_first_call_is_not_taken_for_a_constant(ho
         return
     with pytest.raises(sbf.PruningError, match="keeps something from its first call that depends on a width"):
         pruner.extract()
-
-
-def test_a_hook_that_closes_over_the_model_is_refused_and_leaves_it_alone() -> None:
-    """A copy of the model would have it, and write into the model itself."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    seen: dict[str, Tensor] = {}
-    handle = net[0].register_forward_hook(lambda module, given, found: seen.update(first=found))
-    sbf.trace(net.double(), IMAGE)  # it knows nothing of the model
-    handle.remove()
-    net[0].register_forward_hook(lambda module, given, found: setattr(net, "kept", found))
-    with pytest.raises(sbf.PruningError, match="a hook on 0 refers to a module of the model by a closure"):
-        sbf.trace(net, IMAGE)
-    assert not hasattr(net, "kept")

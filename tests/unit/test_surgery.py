@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
+from sbf_pruner.copies import real_copy
 from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph.build import trace
-from sbf_pruner.inputs import real_copy
 from sbf_pruner.layers import Adapted, Remap, Zeros
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan

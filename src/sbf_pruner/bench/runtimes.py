@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..copies import real_copy
 from ..deploy.compiled import compiled, first_pass
 from ..deploy.onnx import feed, session, to_onnx
 from ..errors import PruningError
-from ..inputs import call, map_tensors, real_copy
+from ..inputs import call, map_tensors
 
 Pass = Callable[[], Any]
 Bound = Callable[[Any], Pass]

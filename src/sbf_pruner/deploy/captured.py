@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ..copies import real_copy
 from ..errors import PruningError
-from ..inputs import map_tensors, real_copy
+from ..inputs import map_tensors
 from ..layers import Remap
 
 

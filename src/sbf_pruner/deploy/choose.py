@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..copies import real_copy
 from ..errors import PruningError, nearest
 from ..figures import counted
-from ..inputs import call, made_up_inputs, map_tensors, real_copy
+from ..inputs import call, made_up_inputs, map_tensors
 from ..timing import using_threads, waiting
 from .compiled import compiled, first_pass
 from .forms import Deployable, Form

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -100,7 +99,6 @@ def _leave_divisors(graph: ChannelGraph) -> None:
 
 def _check_changeable(model: nn.Module) -> None:
     """Refuse what no copy can be made of, or whose inside cannot be seen, with the remedy."""
-    members = set(map(id, model.modules()))
     for path, module in model.named_modules():
         name = path or "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -110,21 +108,6 @@ def _check_changeable(model: nn.Module) -> None:
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             kind = type(module).__name__
             raise PruningError(f"{name} ({kind}) has no weights yet; run the model once on inputs, then prune it")
-        if any(id(cell) in members for hook in _hooks(module) for cell in _closed_over(hook)):
-            raise PruningError(
-                f"a hook on {name} refers to a module of the model by a closure, so that of a copy would change "
-                "the model itself; make it a method of a module, or take it off until the network is cut"
-            )
-
-
-def _hooks(module: nn.Module) -> list[object]:
-    return [hook for name, table in vars(module).items() if name.endswith("_hooks") for hook in table.values()]
-
-
-def _closed_over(hook: object) -> list[object]:
-    """What a function knows from where it was written."""
-    cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
-    return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
 class _Finder:

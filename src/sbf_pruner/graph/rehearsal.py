@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ..attached import without_attached
+from ..copies import meta_copy, real_copy
 from ..errors import PruningError
-from ..inputs import call, map_tensors, meta_copy, real_copy
+from ..inputs import call, map_tensors
 from ..layers import Remap, Zeros
 from .agreement import agrees, fixed_settings, moves_alike, same_kind, settings, tells_places
 from .asking import asks_for_its_mode

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..attached import without_attached
+from ..copies import held_tensors, meta_copy, real_copy
 from ..errors import TraceError
-from ..inputs import call, held_tensors, map_tensors, meta_copy, real_copy
+from ..inputs import call, map_tensors
 from ..layers import Adapted
 from .asking import asks_for_its_mode, ignores_its_mode
 from .literals import same_numbers

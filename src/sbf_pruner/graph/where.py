@@ -82,8 +82,8 @@ def not_from_torch(line: str) -> str:
 def holds_the_model(line: str, name: str) -> str:
     """What is wrong with a copy of a model that reads the tensors of the model itself."""
     return (
-        f"at {line} a copy of the model reads {name} of the model itself: a function that it holds (a lambda, a "
-        "closure, a compiled forward) is bound to the one model; make it a method"
+        f"at {line} a copy of the model reads {name} of the model itself: a function that it holds is "
+        "bound to the one model, by an object or a global name; make it a method"
     )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..budget.aim import Aim
 from ..budget.targets import Budget, Limits
+from ..copies import real_copy
 from ..errors import PruningError
 from ..graph.masks import Mask
-from ..inputs import real_copy
 from ..scoring.gates import Gates
 from ..scoring.statistics import fresh_statistics
 from .subject import Batch, Subject, logits

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..copies import real_copy
 from ..errors import PruningError
-from ..inputs import call, map_tensors, real_copy
+from ..inputs import call, map_tensors
 from .origins import readers
 from .subject import Scores, Subject
 

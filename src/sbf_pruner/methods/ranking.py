@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attached import without_attached
+from ..copies import real_copy
 from ..errors import PruningError, nearest
-from ..inputs import real_copy
 from ..pruner import Pruner
 from . import METHODS
 from .subject import Batch, Scores, Subject

@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..budget.aim import Aim
+from ..copies import real_copy
 from ..environment import load
 from ..errors import PruningError
 from ..files import user_cache, write_text
 from ..graph.build import trace
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
-from ..inputs import real_copy
 from ..latency.model import BLOCKWISE, Conditions, LatencyModel, from_dict, read_model, signature
 from ..latency.predictor import Predictor
 from ..latency.table import Table

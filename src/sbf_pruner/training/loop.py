@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ..copies import real_copy
 from ..errors import RunError
 from ..export import load
-from ..inputs import check_model, real_copy
+from ..inputs import check_model
 from ..plan import Plan
 from .checkpoint import NAME
 from .data import Data, load_data, own_data

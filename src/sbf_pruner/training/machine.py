@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..copies import real_copy
 from ..errors import RunError
-from ..inputs import real_copy
 from ..timing import using_threads
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attached import without_attached
+from ..copies import real_copy
 from ..errors import PruningError, RunError
-from ..inputs import real_copy
 from ..measuring import measure
 from ..phases import Phase
 from ..plan import Plan

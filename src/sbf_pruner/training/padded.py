@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..copies import real_copy
 from ..graph.channels import ChannelGraph
 from ..graph.layout import solve
-from ..inputs import real_copy
 from ..plan import Plan
 from ..pruner import Pruner
 from ..surgery import extract

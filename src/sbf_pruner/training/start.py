@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..copies import real_copy
 from ..errors import RunError, nearest
-from ..inputs import real_copy
 from .data import Data
 
 

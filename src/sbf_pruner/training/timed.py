@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from ..budget.guards import Guards
 from ..budget.targets import MICROSECONDS, MISSED, Budget
+from ..copies import real_copy
 from ..errors import PruningError, RecipeError, RunError
 from ..files import write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
-from ..inputs import real_copy
 from ..latency.model import LatencyModel, from_dict, read_model
 from ..latency.ways import WAYS, Chosen, choose_way
 from ..plan import Plan

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..copies import real_copy
 from ..errors import RunError
-from ..inputs import real_copy
 from ..team import Team
 from .folder import RunFolder
 from .recipe import Recipe
