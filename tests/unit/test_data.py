@@ -114,6 +114,8 @@ def test_images_are_resized_on_request() -> None:
         ("digits", {"classes": 5}, r"digits, train: label 9 is outside 0\.\.4; set model.num_classes \(it is 5\)"),
         ("synthetic", {}, r"data.image_size: synthetic needs it, such as 32"),
         ("npz", {}, r"data.path: npz needs it, the .npz file"),
+        ("digits", {"path": "x"}, r"data.path: digits has no use for it .these have: cifar10, npz, folder.; leave"),
+        ("npz", {"in_memory": False}, r"data.in_memory: npz has no use for it .these have: folder.; leave it out"),
         ("npz", {"path": "no/such.npz"}, r"data.path: cannot read no/such.npz: No such file"),
         ("folder", {"path": "x"}, r"data.image_size: folder needs it, such as 32"),
         ("folder", {"image_size": 8}, r"data.path: folder needs it, the folder that holds train and test"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from runs import Small, small_recipe
-from sbf_pruner.errors import DataError, RecipeError
+from sbf_pruner.errors import DataError, RecipeError, RunError
 from sbf_pruner.team import Team
 from sbf_pruner.training import feed, sources
 from sbf_pruner.training.batches import Augment, Resident
@@ -255,6 +255,8 @@ def test_a_run_learns_from_datasets_of_the_users(tmp_path: Path) -> None:
     assert first.summary["pruned"]["accuracy"] > 60 and first.summary["data"]["mean"] == []
     with pytest.raises(KeyboardInterrupt):
         fit(net, some, data=sets, run=tmp_path / "second", report=killed_after(4))
+    with pytest.raises(RunError, match=r"began with 64 images for train, and now there are 48; give the same"):
+        fit(net, some, data=sets | {"train": Shades(48)}, run=tmp_path / "second", resume=True)
     fit(net, some, data=sets, run=tmp_path / "second", resume=True)  # noise and all
     assert_same_run(tmp_path / "first", tmp_path / "second")
 
@@ -276,6 +278,8 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
     }.items():
         with pytest.raises(DataError, match=said):
             load_data(DataConfig(name), CLASSES, seed=0)
+    with pytest.raises(DataError, match=r"^data.image_size: makes_data:datasets has no use for it"):
+        load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, seed=0)
 
 
 # --- messages
@@ -320,8 +324,8 @@ def pair(image: Any, label: Any = 0) -> Any:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Torn, r"^item 9 of the dataset cannot be read \(OSError: the disk\); mend it, or leave it out$"),
-        (Ragged, r"^item 9 of the dataset is \(1, 16, 8\), and the first \(1, 8, 8\) \(channels, height, width\)"),
+        (Torn, r"^data, train, item 9 cannot be read \(OSError: the disk\); mend it, or leave it out$"),
+        (Ragged, r"^data, train, item 9 is \(1, 16, 8\), and the first \(1, 8, 8\) \(channels, height, width\)"),
     ],
 )
 def test_an_item_that_cannot_be_read_is_one_sentence(kind: type[Shades], said: str, workers: int) -> None:
@@ -332,7 +336,7 @@ def test_an_item_that_cannot_be_read_is_one_sentence(kind: type[Shades], said: s
 
 def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
     data = own_data({"train": Shades(16), "test": Shades(4)}, DataConfig("own"), 2, 0)
-    with pytest.raises(DataError, match=r"^label 3 is outside 0..1; set model.num_classes \(it is 2\)$"):
+    with pytest.raises(DataError, match=r"^data, train, item 2: label 2 is outside 0..1; set model.num_classes"):
         list(batches_of(data.train, 4, data, workers=0, num_classes=2).epoch(0))
 
 
@@ -406,12 +410,12 @@ class Failing(Shades):
 
 def test_items_of_another_kind_than_the_first_are_told() -> None:
     for later, said in (
-        (Mixed(16, label=0.7), r"^item 9 of the dataset: a label is 0.7; give the number of a class"),
+        (Mixed(16, label=0.7), r"^data, train, item 9: a label is 0.7; give the number of a class"),
         (
             Mixed(16, torch.zeros(1, 8, 8, dtype=torch.uint8)),
-            r"^item 9 of the dataset is torch.uint8, the first",
+            r"^data, train, item 9 is torch.uint8, the first",
         ),
-        (Mixed(16, np.zeros((1, 8, 8))), r"^item 9 of the dataset: an image is a ndarray; give tensors"),
+        (Mixed(16, np.zeros((1, 8, 8))), r"^data, train, item 9: an image is a ndarray; give tensors"),
     ):
         data = own_data({"train": later, "test": Shades(4)}, DataConfig("own"), CLASSES, 0)
         with pytest.raises(DataError, match=said):

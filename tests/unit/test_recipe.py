@@ -103,13 +103,18 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
         'data.path="a=b"',
         "phases={score=1}",
     ]
-    recipe = load_recipe(write(tmp_path, MINIMAL + '[model.options]\nkept = "yes"\n'), overrides)
+    path = write(tmp_path, MINIMAL + '[model.options]\nkept = "yes"\n')
+    recipe = load_recipe(path, overrides)
     assert recipe.phases == PhasesConfig(cycles=4, score=1)
     assert recipe.scores.balance == "side"
     assert type(recipe.scores.penalty) is float and recipe.scores.penalty == 1.0
     assert recipe.dense_control is True
     assert recipe.warmup.milestones == (0.3, 0.6)
     assert recipe.model.options == {"kept": "yes", "width_mult": 0.5, "name": "wide"}
+    assert load_recipe(path, ["model.options={}"]).model.options == {}
+    assert load_recipe(path, ["model.options={}", "model.options.width_mult=0.5"]).model.options == {
+        "width_mult": 0.5
+    }
     assert (recipe.name, recipe.data.path) == ("56", "a=b")
 
 

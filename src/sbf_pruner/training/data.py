@@ -44,6 +44,11 @@ class Data:
     classes: tuple[str, ...] = ()
     """what the classes are called, where that is known"""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many images there are to train on, to choose by and to judge by."""
+        return {"train": len(self.train), "validation": len(self.validation), "test": len(self.test)}
+
     def told(self) -> dict[str, list[Any]]:
         """What whoever uses a network later must know of its images."""
         return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}

@@ -214,6 +214,15 @@ class RunFolder:
                     f"{now.get(key)!r}; put it back, or start over with --force"
                 )
 
+    def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Refuse to go on with more or fewer images than a checkpoint's."""
+        for part, before in trained_with.items():
+            if counts[part] != before:
+                raise RunError(
+                    f"the run in {self.path} began with {before:,} images for {part}, and now there are "
+                    f"{counts[part]:,}; give the same images, or start over with --force"
+                )
+
 
 def _patterns(settings: Mapping[str, Any]) -> list[str]:
     """The keys of the guards, in their order."""

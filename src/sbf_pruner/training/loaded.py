@@ -76,7 +76,7 @@ class Loaded(Batches):
         # The workers' seeds come from a stream of their own: what is random elsewhere is as with images in memory.
         seed = np.random.SeedSequence((self.seed, index, 2)).generate_state(1)[0]
         loader: DataLoader[Any] = DataLoader(
-            _Reading(self.stream),
+            _Reading(self.stream, self.num_classes),
             batch_sampler=keys,
             num_workers=min(self.workers, len(keys)),
             collate_fn=_as_it_is,
@@ -92,8 +92,6 @@ class Loaded(Batches):
     def _checked(self, read: Batch | DataError) -> Batch:
         if isinstance(read, DataError):
             raise read
-        if self.num_classes and (wrong := wrong_label(read[1], self.num_classes)) is not None:
-            raise DataError(wrong)
         return read
 
 
@@ -109,8 +107,8 @@ def sample(stream: Stream, most: int, seed: int) -> Tensor:
 class _Reading(Dataset[Any]):
     """Whole batches of a stream; one that cannot be read is the error that says why."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, num_classes: int = 0) -> None:
+        self.stream, self.num_classes = stream, num_classes  # 0: whatever they are
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch | DataError:
         row = -1
@@ -126,18 +124,24 @@ class _Reading(Dataset[Any]):
             return DataError(str(error))
         except Exception as error:
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            return DataError(f"item {row} of the dataset cannot be read ({reason}); mend it, or leave it out")
+            return DataError(f"{self._item(row)} cannot be read ({reason}); mend it, or leave it out")
         return images, labels
 
     def _check(self, image: Tensor, label: Any, row: int) -> None:
-        check_item((image, label), f"item {row} of the dataset")
+        item = self._item(row)
+        check_item((image, label), item)
         if (image.dtype == torch.uint8) != self.stream.pixels:
-            raise DataError(f"item {row} of the dataset is {image.dtype}, the first is not; give all in one type")
+            raise DataError(f"{item} is {image.dtype}, the first is not; give all in one type")
         if tuple(image.shape) != self.stream.shape:
             raise DataError(
-                f"item {row} of the dataset is {tuple(image.shape)}, and the first {self.stream.shape} (channels, "
-                "height, width); bring all to one size"
+                f"{item} is {tuple(image.shape)}, and the first {self.stream.shape} (channels, height, width); "
+                "bring all to one size"
             )
+        if self.num_classes and (wrong := wrong_label(torch.tensor(int(label)), self.num_classes)) is not None:
+            raise DataError(f"{item}: {wrong}")
+
+    def _item(self, row: int) -> str:
+        return f"{self.stream.where}, item {row}"
 
 
 def _as_it_is(batch: Any) -> Any:

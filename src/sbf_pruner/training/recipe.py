@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -172,14 +173,12 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     table = {"name": path.stem, **table}
     if isinstance(overrides, (str, Mapping)):
         raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
-    said: dict[str, Any] = {}
-    for override in overrides:
-        said = merge(said, _override(override))
-    if said.get("method", table.get("method")) != table.get("method"):
+    said = [_override(override) for override in overrides]
+    method = reduce(merge, said, table).get("method")
+    if method != table.get("method"):
         # What the file says is meant for its own method; what is said beside this one is not.
-        for key, value in _settings_of(said["method"]).items():
-            table = merge(table, _nested(key, value))
-    return Recipe.from_dict(merge(table, said))
+        said = [_nested(key, value) for key, value in _settings_of(method).items()] + said
+    return Recipe.from_dict(reduce(merge, said, table))
 
 
 def bundled_recipes() -> list[str]:

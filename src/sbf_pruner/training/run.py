@@ -66,7 +66,7 @@ class Run:
         self.recipe, self.folder, self.team = recipe, folder, team or Team()
         self.report = report or (lambda record: None)
         device = machine.device
-        self.told, self.feed = data.told(), Feed(recipe, data, device, model)
+        self.told, self.counts, self.feed = data.told(), data.counts, Feed(recipe, data, device, model)
         self.machine = replace(machine, order=self.feed.order)
         self.epochs = Epochs(recipe, self.feed, folder.checkpoints, self.team.rank)
         self.networks = Networks(model, recipe, data, self.feed, device, folder.latency if goes_on else None)
@@ -120,6 +120,7 @@ class Run:
         """Go to where the last checkpoint was taken."""
         state = load_checkpoint(self.folder.checkpoints)
         self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
+        self.folder.check_same_data(state.get("images", {}), self.counts)
         self._check_timer(state["done"])
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
@@ -274,6 +275,7 @@ class Run:
             return
         state = {
             "recipe": self.recipe.to_dict(),
+            "images": self.counts,
             "done": self.done,
             "seconds": self._seconds(),
             "given_accuracy": self.given_accuracy,

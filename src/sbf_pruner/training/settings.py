@@ -82,11 +82,15 @@ def describe(cls: type[Section]) -> dict[str, Setting]:
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A new table: `base` with the values of `extra` laid over it, table by table."""
+    """A new table: `base` with the values of `extra` laid over it, table by table; an empty table leaves nothing.
+
+    >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}})
+    {'a': {'b': 1, 'e': 3}, 'c': {}}
+    """
     merged = dict(base)
     for key, value in extra.items():
         below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and value:
             value = merge(below, value)
         merged[key] = value
     return merged

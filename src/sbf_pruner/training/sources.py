@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any
@@ -34,13 +34,18 @@ Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | Strea
 Source = Callable[[DataConfig, int, int], Parts]
 
 SOURCES: dict[str, Source] = {}
+READS: dict[str, frozenset[str]] = {}  # what of the section each source uses, of what only some do
+SOME = ("path", "image_size", "in_memory", "fit", "middle")
 
 
-def register(name: str) -> Callable[[Source], Source]:
-    """Make a source known under `name`; it is called with the section, the number of classes and the seed."""
+def register(name: str, *reads: str) -> Callable[[Source], Source]:
+    """Make a source known under `name`; it is called with the section, the number of classes and the seed.
+
+    `reads` names the settings that it uses, of those that only some sources do.
+    """
 
     def add(source: Source) -> Source:
-        SOURCES[name] = source
+        SOURCES[name], READS[name] = source, frozenset(reads)
         return source
 
     return add
@@ -52,6 +57,7 @@ def read_parts(config: DataConfig, num_classes: int, seed: int) -> dict[str, Spl
         return own_parts(_own(config, num_classes, seed), config.name)
     if config.name not in SOURCES:
         raise DataError(f"data.name: no data set is called {config.name!r}; {nearest(config.name, SOURCES)}")
+    _check_read(config, READS[config.name])
     found = SOURCES[config.name](config, num_classes, seed)
     return {
         part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
@@ -77,13 +83,26 @@ def _own(config: DataConfig, num_classes: int, seed: int) -> Any:
         raise DataError(f"data.name: {error}") from error
     if not callable(target):
         raise DataError(f"data.name: {config.name} cannot be called; name a function that returns datasets")
+    given = wanted(target, offers)
+    _check_read(config, given)
     try:
-        return target(**wanted(target, offers))
+        return target(**given)
     except Exception as error:
         raise DataError(f"data.name: {config.name} failed at {failing_line(error)}") from error
 
 
-@register("digits")
+def _check_read(config: DataConfig, reads: Container[str]) -> None:
+    """Refuse settings that would change nothing."""
+    usual = DataConfig(config.name)
+    for key in SOME:
+        if key not in reads and getattr(config, key) != getattr(usual, key):
+            users = [name for name in SOURCES if key in READS[name]]
+            raise DataError(
+                f"data.{key}: {config.name} has no use for it (these have: {', '.join(users)}); leave it out"
+            )
+
+
+@register("digits", "image_size")
 def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     """1,797 handwritten digits of 8x8 grey pixels, 1,297 to train on and 500 to test.
 
@@ -96,7 +115,7 @@ def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
         return _from_npz(file, "digits.npz")
 
 
-@register("synthetic")
+@register("synthetic", "image_size")
 def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     """One blocky random pattern per class under noise: easy to learn, and drawn from the seed alone."""
     size = _needed(config, "image_size", "such as 32")
@@ -114,7 +133,7 @@ def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     return {"train": draw(config.samples), "test": draw(max(num_classes, config.samples // 4))}
 
 
-@register("cifar10")
+@register("cifar10", "path", "image_size")
 def cifar10(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     """60,000 colour photographs of 32x32 pixels in ten classes, 10,000 of them to test.
 
@@ -124,7 +143,7 @@ def cifar10(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     return load_cifar10(config.path)
 
 
-@register("npz")
+@register("npz", "path", "image_size")
 def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
     """A NumPy archive with x_train, y_train, x_test, y_test and, if it has them, x_val and y_val."""
     path = Path(_needed(config, "path", "the .npz file"))
@@ -135,7 +154,7 @@ def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
         raise DataError(f"data.path: cannot read {path}: {error.strerror or error}") from error
 
 
-@register("folder")
+@register("folder", *SOME)
 def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
     """Image files as train/CLASS/*.png and test/CLASS/*.png (and, if there is one, val/CLASS/*.png)."""
     root = Path(_needed(config, "path", "the folder that holds train and test"))

@@ -50,6 +50,8 @@ class Stream:
     """of the rows, where they are known without reading"""
     pixels: bool = True
     """are images uint8, to be normalised, or floats that come as the network is to see them?"""
+    where: str = "the dataset"
+    """what messages call it"""
     windows: bool = False
     """may a part of an image be asked for, by (row, window) instead of the row?"""
 
@@ -70,7 +72,7 @@ class Stream:
         if not count:
             raise DataError(f"{where}: holds no images")
         image = check_item(item, where)
-        return cls(dataset, torch.arange(count), tuple(image.shape), None, pixels=image.dtype == torch.uint8)
+        return cls(dataset, torch.arange(count), tuple(image.shape), None, image.dtype == torch.uint8, where)
 
     def __len__(self) -> int:
         return len(self.rows)
