@@ -548,7 +548,10 @@ def test_a_report_goes_where_it_is_asked_to(folder: Path, tmp_path: Path, monkey
     assert write_report([folder]) == folder / "report.html"
     assert write_report([folder], tmp_path / "deep/page.html").is_file()
     monkeypatch.chdir(tmp_path)
-    assert write_report([folder, folder]) == Path("comparison.html")
+    assert write_report([folder, folder / "checkpoints" / ".."]) == folder / "report.html", "it is one run"
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    assert write_report([folder, other, folder]) == Path("comparison.html")
+    assert "2 runs beside each other" in Path("comparison.html").read_text("utf-8")
 
 
 def test_a_summary_that_cannot_be_drawn_is_no_failure(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

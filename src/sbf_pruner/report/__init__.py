@@ -20,7 +20,10 @@ COMPARISON = "comparison.html"
 
 def write_report(folders: Sequence[str | Path], to: str | Path | None = None) -> Path:
     """Draw one run, into its own folder, or several beside each other; `to` names another file."""
-    runs = [read_run(folder) for folder in folders]
+    named: dict[Path, str | Path] = {}
+    for folder in folders:
+        named.setdefault(Path(folder).resolve(), folder)  # a run that is named twice is one run
+    runs = list(map(read_run, named.values()))
     target = Path(to) if to is not None else runs[0].folder / NAME if len(runs) == 1 else Path(COMPARISON)
     if (reason := why_not_writable(target)) is not None:
         raise RunError(f"{target} cannot be written, because {reason}; name another file (--to)")
