@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -174,11 +174,12 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     if isinstance(overrides, (str, Mapping)):
         raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
     said = [_override(override) for override in overrides]
-    method = reduce(merge, said, table).get("method")
+    lay_over = partial(merge, empties=True)
+    method = reduce(lay_over, said, table).get("method")
     if method != table.get("method"):
         # What the file says is meant for its own method; what is said beside this one is not.
         said = [_nested(key, value) for key, value in _settings_of(method).items()] + said
-    return Recipe.from_dict(reduce(merge, said, table))
+    return Recipe.from_dict(reduce(lay_over, said, table))
 
 
 def bundled_recipes() -> list[str]:

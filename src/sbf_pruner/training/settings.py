@@ -81,17 +81,19 @@ def describe(cls: type[Section]) -> dict[str, Setting]:
     return dict(_describe(cls, _defaults(cls)))
 
 
-def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A new table: `base` with the values of `extra` laid over it, table by table; an empty table leaves nothing.
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any], *, empties: bool = False) -> dict[str, Any]:
+    """A new table: `base` with the values of `extra` laid over it, table by table.
 
-    >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}})
+    An empty table adds nothing, or where it `empties` leaves nothing.
+
+    >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}}, empties=True)
     {'a': {'b': 1, 'e': 3}, 'c': {}}
     """
     merged = dict(base)
     for key, value in extra.items():
         below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping) and value:
-            value = merge(below, value)
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and (value or not empties):
+            value = merge(below, value, empties=empties)
         merged[key] = value
     return merged
 
