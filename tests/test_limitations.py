@@ -97,6 +97,15 @@ def listed() -> Net:
     return model
 
 
+def by_two_heads(x: Tensor) -> Tensor:
+    heads = x.view(x.shape[0], 2, 4, -1)
+    return (heads @ torch.softmax(heads.transpose(2, 3) @ heads, -1)).view_as(x)
+
+
+def attended(x: Tensor) -> Tensor:
+    return x @ torch.softmax(x.transpose(1, 2) @ x, -1)
+
+
 def otherwise(net: Net, x: Tensor) -> Tensor:
     x = net.conv(x)
     return net.other(x) if net.training else net.out(x)
@@ -128,6 +137,7 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "softmax": between(lambda x: x.softmax(1)),
     "root": between(lambda x: x.relu().sqrt()),
     "divided": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True)),
+    "heads": between(by_two_heads),
     "no rule": between(lambda x: x.cumsum(2)),
     "own operator": between(step),
     "written in place": between(written),
@@ -174,6 +184,7 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "excited": Net(lambda net, x: net.out(net.conv(x) * net.more(net.conv(x)).sigmoid()), more=nn.Conv2d(8, 8, 1)),
     "holds its norm": Net(conv=HoldsNorm(3, 8, 1)),
     "turned in its module": Net(conv=Turned(3, 8, 1), out=nn.Linear(8, 4)),
+    "attention": between(lambda x: attended(x.flatten(2)).view_as(x)),
     "called twice": Net(lambda net, x: net.out(net.conv(x) + net.conv(x.relu()))),
     "weight norm": Net(conv=weight_norm(nn.Conv2d(3, 8, 1))),
     "masked": Net(conv=prune.l1_unstructured(nn.Conv2d(3, 8, 1), "weight", 0.5)),

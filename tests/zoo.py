@@ -1388,6 +1388,73 @@ class NonLocal(nn.Module):
 
 
 @entry(IMAGE)
+class Heads(NonLocal):
+    """Attention by two heads, between which its channels are divided."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (f(x).view(x.shape[0], 2, -1, 16) for f in (self.query, self.key, self.value))
+        near = torch.softmax(query.transpose(2, 3) @ key, -1)
+        mixed = (value @ near.transpose(2, 3)).view(x.shape[0], -1, *x.shape[2:])
+        return self.head(x + self.project(mixed))
+
+
+@entry(IMAGE)
+class ChannelAttention(NonLocal):
+    """Attention between channels: those of the queries are the rows, those of the keys are the columns."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (f(x).flatten(2) for f in (self.query, self.key, self.value))
+        mixed = (torch.tanh(query @ key.transpose(1, 2)) @ value).view(x.shape[0], -1, *x.shape[2:])
+        return self.head(x + self.project(mixed))
+
+
+@entry(IMAGE)
+class LinearAttention(NonLocal):
+    """Attention without a softmax: a sum over the pixels first, and a divisor that is a product as well."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (f(x).flatten(2) for f in (self.query, self.key, self.value))
+        query, key = query.relu(), key.relu()
+        mixed = (key @ value.transpose(1, 2)).transpose(1, 2) @ query
+        weight = key.sum(2).unsqueeze(1) @ query + 1e-2
+        return self.head(x + self.project((mixed / weight).view(x.shape[0], -1, *x.shape[2:])))
+
+
+@entry(IMAGE)
+class BilinearPooling(nn.Module):
+    """Every channel of one map by every channel of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.left, self.right = nn.Conv2d(6, 5, 1), conv_bn(6, 4, 1)
+        self.fc = nn.Linear(20, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        left, right = self.left(x).flatten(2), self.right(x).relu().flatten(2)
+        return self.fc(torch.bmm(left, right.transpose(1, 2)).flatten(1) / 64)
+
+
+@entry(IMAGE)
+class Mixed(nn.Module):
+    """A stored matrix that mixes channels, and one that mixes columns of pixels, as products for every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.channels, self.columns = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(8, 4))
+        self.conv, self.head = conv_bn(5, 6), Head(6)
+
+    def forward(self, x):
+        x = torch.einsum("nchw,cd->ndhw", self.stem(x), self.channels)
+        return self.head(self.conv(torch.einsum("nchw,wv->nchv", x, self.columns)).relu())
+
+
+@entry(IMAGE)
 class InplaceSlice(nn.Module):
     """Some channels are written into a part of a map."""
 

@@ -29,7 +29,7 @@ from .owners import LAYERS, owner
 from .places import Places
 from .records import Value
 from .trace import record
-from .weighted import Contract, Norm
+from .weighted import Contract, Norm, Product
 
 
 @uncollected()
@@ -243,6 +243,8 @@ class _Finder:
                         return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
                 elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
                     continue  # it ends channels as a layer does
+                elif isinstance(node, Product) and node.ends(value):
+                    continue
                 elif node.blocks and isinstance(node, Elementwise) and not node.steep:
                     back += [(node, v) for v in node.outputs]
                 elif node.blocks:

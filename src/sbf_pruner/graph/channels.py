@@ -19,7 +19,7 @@ from .masks import Flow, Grids, Mask, level, some, whole_groups
 from .nodes import Elementwise, Node, Sum
 from .records import Call, Trace, Value
 from .ties import Ties
-from .weighted import Contract
+from .weighted import Contract, Product
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ChannelGraph:
             node.push(flow)
             if isinstance(node, Boundary) and node.layer in layers:
                 node.gate(flow, np.zeros(self.grids[node.out], bool))
-            whole = isinstance(node, Sum) and max(self.grids[node.outputs[0]], default=1) == 1
+            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.outputs[0]], default=1) == 1
             if whole or (isinstance(node, Contract) and not node.depthwise):
                 flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
         return flow

@@ -1,8 +1,8 @@
 """What a network would cost if it kept the given filters, without extracting it.
 
 A channel graph and masks enter; parameters, multiply-accumulates and stored bytes leave, counted on the layout
-that surgery would cut, so that they are those of the extracted network: with products of activations, whose sizes
-no filter changes, and with parameters that nothing reads.  Where the model's own code insists on sizes, surgery
+that surgery would cut, so that they are those of the extracted network: with products of activations, and with
+parameters that nothing reads.  Where the model's own code insists on sizes, surgery
 keeps more than that: how much, is known from the cuts that were made in this graph before.
 """
 
@@ -22,7 +22,7 @@ from .layout import solve, vanished
 from .masks import Flow, Layout, Mask
 from .owners import owner
 from .records import Op, Trace, Value
-from .weighted import Contract
+from .weighted import Contract, Product
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,13 @@ def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
     """What a network that is laid out costs."""
     macs = _fixed_macs(graph)
     for node in graph.nodes:
-        if not isinstance(node, Contract) or node.op.position in graph.trace.added or owner(node.op) in laid.gone:
+        if node.op.position in graph.trace.added:
             continue
-        pixels = (node.x if node.transposed else node.out).shape[2:]
-        macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
+        if isinstance(node, Product) and not node.op.inside(laid.gone):
+            macs += math.prod(laid.layout.sizes(node.out)) * laid.layout.sizes(node.left)[2]
+        elif isinstance(node, Contract) and owner(node.op) not in laid.gone:
+            pixels = (node.x if node.transposed else node.out).shape[2:]
+            macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
     params, size = graph.trace.unused, 0
     for name, entries in entries_left(graph, laid).items():
         value = graph.trace.states[name]
@@ -108,9 +111,10 @@ _FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 
 
 def _fixed_macs(graph: ChannelGraph) -> int:
-    """Multiply-accumulates of what is no layer, such as attention: all channels that go in there stay."""
+    """Multiply-accumulates of what all channels stay for, such as attention head by head."""
     if graph.trace not in _FIXED:
-        counted = {node.op.position for node in graph.nodes if isinstance(node, Contract)} | graph.trace.added
+        counted = {node.op.position for node in graph.nodes if isinstance(node, (Contract, Product))}
+        counted |= graph.trace.added
         _FIXED[graph.trace] = sum(_macs(op) for op in graph.trace.ops if op.position not in counted)
     return _FIXED[graph.trace]
 

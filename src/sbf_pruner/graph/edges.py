@@ -30,7 +30,7 @@ from .nodes import Across, Node, Opaque, Source, Sum
 from .owners import LAYERS, PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 from .rules import build_node
-from .weighted import Contract, Norm
+from .weighted import Contract, Norm, Product
 
 
 class Wiring:
@@ -73,7 +73,7 @@ class Wiring:
                 continue
             over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
             together = any(node.inputs[0].shape[dim] == filters for dim in over)
-            if together or isinstance(node, (Opaque, Contract)):
+            if together or isinstance(node, (Opaque, Contract, Product)):
                 return node.op
             for value in node.inputs:
                 if value not in seen:

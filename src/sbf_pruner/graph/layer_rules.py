@@ -1,7 +1,7 @@
 """Rules for operators with weights: convolutions, matrix products, and the norms behind them.
 
 An operator and the grids known so far enter; the node that `weighted` has for it leaves.  A product of two
-activations, and a norm whose statistics all channels share, are opaque.
+activations that is none for every sample, and a norm whose statistics all channels share, are opaque.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .nodes import Node, Opaque, Source
 from .pointwise import elementwise
 from .records import Op, Value
 from .unknown import opaque
-from .weighted import Contract, Norm
+from .weighted import Contract, Norm, Product
 
 
 def _contract(
@@ -46,7 +46,7 @@ def convolution(op: Op, grids: Grids) -> Node:
 
 
 def matrix_product(op: Op, grids: Grids) -> Node:
-    """A linear layer; a product of two activations (attention) is opaque."""
+    """A linear layer; a product of two activations, which is one of samples too, is opaque."""
     if op.name == "aten.addmm":
         bias, x, weight = op.args[:3]
         if len(bias.shape) != 1 or op.kwargs:
@@ -58,6 +58,17 @@ def matrix_product(op: Op, grids: Grids) -> Node:
     if weight.roots:
         return _contract(op, grids, x, weight, bias, (1, 0))
     return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
+
+
+def batched_product(op: Op, grids: Grids) -> Node:
+    """A product of two activations for every sample: attention over pixels or channels, bilinear pooling."""
+    left, right, out = *op.args[:2], op.outputs[0]
+    assert out is not None
+    if grids[left][0] > 1 or grids[right][0] > 1:
+        # What is left of a head is a box: all of them would have to lose the same channels.
+        return Opaque(op, grids, f"{op.name} at {op.where} multiplies head by head, which must stay equally wide")
+    grids[out] = 1, grids[left][1], grids[right][2]
+    return Product(op, grids, left=left, right=right)
 
 
 def transpose(op: Op, grids: Grids) -> Node:

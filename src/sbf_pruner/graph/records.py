@@ -6,6 +6,7 @@ the same tensor at the same moment, so each of these may be the key of a table.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,13 @@ class Op:
     mutates: bool = False
     position: int = -1  # in the recording
     told: float | None = None  # the Python number it gave, if it did (`tensor.item()`)
+
+    def inside(self, modules: Collection[str]) -> bool:
+        """Does it run in a call of any of these modules?"""
+        call = self.call
+        while call is not None and call.module not in modules:
+            call = call.parent
+        return call is not None
 
     def number(self, position: int, name: str, default: float | None) -> float | None:
         """A number among the arguments; nan where a tensor stands in its place."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class Rehearsal:
         return last if at < len(actual) else None
 
     def _passed_over(self, op: Op) -> bool:
-        return _quiet(op) or _inside(op, self.vanished)
+        return _quiet(op) or op.inside(self.vanished)
 
     def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: Decided) -> bool:
         """Does it move channels and pixels as the same line does in the recording that the graph follows?"""
@@ -220,7 +220,3 @@ def _adds_bias(op: Op) -> bool:
 
 def _quiet(op: Op) -> bool:
     return op.name in _QUIET or _adds_bias(op)
-
-
-def _inside(op: Op, modules: Iterable[str]) -> bool:
-    return op.call is not None and any(op.call.within(module) is not None for module in modules)

@@ -19,7 +19,7 @@ from .channels import ChannelGraph
 from .masks import Mask
 from .nodes import Elementwise, Map, Node
 from .records import Value
-from .weighted import Contract, Norm
+from .weighted import Contract, Norm, Product
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
 _MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}
@@ -146,6 +146,8 @@ class Relations:
                 computed.update(node.outputs)
             if len(met) > 1 and isinstance(node, Elementwise) and node.zero in _MEETING:
                 meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.zero])
+            elif len(met) > 1 and isinstance(node, Product) and all(map(node.ends, met)):
+                meetings.setdefault(self.streams.of(node.left), set()).add(MULTIPLY)
             elif len(met) > 1 and isinstance(node, Map):
                 sides[self._sorted(n for v in met for n in self.origins(v))] = None
         groups: list[Group] = []
@@ -187,6 +189,13 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
         return [node.x, node.out]
     if isinstance(node, Contract):
         return [node.x, node.out] if _passes_on(node) else []
+    if isinstance(node, Product):
+        # What is summed over is one and the same on both sides; what is not, is the result's as well.
+        ended = [v for v in (node.left, node.right) if node.ends(v)]
+        if len(ended) == 2:
+            return ended if math.prod(graph.grids[node.left]) == math.prod(graph.grids[node.right]) > 1 else []
+        passed = [v for v in (node.left, node.right) if not node.ends(v)]
+        return [*passed, node.out] if len(passed) == 1 else []
     if isinstance(node, Elementwise):
         size = math.prod(graph.grids[node.outputs[0]])
         return [v for v in (*node.outputs, *node.inputs) if size > 1 and math.prod(graph.grids[v]) == size]

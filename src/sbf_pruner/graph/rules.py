@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ..errors import PruningError, nearest
 from .layer_rules import (
     batch_norm,
+    batched_product,
     convolution,
     group_norm,
     layer_norm,
@@ -102,6 +103,7 @@ def _rows(rule: Rule, names: str) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     **_rows(convolution, "convolution"),
     **_rows(matrix_product, "mm addmm"),
+    **_rows(batched_product, "bmm"),
     **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm"),
     **_rows(weight_norm, "_weight_norm_interface"),
     **_rows(group_norm, "native_group_norm"),

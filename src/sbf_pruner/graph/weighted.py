@@ -1,4 +1,4 @@
-"""Operators with weights: convolutions and matrix products, which end channels and begin others, and norms.
+"""Operators that multiply: convolutions and matrix products, which end channels and begin others, and norms.
 
 How each of them lets liveness through, what it needs, and which layouts it can run in; see `nodes`.
 """
@@ -130,6 +130,46 @@ class Contract(Node):
             sides[0] = sides[0] | there[:, None]
         for value, rows in zip((self.x, self.out), sides, strict=True):
             layout.add(value, 1, level(rows, there).reshape(-1))
+
+
+@dataclass
+class Product(Node):
+    """Rows by columns for every sample, as in attention; what is summed over counts where both sides have it."""
+
+    left: Value = field(kw_only=True)
+    right: Value = field(kw_only=True)
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+    def ends(self, value: Value) -> bool:
+        """Are channels of this side summed over, and none of them a channel of the result?"""
+        rows = self.grids[self.left][1] if value is self.left else 1
+        columns = self.grids[self.right][2] if value is self.right else 1
+        return rows == columns == 1
+
+    def push(self, flow: Flow) -> None:
+        flow.alive[self.out] = _meeting(flow.alive[self.left], flow.alive[self.right])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            left, right = (flow.alive[value].transpose(0, 2, 1) for value in (self.left, self.right))
+            flow.need(self.left, _meeting(wanted, right), self.grids[self.left])
+            flow.need(self.right, _meeting(left, wanted), self.grids[self.right])
+
+    def tie(self, layout: Layout) -> None:
+        layout.tie([(self.left, 1), (self.out, 1)])
+        layout.tie([(self.right, 2), (self.out, 2)])
+        layout.tie([(self.left, 2), (self.right, 1)])
+
+
+def _meeting(left: Mask, right: Mask) -> Mask:
+    """Which entries of a product of matrices have any term; where a side does not vary it stands for all."""
+    length = max(left.shape[2], right.shape[1])
+    rows = np.broadcast_to(left, (*left.shape[:2], length)).astype(np.float32)
+    return np.asarray(rows @ np.broadcast_to(right, (len(right), length, right.shape[2])) > 0)
 
 
 @dataclass

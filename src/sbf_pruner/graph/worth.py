@@ -19,10 +19,10 @@ import numpy as np
 
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer
-from .masks import Flow, Mask, along, shrink, whole_groups
+from .masks import Flow, Mask, along, shrink, some, whole_groups
 from .nodes import Elementwise, Halves, Node
 from .records import Value
-from .weighted import Contract, Norm
+from .weighted import Contract, Norm, Product
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,9 @@ class Appraiser:
             product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.zero != "any")
             if product or (isinstance(node, Boundary) and node.layer):
                 heappush(todo, -place)
+        for place in {reader for value in died for reader in self.readers[value]}:
+            if isinstance(self.graph.nodes[place], Product):  # of the other side what it met is not asked for
+                heappush(todo, -place)
         for place in _in_order(todo):
             node = self.graph.nodes[-place]
             for value in dict.fromkeys(node.inputs):
@@ -171,6 +174,8 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
         stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
         held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
         return Worth(0, sum(held))
+    if isinstance(first, Product):
+        return _product(first, flow)
     if not isinstance(first, (Contract, Norm)):
         return Worth(0, 0)
     there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
@@ -192,6 +197,23 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
     biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
     return Worth(entries * moves, own + biases)
+
+
+def _product(node: Product, flow: Flow) -> Worth:
+    """What is left of a product of matrices, of which one may be stored."""
+    sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
+    (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
+    stored = [sizes for value, sizes in sides.items() if any(root.trained for root in value.roots or ())]
+    return Worth(node.out.shape[0] * rows * min(terms, others) * columns, sum(map(math.prod, stored)))
+
+
+def _sizes(value: Value, flow: Flow) -> list[int]:
+    """How much of a tensor is asked for, along each dimension."""
+    asked = _asked(value, flow)
+    if asked is None or not asked.any():
+        return [0] * len(value.shape)
+    lines = [some(asked, tuple(d for d in range(asked.ndim) if d != dim)) for dim in range(asked.ndim)]
+    return [n if len(line) < n else int(line.sum()) for n, line in zip(value.shape, lines, strict=True)]
 
 
 def _asked(value: Value, flow: Flow) -> Mask | None:
