@@ -208,7 +208,7 @@ def test_what_an_agent_sees_of_the_way() -> None:
 def test_an_agent_learns_what_is_rewarded() -> None:
     student = Agent(1, seed=0)
     states = [torch.tensor([0.0]), torch.tensor([1.0])]
-    for _ in range(150):
+    for _ in range(300):
         actions = [student.act(state, 0.5) for state in states]
         student.remember(states, actions, 1 - abs(actions[0] - 0.8) - abs(actions[1] - 0.2))
         student.learn()
