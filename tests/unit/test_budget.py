@@ -740,3 +740,17 @@ def test_an_impossible_size_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(PruningError, match=told):
             fit(resnet20(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_branch_that_is_closed_is_not_asked_about_filter_by_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = resnet20()
+    pruner = Pruner(model, torch.rand(1, 3, 32, 32), budget=Budget(params=0.7))
+    norms = {n: m.weight.detach().flatten(1).norm(dim=1) for n, m in model.named_modules() if n in pruner.filters}
+    counted: list[object] = []
+    count = Aim.count
+    monkeypatch.setattr(Aim, "count", lambda aim, masks: counted.append(masks) or count(aim, masks))
+    pruner.rank(norms)
+    assert len(counted) < 40, "one by one it would be 70, and thousands in a wider network"
+    params = sum(p.numel() for p in pruner.extract().parameters()) / sum(p.numel() for p in model.parameters())
+    assert 0.69 < params <= 0.7

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
@@ -516,3 +517,10 @@ def test_a_failure_within_torch_is_not_looked_for_in_our_files():
             PruningError, match=r"^the model cannot run on the example inputs \(mat1 and mat2 shapes"
         ):
             call(net, torch.rand(1, 3, 8, 8))
+
+
+def test_an_attribute_that_is_called_like_a_table_of_hooks_need_be_none() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    net.feature_hooks = []  # type: ignore[assignment]
+    assert list(trace(net, torch.rand(1, 3, 8, 8)).layers) == ["0"]
+    assert list(trace(torch.fx.symbolic_trace(net), torch.rand(1, 3, 8, 8)).layers) == ["0"]

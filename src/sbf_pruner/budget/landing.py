@@ -3,7 +3,7 @@
 Scores and limits enter; masks leave that keep the filters with the highest scores, as many as the limits hold.
 What holds: the network these masks make breaks no limit, and either it comes within a point of one of them or
 no filter of those dropped could be added without breaking one, not even with fewer of those that it brings back to
-life (of a time, which goes in steps: no layer widened).
+life (of a layer that has none only the best are tried; of a time, which goes in steps: no layer widened).
 
 Of several limits one is reached first, and what the others would still allow is wasted.  Then the ranking is
 tilted towards filters that cost little of what is scarce, no further than it takes to use the rest too.
@@ -28,6 +28,7 @@ Values = NDArray[np.floating]
 
 STEPS = (16, 8, 1)  # widths that a layer is widened to: their next multiples
 _TILTS = 5  # halvings of the interval of tilts
+_TRIES = 3  # filters of a layer without any that did not fit: each of the others would open the same branch
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Field:
     def owner(self, filter_: int) -> str:
         """The layer that a filter of the line belongs to."""
         return self._names[filter_]
+
+    def belong(self, filters: NDArray[np.intp], name: str) -> Mask:
+        """Which filters of the line are a layer's."""
+        return (filters >= self._starts[name]) & (filters < self._starts[name] + self.sizes[name])
 
     def flat(self, masks: Masks) -> Mask:
         """The choice that masks make, in one line."""
@@ -226,7 +231,7 @@ def _topped_up(
     Where one filter does not fit, because a whole branch would come back with it, hundreds behind it often do.
     They are taken by twos, by fours and so on while all of them fit, and so would have fitted one by one.
     """
-    step = 1
+    step, refused = 1, Counter[str]()
     while min(limits.room(usage).values()) > POINT:
         chosen = field.flat(masks)
         best_first = best_first[~chosen[best_first]]
@@ -238,9 +243,14 @@ def _topped_up(
         if step > 1 and (not fits or min(limits.room(found).values()) <= POINT):
             step //= 2
             continue
+        name = field.owner(best_first[0])
+        best_first, step = best_first[step:], 2 * step if fits else 1
         if fits:
             masks, usage = more, found
-        best_first, step = best_first[step:], 2 * step if fits else 1
+        elif not masks[name].any():
+            refused[name] += 1
+            if refused[name] == _TRIES:
+                best_first = best_first[~field.belong(best_first, name)]
     return masks, usage
 
 

@@ -25,7 +25,12 @@ def asks_for_its_mode(module: nn.Module, without: set[CodeType] | None = None) -
     False
     """
     own = [kind for kind in type(module).__mro__ if _is_the_users(kind.__module__)]
-    hooks = [hook for name, table in vars(module).items() if name.endswith("_hooks") for hook in table.values()]
+    hooks = [
+        hook
+        for name, table in vars(module).items()
+        if name.endswith("_hooks") and isinstance(table, dict)
+        for hook in table.values()
+    ]
     todo: list[object] = [*hooks, *own, *(vars(module).values() if own else ())]
     known = without if without is not None else set()
     seen: set[CodeType] = set()
