@@ -138,6 +138,10 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "root": between(lambda x: x.relu().sqrt()),
     "divided": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True)),
     "heads": between(by_two_heads),
+    "places": Net(
+        lambda net, x: net.out(net.more(F.grid_sample(x, net.conv(x)[:, :2].permute(0, 2, 3, 1)))),
+        more=nn.Conv2d(3, 8, 1),
+    ),
     "no rule": between(lambda x: x.cumsum(2)),
     "own operator": between(step),
     "written in place": between(written),

@@ -622,3 +622,39 @@ def test_a_frontier_of_an_older_run(tmp_path):
         "was left behind when it was moved; put it back, or run it again (sbf run ... --force)",
     ):
         frontier(folder.path)
+
+
+# -- things that are often mistaken for others ---------------------------------------------------------------------
+
+
+def small_net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+def test_layers_are_ignored_by_their_names():
+    model = small_net()
+    with says(PruningError, "ignore: give names or patterns of layers, such as 'layer4.*', not Conv2d"):
+        trace(model, IMAGE, ignore=[model[0]])
+
+
+def test_scores_are_given_by_layer():
+    pruner = Pruner(small_net(), IMAGE, budget=Budget(macs=0.5))
+    with says(PruningError, "scores are wanted by layer, {name: one for each filter}, not as list"):
+        pruner.rank([1.0] * 8)
+
+
+def test_a_parameter_that_came_after_the_trace():
+    model = small_net()
+    pruner = Pruner(model, IMAGE)
+    pruner.gate(Plan({"0": [0, 1]}))
+    model[0].bias = nn.Parameter(torch.zeros(8))
+    with says(PruningError, "0.bias was not there when the model was traced; make the pruner anew"):
+        pruner.extract()
+
+
+def test_a_gated_model_is_not_what_one_wants_to_save(tmp_path):
+    model = small_net()
+    pruner = Pruner(model, IMAGE)
+    with says(PruningError, "the model is gated and still has all its filters; save what pruner.extract() gives"):
+        save(model, tmp_path)
+    save(pruner.extract(), tmp_path)

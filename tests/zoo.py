@@ -1455,6 +1455,44 @@ class Mixed(nn.Module):
 
 
 @entry(IMAGE)
+class Unpooled(nn.Module):
+    """Numbers that go back to where their maxima were found."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Sequential(*conv_bn(3, 6), nn.ReLU()), nn.Sequential(*conv_bn(6, 6), nn.ReLU())
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.deep, self.head = conv_bn(6, 6), Head(6)
+
+    def forward(self, x):
+        x, places = self.pool(self.down(x))
+        return self.head(self.up(self.unpool(self.deep(x), places)))
+
+
+@entry(IMAGE)
+class Warped(nn.Module):
+    """A map looked at from where the network wants to, and at places that are a layer's channels themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*conv_bn(3, 6), nn.ReLU())
+        self.look = nn.Sequential(
+            nn.Conv2d(3, 5, 1), nn.ReLU(), nn.Flatten(), nn.Linear(320, 4), nn.ReLU(), nn.Linear(4, 6)
+        )
+        self.flow = nn.Sequential(*conv_bn(6, 5), nn.ReLU(), nn.Conv2d(5, 2, 1))
+        self.conv, self.head = conv_bn(6, 6), Head(6)
+
+    def forward(self, x):
+        stem = self.stem(x)
+        turn = self.look(x).view(-1, 2, 3) * 0.1
+        seen = F.grid_sample(stem, F.affine_grid(turn, list(stem.shape), align_corners=False), align_corners=False)
+        bent = F.grid_sample(
+            seen, self.flow(seen).tanh().permute(0, 2, 3, 1), padding_mode="border", align_corners=True
+        )
+        return self.head(self.conv(bent).relu() + stem)
+
+
+@entry(IMAGE)
 class InplaceSlice(nn.Module):
     """Some channels are written into a part of a map."""
 

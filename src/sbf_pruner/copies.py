@@ -54,6 +54,8 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
 def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
     twins: dict[int, Any] = _empty_tables(model) | instead
     made = copy.deepcopy(model, twins)
+    for old, new in zip(model.modules(), made.modules(), strict=False):
+        new.training = old.training  # which a graph of torch.fx forgets
     members = {id(module) for module in model.modules()} | {id(tensor) for tensor in held_tensors(model)}
     binding = _Binding(members, twins)
     for module in made.modules():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attached import attached_hooks
 from .errors import PruningError, RunError
 from .files import from_plain, read_tensors, write_tensors, write_text
 from .inputs import check_model
@@ -45,6 +46,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     check_model(model)
+    if any(attached_hooks(model)):
+        raise PruningError("the model is gated and still has all its filters; save what pruner.extract() gives")
     write_tensors(Path(folder) / MODEL, *contents(model))
     write_text(Path(folder) / PLAN, _joined(getattr(model, "sbf_plans", ())).to_json())
 

@@ -31,6 +31,7 @@ from .gated import Gated
 from .graph.channels import ChannelGraph
 from .graph.residual import residual_blocks
 from .graph.unchanged import weights_now
+from .inputs import map_tensors
 from .latency.model import bound
 from .scoring.activation import ACTIVATIONS
 from .scoring.blocks import BlockScores
@@ -255,7 +256,10 @@ class Pruner(Gated):
         self._hold(landing.masks)
 
     def land(self) -> None:
-        """Set the gates from the scores once more, after the limits or the clock have changed."""
+        """Set the gates from the scores once more, after the limits or the clock have changed.
+
+        Where no score has moved yet, every layer loses about the same part of its filters.
+        """
         self._check_ready("land")
         self._hold(self._chosen().masks)
 
@@ -271,7 +275,7 @@ class Pruner(Gated):
         """All that is needed to go on, also in the middle of a score phase."""
         return {
             "projection": self.projection.state_dict(),
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
             "scores": self.values.detach().clone(),
             "pressure": self.pressure.state_dict(),

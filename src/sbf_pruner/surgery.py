@@ -40,6 +40,8 @@ from .slicing import sliced
 
 _log = logging.getLogger("sbf_pruner")
 
+_FIRST_OF_RNN = ("weight_ih_l0", "weight_ih")  # the weights that read what a recurrent layer is given
+
 
 def extract(
     model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None, *, prove: bool = False
@@ -206,6 +208,10 @@ class _Surgeon:
     def _rename_sizes(self, module: nn.Module, nodes: list[Contract | Norm]) -> None:
         """Keep `out_channels` and friends equal to what is really there."""
         node = nodes[0]
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks what it is given
+            first = (n for n in nodes if isinstance(n, Contract) and n.weight.name.endswith(_FIRST_OF_RNN))
+            module.input_size = next((self.layout.sizes(n.x)[1] for n in first), module.input_size)
+            return
         if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
             return  # a norm that holds nothing serves any width
         width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))

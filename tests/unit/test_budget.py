@@ -422,12 +422,28 @@ def test_what_no_filter_changes_counts_too(name, of):
     for share in (0.9, 0.8):
         model, inputs = ZOO[name]()
         pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
-        dense = getattr(measure(extract(model, inputs, Plan({})), inputs), of)
+        dense = getattr(measure(model, inputs), of)
+        assert dense == pruner.aim.whole[of] * (pruner.graph.trace.samples if of == "macs" else 1)
         for seed in range(2):
             landing = pruner.aim.choose(scores(pruner.graph, seed))
             pruner.gate(Plan.from_masks(landing.masks))
             left = getattr(measure(pruner.extract(), inputs), of)
             assert left == landing.usage[of] * (pruner.graph.trace.samples if of == "macs" else 1) <= share * dense
+
+
+def test_what_leads_nowhere_is_a_part_of_the_dense_network():
+    model, inputs = ZOO["Unused"]()
+    pruner = Pruner(model, inputs, budget=Budget(params=0.5))
+    pruner.rank(scores(pruner.graph, 0))
+    left = measure(pruner.extract(), inputs).params / measure(model, inputs).params
+    assert 0.4 < left <= 0.5, "one filter more is too much, and what is thrown away needs no filter's place"
+
+
+def test_where_all_scores_are_equal_all_layers_lose_alike():
+    pruner = Pruner(resnet20(), torch.rand(1, 3, 32, 32), budget=Budget(macs=0.5))
+    pruner.land()
+    kept = [len(places) / pruner.filters[name] for name, places in pruner.plan().keep.items()]
+    assert min(kept) > 0.5 and max(kept) < 0.9
 
 
 def test_nobody_is_told_to_ask_for_more_than_there_is(graph):

@@ -4,6 +4,7 @@ from functools import wraps
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
 
 import sbf_pruner as sbf
@@ -133,3 +134,10 @@ def test_a_hook_writes_into_the_model_that_it_is_on():
 def test_a_function_that_knows_nothing_of_the_model_stays_the_same():
     model = Holder(lambda model: lambda x: x.relu())
     assert real_copy(model).held["by name"][0] is model.held["by name"][0]
+
+
+def test_a_copy_is_in_the_modes_of_the_model():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout())).eval()
+    model.get_submodule("2").train()  # as Monte Carlo dropout has it
+    for made in (real_copy(model), meta_copy(model)):
+        assert [m.training for m in made.modules()] == [m.training for m in model.modules()]

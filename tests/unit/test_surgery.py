@@ -576,3 +576,42 @@ def test_a_table_that_leaves_channels_out(pick):
     pruner.gate(Plan({"conv": [0, 2, 4, 7]}))
     assert pruner.plan().keep["conv"] == (2, 7)
     torch.testing.assert_close(pruner.extract()(x), model(x), rtol=0, atol=1e-12)
+
+
+RECURRENT = {
+    "GRU": lambda: nn.GRU(5, 4, batch_first=True),
+    "LSTM": lambda: nn.LSTM(5, 4, num_layers=2, bidirectional=True, batch_first=True),
+    "projected": lambda: nn.LSTM(5, 4, proj_size=3, batch_first=True),
+    "RNN": lambda: nn.RNN(5, 4, nonlinearity="relu", bias=False, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_reads_what_is_left(name):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.rnn = nn.Conv2d(1, 5, 3), RECURRENT[name]()
+
+        def forward(self, x):
+            return self.rnn(self.conv(x).mean(2).transpose(1, 2))[0]
+
+    model, image = Reader().double(), torch.rand(2, 1, 8, 8, dtype=torch.double)
+    small = extract(model, image, Plan({"conv": [0, 3]}), prove=True)
+    assert small.rnn.input_size == 2 and small.rnn.weight_ih_l0.shape[1] == 2 and small.sbf_fixed_sizes == ()
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_what_is_added_to_the_input_is_an_output(clamped):
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 5, 3, padding=1), nn.Conv2d(5, 1, 3, padding=1)
+
+        def forward(self, x):
+            clean = x - self.last(self.first(x).relu())
+            return clean.clamp(0, 1) if clamped else clean
+
+    graph = trace(Denoiser(), torch.rand(2, 1, 8, 8))
+    assert list(graph.layers) == ["first"]
+    assert graph.skipped["last"] == "its filters are the network's outputs, but for what they are added to"

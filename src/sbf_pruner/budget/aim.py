@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from ..errors import PruningError
 from ..graph.channels import ChannelGraph
-from ..graph.costs import Laid, cost_of, lay_out
+from ..graph.costs import Laid, cost_of, lay_out, whole_cost
 from ..graph.masks import Mask
 from ..stored import Stored
 from .guards import Guards
@@ -71,7 +72,7 @@ class Aim:
         self._widths = Widths(graph)
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
-            self.limits = budget.limits(self.count({}))
+            self.limits = budget.limits(self.whole)
             self.prices = self.priced(graph.all_filters())
             self.smallest = self._smallest(self.guards, self.limits)
             self.reachable = self.limits.hold(self.count(self.smallest))
@@ -113,13 +114,24 @@ class Aim:
         timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
         return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
 
+    @cached_property
+    def whole(self) -> Usage:
+        """What the dense network costs, with layers that lead nowhere."""
+        found = asdict(whole_cost(self.graph))
+        if self.stored is not None:
+            found["size"] = self.stored.dense
+        timed = {} if self.clock is None else {"latency": self.count({})["latency"]}
+        return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
+
     def tell_if_exceeded(self, masks: Masks) -> None:
         """Warn of a choice that does not fit, such as one that no score phase has made."""
         used = self.count(masks)
         if self.limits is None or not (broken := self.limits.broken(used)):
             return
         sizes = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, self.limits.most))
-        _log.warning("what is cut has %s, and the budget is %s; first end a score phase, or call rank()", *sizes)
+        _log.warning(
+            "what is cut has %s, and the budget is %s; first end a score phase, or call rank() or land()", *sizes
+        )
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """What a filter of each layer costs of every resource, among the filters that are there."""

@@ -65,6 +65,8 @@ class Field:
         self.prices = prices or {}
         self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
+        # Of equal scores every layer gives up as large a part, not the last layers all.
+        self.turns = np.concatenate([np.arange(n) / n for n in self.sizes.values()]) if scores else np.zeros(0)
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
 
     @cached_property
@@ -178,7 +180,7 @@ def _next_wider(
 
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
     """As many filters as fit, the highest keys first; then what still fits into the rest."""
-    order = np.argsort(-keys, kind="stable")
+    order = np.lexsort((field.turns, -keys))
     given = np.zeros(len(order), bool)
 
     least, most = 0, len(order)

@@ -75,6 +75,8 @@ def fixed_settings(op: Op, moves: bool) -> list[Any]:
     if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # it is told its sizes in a list, and has them
         return _plain(given)
     kept = [a for place, a in enumerate(op.args) if place not in _WIDTHS.get(op.name, ())]
+    if op.name == "aten.affine_grid_generator":  # told the size of a map, of which it makes no use of the channels
+        kept[1] = [n for place, n in enumerate(kept[1]) if place != 1]
     return _plain(pytree.tree_leaves((kept, op.kwargs)))
 
 

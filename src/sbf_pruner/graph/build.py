@@ -24,7 +24,7 @@ from ..inputs import check_model, uncollected
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
 from .edges import Wiring, without_batch
-from .nodes import Elementwise, Map, Node, Sum
+from .nodes import Elementwise, Map, Node, Sampled, Sum
 from .owners import LAYERS, owner
 from .places import Places
 from .records import Value
@@ -66,6 +66,10 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
     graph = _Finder(Wiring(model, found)).graph()
     _leave_divisors(graph)
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
+        if not isinstance(pattern, str):
+            raise PruningError(
+                f"ignore: give names or patterns of layers, such as 'layer4.*', not {type(pattern).__name__}"
+            )
         matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
         if not matching and not any(fnmatchcase(name, pattern) for name in graph.skipped):
             raise PruningError(f"ignore: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")
@@ -245,15 +249,35 @@ class _Finder:
                     continue  # it ends channels as a layer does
                 elif isinstance(node, Product) and node.ends(value):
                     continue
+                elif isinstance(node, Sampled) and value is not node.operands[0]:
+                    return f"it tells {node.op.name} at {node.op.where} where to look"
                 elif node.blocks and isinstance(node, Elementwise) and not node.steep:
                     back += [(node, v) for v in node.outputs]
                 elif node.blocks:
                     return node.blocks
                 elif isinstance(node, Elementwise) and node.zero == "any" and not gone.issuperset(node.inputs):
+                    if self._is_all_that_is_learned(node, gone):
+                        return "its filters are the network's outputs, but for what they are added to"
                     continue  # a sum: the other side keeps the channel, ours adds nothing to it
                 else:
                     todo += node.outputs
         return self._reason_constants_stay(back, gone)
+
+    def _is_all_that_is_learned(self, node: Elementwise, gone: set[Value]) -> bool:
+        """Is it a sum with the input, or with something stored, that the network gives as it is?"""
+        others = [v for v in node.inputs if v not in gone]
+        if any(v.roots is None and max(self.net.grids[v], default=1) > 1 for v in others):
+            return False
+        todo, seen = list(node.outputs), set(node.outputs)
+        while todo:
+            value = todo.pop()
+            if value in self.net.outputs:
+                return True
+            for reader in self.net.consumers[value]:
+                if isinstance(reader, (Elementwise, Map, Boundary)):
+                    todo += (fresh := [v for v in reader.outputs if v not in seen])
+                    seen.update(fresh)
+        return False
 
     def _reason_constants_stay(self, back: list[tuple[Node, Value]], gone: set[Value]) -> str:
         """A channel that comes back as a constant does no harm where it is multiplied by one that is gone."""

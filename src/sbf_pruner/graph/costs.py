@@ -84,6 +84,24 @@ def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
     return Cost(params, macs, size)
 
 
+def whole_cost(graph: ChannelGraph) -> Cost:
+    """What the network costs as it is, with layers that lead nowhere, which a cut leaves out.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    >>> whole_cost(trace(net, torch.rand(1, 3, 5, 5)))
+    Cost(params=64, macs=1400, size=256)
+    """
+    trace, params, size = graph.trace, graph.trace.unused, 0
+    for value in trace.states.values():
+        entries = math.prod(value.shape)
+        params += entries if value.trained else 0
+        size += entries * (value.data.element_size() if value.data is not None else 0)
+    return Cost(params, sum(_macs(op) for op in trace.ops if op.position not in trace.added), size)
+
+
 def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
     """How many numbers there are in every parameter and buffer that is left."""
     grouped = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .masks import Grid, Grids
-from .nodes import Halves, Map, Node, Opaque, Source, Sum
+from .nodes import Halves, Map, Node, Opaque, Sampled, Source, Sum
 from .records import Op, Value
 
 RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
@@ -152,6 +152,16 @@ def pooled(op: Op, grids: Grids) -> Node:
     digits = [c for c in op.name if c in "123"]
     rank = len(op.args[0].shape)
     return _spatial(op, grids, rank - int(digits[-1]) if digits else 2)
+
+
+def sampled(op: Op, grids: Grids) -> Node:
+    """Pixels at places that a tensor tells: every channel at the same ones."""
+    x, places = op.args[:2]
+    if any(n > 1 for n in grids[x][2:]):
+        return Opaque(op, grids)
+    (out,) = [v for v in op.outputs if v is not None]
+    grids[out] = grids[x]
+    return Sampled(op, grids, (x, places), (np.arange(math.prod(grids[x])).reshape(grids[x]),))
 
 
 def reduced(op: Op, grids: Grids) -> Node:

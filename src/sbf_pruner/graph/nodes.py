@@ -232,6 +232,22 @@ class Map(Node):
 
 
 @dataclass
+class Sampled(Map):
+    """The channels of the first operand, at places that the others tell: those must be there as they were."""
+
+    def pull(self, flow: Flow) -> None:
+        super().pull(flow)
+        wanted = self.wanted(flow)
+        for value in self.operands[1:] if wanted is not None and wanted.any() else ():
+            flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
+
+    def tie(self, layout: Layout) -> None:
+        super().tie(layout)
+        for value in self.operands[1:]:
+            layout.fill(value)
+
+
+@dataclass
 class Halves(Map):
     """Every channel of a first half times a sigmoid of its partner in the second: zero where the first one is."""
 

@@ -133,6 +133,13 @@ def filled(op: Op, grids: Grids) -> Node:
     return elementwise(op, grids, "whatever" if op.number(2, "value", None) == 0 else "never")
 
 
+def unpooled(op: Op, grids: Grids) -> Node:
+    """Every number goes back to where its maximum was found, channel by channel; there are zeros around it."""
+    if any(n > 1 for n in grids[op.args[0]][-int(op.name[-2]) :]):
+        return opaque(op, grids)
+    return elementwise(op, grids, "whatever")
+
+
 def prelu(op: Op, grids: Grids) -> Node:
     """Alive where the map is; the slopes make nothing out of zero."""
     return elementwise(op, grids, "first")

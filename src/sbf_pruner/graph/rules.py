@@ -23,7 +23,7 @@ from .layer_rules import (
     weight_norm,
 )
 from .masks import Grid, Grids, along
-from .moves import halved, indexed, joined, moved, padded, pooled, reduced
+from .moves import halved, indexed, joined, moved, padded, pooled, reduced, sampled
 from .nodes import Node, Source
 from .pointwise import (
     addition,
@@ -43,6 +43,7 @@ from .pointwise import (
     root,
     softmax,
     threshold,
+    unpooled,
     zero_kept,
     zero_lost,
     zero_made,
@@ -156,6 +157,8 @@ RULES: dict[str, Rule] = {
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
         "replication_pad3d",
     ),
+    **_rows(unpooled, "max_unpool2d max_unpool3d"),
+    **_rows(sampled, "grid_sampler_2d grid_sampler_3d"),
     **_rows(reduced, "mean sum amax amin max min linalg_vector_norm var std var_mean"),
     **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
     **_rows(fresh, "ones full empty arange linspace rand randn randint eye scalar_tensor"),

@@ -36,6 +36,12 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
             raise PruningError(
                 f"{name} was {_size(value.shape)} when the model was traced and {now}; make the pruner anew"
             )
+    for layer in graph.layers.values():
+        path = layer.weight.rpartition(".")[0]
+        for name in model.get_submodule(path)._parameters:
+            full = f"{path}.{name}".lstrip(".")
+            if full in held and full not in graph.trace.states:
+                raise PruningError(f"{full} was not there when the model was traced; make the pruner anew")
     return held
 
 

@@ -96,7 +96,7 @@ def _left(
         usage = aim.choose(made_up(graph, guards)).usage
     except PruningError:
         return None
-    return usage["macs"] / aim.count({})["macs"]
+    return usage["macs"] / aim.whole["macs"]
 
 
 def _scattered(number: int) -> float:

@@ -23,6 +23,10 @@ def comparable(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np
     >>> comparable({"conv": np.array([-1.0, 0.0, 3.0])}, {"conv": 3})
     {'conv': array([0.  , 0.25, 1.  ])}
     """
+    if not isinstance(given, Mapping):
+        raise PruningError(
+            f"scores are wanted by layer, {{name: one for each filter}}, not as {type(given).__name__}"
+        )
     if wrong := sorted(given.keys() ^ filters.keys()):
         raise PruningError(f"scores are wanted for exactly the layers that can be pruned; look at {wrong[0]}")
     values = {name: _doubles(given[name]) for name in filters}
