@@ -227,7 +227,8 @@ def test_a_failure_outside_the_input_is_one_sentence_and_1(
 
     monkeypatch.setattr("sbf_pruner.files.save_file", full)
     assert main(["run", "tiny.toml", "--quiet"]) == 1
-    assert capsys.readouterr().err == "sbf: No space left on device: runs/tiny-seed0\n"
+    said = "sbf: No space left on device: runs/tiny-seed0; make room, then go on (a run: with --resume)\n"
+    assert capsys.readouterr().err == said
 
 
 # -- report ------------------------------------------------------------------------------------------------

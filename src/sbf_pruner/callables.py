@@ -56,6 +56,18 @@ def wanted(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in offers.items() if name in parameters.parameters}
 
 
+def needed(target: Callable[..., Any]) -> list[str]:
+    """The parameters of a callable that have no default.
+
+    >>> needed(lambda path, seed=0: path)
+    ['path']
+    """
+    found = signature(target)
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = found.parameters.values() if found is not None else ()
+    return [p.name for p in parameters if p.kind in plain and p.default is p.empty]
+
+
 def signature(target: Callable[..., Any]) -> inspect.Signature | None:
     """The parameters of a callable, if they can be known."""
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .arguments import STDOUT, make_parser
 from .errors import DataError, PruningError, RunError, nearest
 from .methods import METHODS, OWN
-from .terminal.voice import check_shared, is_first, lacks_memory, one_voice, said, teller, told
+from .terminal.voice import check_shared, failed, is_first, one_voice, refused, said, teller, told
 from .words import again, changes, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except PruningError as error:
-        print(f"sbf: {error}", file=sys.stderr)
+        refused(error)
         return 2
     except KeyboardInterrupt:
         print("sbf: stopped", file=sys.stderr)
@@ -53,15 +53,9 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not failed(error):
             raise
-        print(f"sbf: not enough memory ({' '.join(str(error).split())}); ask for less", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if not is_first():  # it is this process's alone, and would be lost
-            raise
-        print(f"sbf: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
 
 
@@ -290,7 +284,7 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    if arguments.batch < 1 or (arguments.threads or 1) < 1:
+    if arguments.batch < 1 or (arguments.threads is not None and arguments.threads < 1):
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
     from .bundle.export import Request, export_run

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 class PruningError(Exception):
     """Something the user can repair; the message names the cause and the remedy."""
 
+    alone = False  # of several processes it is known to this one only
+
 
 class TraceError(PruningError):
     """The model could not be followed with the given example inputs."""

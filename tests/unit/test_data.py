@@ -111,7 +111,11 @@ def test_images_are_resized_on_request() -> None:
     ("name", "options", "message"),
     [
         ("digts", {}, r"data.name: no data set is called 'digts'; did you mean 'digits'\?"),
-        ("digits", {"classes": 5}, r"digits, train: label 9 is outside 0\.\.4; set model.num_classes \(it is 5\)"),
+        (
+            "digits",
+            {"classes": 5},
+            r"digits, train: label 9 is outside 0\.\.4; count classes from 0",
+        ),
         ("synthetic", {}, r"data.image_size: synthetic needs it, such as 32"),
         ("npz", {}, r"data.path: npz needs it, the .npz file"),
         ("digits", {"path": "x"}, r"data.path: digits has no use for it .these have: cifar10, npz, folder.; leave"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,9 @@ def datasets(path, seed):
 def broken():
     return {}["nothing"]
 
+def choosy(path, fold, **more):
+    return {}
+
 number = 3
 """
 
@@ -274,6 +279,7 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
         "no_such_module:datasets": r"data.name: .*no module named 'no_such_module' here or among the installed",
         "makes_data:number": r"data.name: makes_data:number cannot be called; name a function that",
         "makes_data:broken": r"data.name: makes_data:broken failed at makes_data.py:\d+ .*KeyError",
+        "makes_data:choosy": r"makes_data:choosy asks for 'fold', and gets path, image_size, num_classes, seed;",
         "makes_data:": r"half a name; write package.module:callable",
     }.items():
         with pytest.raises(DataError, match=said):
@@ -336,7 +342,10 @@ def test_an_item_that_cannot_be_read_is_one_sentence(kind: type[Shades], said: s
 
 def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
     data = own_data({"train": Shades(16), "test": Shades(4)}, DataConfig("own"), 2, 0)
-    with pytest.raises(DataError, match=r"^data, train, item 2: label 2 is outside 0..1; set model.num_classes"):
+    with pytest.raises(
+        DataError,
+        match=r"^data, train, item 2: label 2 is outside 0..1; count classes from 0",
+    ):
         list(batches_of(data.train, 4, data, workers=0, num_classes=2).epoch(0))
 
 
@@ -466,3 +475,56 @@ def test_large_images_are_judged_in_batches_of_training(flowers: Path) -> None:
     fed = feed.Feed(some, data, torch.device("cpu"), nn.Flatten())
     assert fed.test.batch_size == 2 and fed.images.shape[0] == 2
     assert isinstance(fed.test, Loaded) and fed.test.workers == os.cpu_count()
+
+
+# --- one item, one stream of random numbers
+
+
+class Chancy(Dataset[tuple[Tensor, int]]):
+    """Items made of the random numbers of torch, NumPy and Python."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        drawn = [row + torch.rand(()).item(), row + np.random.rand(), row + random.random()]
+        return torch.tensor(drawn).view(3, 1, 1), row % CLASSES
+
+
+def test_what_is_random_in_an_item_does_not_depend_on_who_reads_it() -> None:
+    data = own_data({"train": Chancy(), "test": Chancy()}, DataConfig("own"), CLASSES, 0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    seen = [joined(batches_of(data.train, 4, data, workers=n, augment=Augment()), 3) for n in (0, 1, 2)]
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+    assert not torch.equal(seen[0][0], joined(batches_of(data.train, 4, data, workers=0, augment=Augment()), 4)[0])
+    assert torch.equal(before[0], torch.get_rng_state()) and before[2] == random.getstate()
+    assert before[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    whole = batches_of(data.train, 4, data, workers=0, augment=Augment())
+    parts = [torch.cat([images for images, _ in whole.parts(3, Team(rank, 2))]) for rank in range(2)]
+    assert sorted(torch.cat(parts).flatten().tolist()) == sorted(seen[0][0].flatten().tolist())
+
+
+@pytest.mark.parametrize("setting", [{"image_size": 32}, {"in_memory": False}, {"fit": "crop"}, {"middle": 0.5}])
+def test_settings_that_are_for_files_are_refused_beside_datasets(setting: dict[str, Any]) -> None:
+    (key,) = setting
+    with pytest.raises(DataError, match=rf"^data.{key}: own has no use for it"):
+        own_data({"train": Shades(16), "test": Shades(4)}, DataConfig("own", **setting), CLASSES, 0)
+
+
+def test_files_that_are_no_pictures_are_told_and_hidden_ones_are_not(
+    flowers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Path(shutil.copytree(flowers, tmp_path / "flowers"))
+    before = len(data_of(root).train)
+    assert not caplog.records
+    folder = sorted((root / "train").iterdir())[0]
+    (folder / "._0.png").write_bytes(b"x")
+    (folder / "notes.txt").write_text("x")
+    picture = Image.new("P", (8, 8), 3)
+    picture.save(folder / "more.gif", transparency=3)
+    picture.save(folder / "palette.png", transparency=bytes(range(4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(data_of(root).train) == before + 2
+    assert [record.getMessage() for record in caplog.records] == [f"{root / 'train'}: 1 files are not read (.txt)"]

@@ -381,6 +381,16 @@ def test_what_cannot_be_registered(operator, rule, message):
         register_rule(operator, rule)
 
 
+def test_a_rule_that_does_not_fit_is_told_and_can_be_replaced(squash):
+    register_rule("tests_rules::squash", lambda op, grids: 1 / 0)
+    with pytest.raises(
+        PruningError, match=r"registered for tests_rules.squash does not fit it at .*division by zero"
+    ):
+        trace(Squashed(), torch.rand(2, 3, 4, 4))
+    register_rule("tests_rules::squash", "zero_kept")
+    assert "two" in trace(Squashed(), torch.rand(2, 3, 4, 4)).layers
+
+
 def test_a_stored_map_does_not_make_channels_of_pixels():
     assert list(trace(*ZOO["StoredMap"]()).layers) == ["stem", "body.0", "out.0"]
     _, nodes, _, grids = run(lambda m, x: x * m.slopes[:, None, None], [1])

@@ -144,6 +144,53 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
 
 
+BAD_ITEM = """
+import torch
+from torch.utils.data import Dataset
+
+class Items(Dataset):
+    def __init__(self, torn):
+        self.torn = torn
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, row):
+        if row == self.torn:
+            raise OSError("the disk")
+        return torch.zeros(1, 8, 8), row % 10
+
+def datasets(seed):
+    return {"train": Items(seed), "test": Items(None)}
+"""
+
+
+def test_an_item_that_another_process_cannot_read_is_told(tmp_path: Path) -> None:
+    work = """
+    sys.path.insert(0, str(folder))
+    os.chdir(folder)
+    from sbf_pruner.cli import main
+    from test_team import SHORT
+
+    own = ["data.name=bad_items:datasets", "data.workers=0", "data.batch_size=4", f"seed={folder.name}"]
+    code = main(["run", "digits", "--quiet", *(word for each in SHORT + own for word in ("--set", each))])
+    print("code", code)
+    """
+    told = 0
+    for row in (5, 6, 7):  # the seed: it says which item is torn, and when each is read
+        folder = tmp_path / str(row)
+        folder.mkdir()
+        (folder / "bad_items.py").write_text(BAD_ITEM)
+        said = together(work, folder)
+        sentence = (
+            f"sbf: bad_items:datasets, train, item {row} cannot be read (OSError: the disk); mend it, or leave"
+        )
+        assert "".join(said).count(sentence) == 1 and "Traceback" not in "".join(said), said
+        assert any("code 2" in each for each in said)
+        told += sentence in said[1]
+    assert told, "the first process has read all of them"
+
+
 SHORT = [
     *("phases.warmup=1", "phases.cycles=1", "phases.score=1", "phases.weights=1", "phases.finetune=1"),
     *("dense_control=false", "budget.macs=0.6", "scores.speed=0.01", "warmup.ema=0.9", "data.batch_size=100"),

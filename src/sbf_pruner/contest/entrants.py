@@ -70,6 +70,8 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
     """
     if root.exists() and not root.is_dir():
         raise RunError(f"{root} is a file; name a folder for the runs (--run)")
+    if RunFolder(root).begun:
+        raise RunError(f"{root} holds a run of its own; name another folder for those to compare (--run)")
     entrants: list[Entrant] = []
     for seed in seeds:
         folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}

@@ -63,11 +63,18 @@ def rule_of(op: Op) -> Rule | None:
 
 
 def build_node(op: Op, grids: Grids) -> Node:
-    """The node that stands for an operator; never fails, unknown ones are opaque."""
+    """The node that stands for an operator; unknown ones are opaque, and only a user's own rule may fail."""
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
     rule = rule_of(op) or opaque
-    node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
+    try:
+        node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
+    except Exception as error:
+        if op.name in _BUILT_IN:
+            raise
+        raise PruningError(
+            f"the rule that was registered for {op.name} does not fit it at {op.where} ({error}); register another"
+        ) from error
     for value in node.outputs:
         grids.setdefault(value, (1,) * len(value.shape))
     return node
@@ -167,6 +174,8 @@ RULES: dict[str, Rule] = {
     STALE: opaque,
 }
 
+_BUILT_IN = frozenset(RULES)
+
 # The rules a user can name; each says what the operator does to a channel.
 NAMED: dict[str, Rule] = {
     rule.__name__: rule
@@ -191,7 +200,7 @@ def register_rule(operator: str, rule: str | Rule) -> None:
     space, _, name = operator.replace("::", ".").partition(".")
     if not (space and name) or "." in name:
         raise PruningError(f"an operator is named namespace::name, like aten::relu, not {operator!r}")
-    if space == "aten" and f"aten.{name}" in RULES:
+    if f"{space}.{name}" in _BUILT_IN:
         raise PruningError(f"{operator} has a rule already")
     if isinstance(rule, str) and rule not in NAMED:
         raise PruningError(f"no rule is called {rule!r}; {nearest(rule, NAMED)}")

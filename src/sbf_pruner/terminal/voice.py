@@ -6,13 +6,14 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
-from ..errors import RunError
+from ..errors import PruningError, RunError
 
 
 def is_first() -> bool:
@@ -57,6 +58,12 @@ def check_shared(command: str) -> None:
         raise RunError(f"sbf {command} works in one process, and {count} were started; leave torchrun out")
 
 
+def refused(error: PruningError) -> None:
+    """Say what is wrong: once, whichever process has found it."""
+    hidden = error.alone and not is_first()
+    print(f"sbf: {error}", file=sys.__stderr__ if hidden else sys.stderr, flush=True)
+
+
 def said(line: str) -> None:
     """Say how the work goes on; results alone are for stdout."""
     print(f"sbf: {line}", file=sys.stderr, flush=True)
@@ -65,6 +72,26 @@ def said(line: str) -> None:
 def teller(*, quiet: bool) -> Callable[[str], None]:
     """What tells how the work goes on: nothing if asked to be quiet."""
     return (lambda line: None) if quiet else said
+
+
+def failed(error: Exception) -> bool:
+    """Say in a line what the machine has refused, if that is known, and the remedy where there is one."""
+    if _lost_another(error):
+        said("another process of this run has ended, and this one cannot go on alone")
+    elif lacks_memory(error):
+        said(f"not enough memory ({' '.join(str(error).split())}); ask for less")
+    elif isinstance(error, OSError) and is_first():  # of another process it would be lost
+        full = error.errno == errno.ENOSPC or "No space left" in str(error)
+        line = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        said(f"{line}; make room, then go on (a run: with --resume)" if full else line)
+    else:
+        return False
+    return True
+
+
+def _lost_another(error: Exception) -> bool:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and any(word in str(error) for word in ("onnection closed", "onnection reset", "Broken pipe"))
 
 
 def lacks_memory(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from ..errors import DataError
 from .loaded import sample
 from .material import DataConfig
-from .sources import class_names, own_parts, read_parts
+from .sources import check_read, class_names, own_parts, read_parts
 from .splits import Split, Stream, wrong_label
 
 SAMPLED = 1024  # images, of those that are read as they are needed, to take mean and deviation from
@@ -67,6 +67,7 @@ def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
 
 def own_data(datasets: Mapping[str, Dataset[Any]], config: DataConfig, num_classes: int, seed: int) -> Data:
     """The data set that the user's own datasets make up, one for each part."""
+    check_read(config, ("path",))  # which belongs to the name, and that is another's
     return _assembled(config, own_parts(datasets, "data"), num_classes, seed)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import DataError
 from ..phases import Phase
+from ..team import Team
 from .batches import Augment, Batches, How, Resident
 from .data import Data
 from .loaded import Loaded
@@ -99,5 +100,11 @@ def batches_of(
     """The batches of a part of a data set, of the kind that it asks for."""
     if isinstance(split, Split):
         return Resident(split, batch_size, data.mean, data.std, **how)
-    workers = (os.cpu_count() or 1) if workers < 0 else workers
+    if workers < 0:  # the cores are shared with the other processes of a team
+        workers = max(1, _cores() // Team.present().size)
     return Loaded(split, batch_size, data.mean, data.std, workers=workers, **how)
+
+
+def _cores() -> int:
+    """How many this process may use; not every system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -96,7 +96,7 @@ class RunFolder:
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, RunError(otherwise)):
-                for left in self.checkpoints.glob(".*.safetensors.*partial"):  # by one that was killed
+                for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):  # by one killed
                     left.unlink(missing_ok=True)
                 yield
         except BaseException:

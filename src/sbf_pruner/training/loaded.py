@@ -22,6 +22,7 @@ from .batches import Batch, Batches, How
 from .splits import Stream, check_item, wrong_label
 
 Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, and perhaps the window of it to look at
+Chance = int  # what random numbers are drawn from while an item is read
 
 
 class Loaded(Batches):
@@ -55,9 +56,13 @@ class Loaded(Batches):
         rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
         mine = [part for part in map(team.part, rows) if len(part)]  # the last may be smaller than the team
         order, windows = drawn.pop("order"), drawn.pop("window", None)
+        # A stream of its own for every item: what is random in it does not depend on who reads it, nor on the rest.
+        seeds = np.random.SeedSequence((self.seed, index, 2)).generate_state(self.count)
+        chances = torch.from_numpy(seeds.astype(np.int64))
         keys = [self._keys(order[part], None if windows is None else windows[part]) for part in mine]
-        for part, read in zip(mine, self._loaded(keys, index), strict=True):
-            images, labels = (held.to(self.device, non_blocking=True) for held in self._checked(read))
+        given = [list(zip(own, chances[part].tolist(), strict=True)) for own, part in zip(keys, mine, strict=True)]
+        for part, read in zip(mine, self._loaded(given), strict=True):
+            images, labels = (held.to(self.device, non_blocking=True) for held in self._checked(read, team))
             if self.augment:
                 chosen = {name: choice[part].to(self.device) for name, choice in drawn.items()}
                 yield self.dressed(images, labels, **chosen)
@@ -68,20 +73,18 @@ class Loaded(Batches):
         rows = self.stream.rows[order].tolist()
         return rows if windows is None else list(zip(rows, map(tuple, windows.tolist()), strict=True))
 
-    def _loaded(self, keys: list[list[Key]], index: int) -> Iterator[Batch | DataError]:
+    def _loaded(self, keys: list[list[tuple[Key, Chance]]]) -> Iterator[Batch | DataError]:
         """What the processes beside this one have read.
 
         Errors are raised elsewhere, where nothing holds on to these processes: they end as this generator does.
         """
-        # The workers' seeds come from a stream of their own: what is random elsewhere is as with images in memory.
-        seed = np.random.SeedSequence((self.seed, index, 2)).generate_state(1)[0]
         loader: DataLoader[Any] = DataLoader(
             _Reading(self.stream, self.num_classes),
             batch_sampler=keys,
             num_workers=min(self.workers, len(keys)),
             collate_fn=_as_it_is,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(int(seed)),
+            generator=torch.Generator(),  # or it would draw from the one that the user has
         )
         try:
             yield from loader
@@ -89,16 +92,17 @@ class Loaded(Batches):
             reason = str(error).splitlines()[0]
             raise DataError(f"images cannot be read beside training ({reason}); set data.workers=0") from error
 
-    def _checked(self, read: Batch | DataError) -> Batch:
+    @staticmethod
+    def _checked(read: Batch | DataError, team: Team) -> Batch:
         if isinstance(read, DataError):
+            read.alone = not team.alone  # each process reads items of its own
             raise read
         return read
 
 
 def sample(stream: Stream, most: int, seed: int) -> Tensor:
     """The images of up to `most` rows, evenly spread, with chances that follow from the seed alone."""
-    with same_chance(nn.Identity(), seed % 2**32):
-        found = _Reading(stream).__getitems__(stream.spread(most))
+    found = _Reading(stream).__getitems__([(row, seed % 2**32) for row in stream.spread(most)])
     if isinstance(found, DataError):
         raise found
     return found[0]
@@ -110,13 +114,14 @@ class _Reading(Dataset[Any]):
     def __init__(self, stream: Stream, num_classes: int = 0) -> None:
         self.stream, self.num_classes = stream, num_classes  # 0: whatever they are
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch | DataError:
+    def __getitems__(self, keys: Sequence[tuple[Key, Chance]]) -> Batch | DataError:
         row = -1
         try:
             items = []
-            for key in keys:
+            for key, chance in keys:
                 row = key if isinstance(key, int) else key[0]
-                image, label = self.stream.dataset[key]
+                with same_chance(nn.Identity(), chance):
+                    image, label = self.stream.dataset[key]
                 self._check(image, label, row)
                 items.append((image.detach(), int(label)))
             images, labels = default_collate(items)

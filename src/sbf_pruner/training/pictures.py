@@ -6,6 +6,7 @@ same function, so a run from memory and a run from files see the same pixels.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import DataError, nearest
+from ..figures import some
 from .splits import Split, Stream
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+_log = logging.getLogger("sbf_pruner")
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 MODES = {1: "L", 3: "RGB"}
 WIDEST = 4 / 3  # of a window: width by height; the tallest is its inverse
 
@@ -93,18 +97,24 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
     """The images of root/CLASS/*.png, class by class."""
-    for found in subfolders(root):
-        if found not in classes:
-            raise DataError(f"{root / found}: train has no class {found!r}; {nearest(found, classes)}")
-    files = [
+    for folder in subfolders(root):
+        if folder not in classes:
+            raise DataError(f"{root / folder}: train has no class {folder!r}; {nearest(folder, classes)}")
+    found = [
         (path, label)
         for label, name in enumerate(classes)
         for path in sorted((root / name).glob("*"))
-        if path.suffix.lower() in SUFFIXES
+        if not path.name.startswith(".") and path.is_file()  # macOS puts such files beside pictures
     ]
+    files = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
     if not files:
         raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
+    if len(files) < len(found):
+        others = sorted({path.suffix.lower() or path.name for path, _ in found} - SUFFIXES)
+        _log.warning("%s: %d files are not read (%s)", root, len(found) - len(files), ", ".join(others))
     filled = {label for _, label in files}
+    if root.name != "train" and (missing := [name for label, name in enumerate(classes) if label not in filled]):
+        _log.warning("%s holds no images of %s", root, some(missing, 3))
     for label, name in enumerate(classes):
         for inner in subfolders(root / name) if (root / name).is_dir() else ():
             raise DataError(
@@ -133,6 +143,8 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
             # What has more than eight bits would be cut off at white.
             shown = Image.fromarray(_lowered(np.asarray(image))) if image.mode.startswith("I") else image
             box = view.box(*image.size) if window is None else view.window(*image.size, window)
+            if "transparency" in image.info:  # which Pillow complains of, picture by picture
+                shown = shown.convert("RGBA")
             whole = shown.convert(MODES[view.channels])
             pixels = np.array(whole.resize((view.size, view.size), Image.Resampling.BILINEAR, box=box))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

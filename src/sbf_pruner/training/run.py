@@ -293,6 +293,7 @@ class Run:
         return {
             **summarise(self.recipe, self.networks, small, self.feed.images, self._judged, before),
             "data": self.told,
+            "images": self.counts,
             **self.recording.finish(small),
             **({} if self.dense_from is None else {"dense_from": self.dense_from}),
             **({} if self.team.alone else {"processes": self.team.size}),

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..callables import find_callable, wanted
+from ..callables import find_callable, needed, wanted
 from ..cifar.prepared import load_cifar10
 from ..errors import DataError, PruningError, nearest
 from ..figures import some
@@ -57,7 +57,7 @@ def read_parts(config: DataConfig, num_classes: int, seed: int) -> dict[str, Spl
         return own_parts(_own(config, num_classes, seed), config.name)
     if config.name not in SOURCES:
         raise DataError(f"data.name: no data set is called {config.name!r}; {nearest(config.name, SOURCES)}")
-    _check_read(config, READS[config.name])
+    check_read(config, READS[config.name])
     found = SOURCES[config.name](config, num_classes, seed)
     return {
         part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
@@ -84,14 +84,18 @@ def _own(config: DataConfig, num_classes: int, seed: int) -> Any:
     if not callable(target):
         raise DataError(f"data.name: {config.name} cannot be called; name a function that returns datasets")
     given = wanted(target, offers)
-    _check_read(config, given)
+    if lacking := [name for name in needed(target) if name not in given]:
+        raise DataError(
+            f"data.name: {config.name} asks for {lacking[0]!r}, and gets {', '.join(offers)}; give it a default"
+        )
+    check_read(config, given)
     try:
         return target(**given)
     except Exception as error:
         raise DataError(f"data.name: {config.name} failed at {failing_line(error)}") from error
 
 
-def _check_read(config: DataConfig, reads: Container[str]) -> None:
+def check_read(config: DataConfig, reads: Container[str]) -> None:
     """Refuse settings that would change nothing."""
     usual = DataConfig(config.name)
     for key in SOME:

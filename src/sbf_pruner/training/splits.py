@@ -90,13 +90,14 @@ def wrong_label(labels: Tensor, num_classes: int) -> str | None:
     """What is wrong with labels of which one is no class.
 
     >>> wrong_label(torch.tensor([0, 3]), 2)
-    'label 3 is outside 0..1; set model.num_classes (it is 2)'
+    'label 3 is outside 0..1; count classes from 0, or set model.num_classes (it is 2)'
     """
     low, high = int(labels.min()), int(labels.max())
     if 0 <= low <= high < num_classes:
         return None
     wrong = low if low < 0 else high
-    return f"label {wrong} is outside 0..{num_classes - 1}; set model.num_classes (it is {num_classes})"
+    remedy = f"count classes from 0, or set model.num_classes (it is {num_classes})"
+    return f"label {wrong} is outside 0..{num_classes - 1}; {remedy}"
 
 
 def check_item(item: Any, where: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..copies import real_copy
 from ..errors import RunError, nearest
 from .data import Data
+from .sources import SOURCES
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -56,6 +57,8 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
     except Exception as error:  # a user's network may fail in any way
         cause = " ".join(str(error).split())
         remedy = f"build it for {images.shape[1]} channels (model.in_channels), or set data.image_size"
+        if data.name not in SOURCES:
+            remedy += "; of a dataset of your own, give channels, height and width in this order"
         if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
             remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
         raise RunError(
