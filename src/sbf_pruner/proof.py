@@ -59,7 +59,10 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
         training = mode == "training"
         apart = found[mode] = cut_error(gated, small, example_inputs, training)
         if apart is None:
-            _log.warning("in %s mode the cut is not proved: the gated network gives no float64 numbers", mode)
+            why = _why_none(gated, example_inputs, training)
+            _log.warning(
+                "in %s mode the cut is not proved: the gated network gives no float64 numbers (%s)", mode, why
+            )
         elif not apart <= _TOLERANCE and not _unsure(gated, example_inputs, training, apart):
             raise PruningError(
                 f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
@@ -83,6 +86,14 @@ def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training:
         raise PruningError(
             f"the extracted network does not run where the gated one does ({cause(error)}); please report the model"
         ) from error
+
+
+def _why_none(gated: nn.Module, example_inputs: Any, training: bool) -> str:
+    try:
+        found = _outputs(gated, example_inputs, training)
+    except Exception as error:  # a norm wants more than one image, say
+        return cause(error)
+    return "none of its outputs is finite" if found else "it is on the meta device"
 
 
 def _unsure(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
