@@ -137,7 +137,7 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     recipe = load_recipe(known_recipe(arguments.recipe), changes(arguments.target, arguments.set))
 
-    from .contest import check_methods, enter, leave, standings
+    from .contest import check_methods, enter, finished_before, leave, standings
     from .terminal.contest import contest_lines
     from .terminal.progress import progress
     from .training.schedule import total_epochs
@@ -152,7 +152,11 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"sbf: stopped; go on with: sbf {shlex.join(given)}", file=sys.stderr)
         return 130
-    result = leave(root, [entrant.folder.path for entrant in entrants], summaries)
+    runs = [entrant.folder for entrant in entrants]
+    for folder in finished_before(recipe, entrants, root):
+        runs.append(folder)
+        summaries.append(folder.read_summary())
+    result = leave(root, [folder.path for folder in runs], summaries)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,23 @@ def test_methods_may_be_added_and_named_in_another_order(root: Path) -> None:
         *(("chip-seed7", None), ("taylor-seed7", "chip-seed7"), ("sbf-seed7", "chip-seed7")),
     ]
     assert [one.recipe.dense_control for one in found] == [True, False, False] * 2
+
+
+def test_a_comparison_is_extended(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = Path(shutil.copytree(root, tmp_path / "compared"))
+    words = compare(here, "--seeds", "3", "--json")
+    words[words.index("sbf,taylor")] = "l1"
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    found = sorted((run["method"], run["seed"]) for run in result["runs"])
+    assert found == [("l1", 3), *((method, seed) for method in ("sbf", "taylor") for seed in (0, 3))]
+    (added,) = (run for run in result["runs"] if run["method"] == "l1")
+    assert added["dense_from"] == str(here / "sbf-seed3") and len(result["dense_accuracy"]) == 2
+    assert "5 runs beside each other" in (here / "comparison.html").read_text()
+    words[words.index("macs=0.5")] = "macs=0.6"  # is another comparison
+    words[words.index("l1")] = "l2"
+    assert main(words) == 0
+    assert [run["method"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["l2"]
 
 
 def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(

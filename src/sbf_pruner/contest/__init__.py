@@ -5,7 +5,7 @@ their dense stage and its images; all are asked for the same size and have the s
 fine-tuning and the same guards; nothing is chosen on the test images, and the last epoch counts.
 """
 
-from .entrants import Entrant, check_methods, enter
+from .entrants import Entrant, check_methods, enter, finished_before
 from .standings import Standing, leave, standings
 
-__all__ = ["Entrant", "Standing", "check_methods", "enter", "leave", "standings"]
+__all__ = ["Entrant", "Standing", "check_methods", "enter", "finished_before", "leave", "standings"]

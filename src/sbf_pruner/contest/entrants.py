@@ -7,13 +7,13 @@ before the first one starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..errors import RunError
+from ..errors import PruningError, RunError
 from ..graph.build import trace
 from ..methods import OWN
 from ..methods.ranking import REHEARSED, rehearse, shown
@@ -58,7 +58,7 @@ class Entrant:
 def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
     """All runs, those of a seed one after another: the first of them trains what they share.
 
-    Where one of them was begun as such by an earlier comparison, it stays the first.
+    Where one of them was begun as such by an earlier comparison, it stays the first, also if it is not named now.
 
     >>> import tempfile
     >>> from ..training.recipe import load_recipe
@@ -75,17 +75,46 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
     entrants: list[Entrant] = []
     for seed in seeds:
         folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
-        first = next((m for m in methods if _leads(folders[m], recipe.dense_control)), methods[0])
-        for method in (first, *(method for method in methods if method != first)):
+        first = next((m for m in methods if _leads(folders[m], recipe.dense_control)), None)
+        elder = None if first is not None else _elder(recipe, seed, root)
+        if elder is None:
+            first = first or methods[0]
+            elder = folders[first]
+        for method in sorted(methods, key=lambda method: method != first):
             # The dense control of a seed is the same whoever prunes: it is trained once.
             control = recipe.dense_control and method == first
-            own = replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
+            own = _own(recipe, method, seed, control)
             folder = folders[method]
             with _no_force(folder):
                 folder.check(own, resume=folder.begun, force=False)
-            shared = folders[first].path if recipe.phases.warmup and method != first else None
+            shared = elder.path if recipe.phases.warmup and method != first else None
             entrants.append(Entrant(own, folder, shared))
     return entrants
+
+
+def finished_before(recipe: Recipe, entrants: Sequence[Entrant], root: Path) -> list[RunFolder]:
+    """What an earlier comparison in this folder has finished of the same recipe, with other methods or seeds."""
+    known = {one.folder.path for one in entrants}
+    return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
+
+
+def _elder(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
+    """The run of another method that has trained what those of a seed share."""
+    found = [(folder, own) for folder, own in _finished(recipe, root) if own.seed == seed]
+    return next((folder for folder, own in found if own.dense_control == recipe.dense_control), None)
+
+
+def _finished(recipe: Recipe, root: Path) -> Iterator[tuple[RunFolder, Recipe]]:
+    for folder in map(RunFolder, sorted(root.glob("*-seed*"))):
+        with suppress(PruningError):  # what is damaged is told to those who want to go on with it
+            if folder.finished and (held := folder.read_recipe()) == _own(
+                recipe, held.method, held.seed, held.dense_control
+            ):
+                yield folder, held
+
+
+def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
+    return replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
 
 
 def check_methods(entrants: Sequence[Entrant]) -> None:
