@@ -6,7 +6,6 @@ import copy
 import re
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +65,16 @@ class Turned(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.avg_pool2d(super().forward(x).sigmoid(), 2).flatten(2).transpose(1, 2)
+
+
+class Caller:
+    """An object that knows a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *given):
+        return self.function(*given)
 
 
 class Net(nn.Module):
@@ -138,6 +147,7 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "root": between(lambda x: x.relu().sqrt()),
     "divided": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True)),
     "heads": between(by_two_heads),
+    "places of maxima": between(lambda x: F.max_pool2d(x, 2, return_indices=True)[1].to(x.dtype)),
     "places": Net(
         lambda net, x: net.out(net.more(F.grid_sample(x, net.conv(x)[:, :2].permute(0, 2, 3, 1)))),
         more=nn.Conv2d(3, 8, 1),
@@ -205,7 +215,7 @@ def encoder(**options: Any) -> nn.TransformerEncoder:
 
 def bound() -> nn.Module:
     model = Net()
-    model.does = partial(lambda net, x: model.out(model.conv(x)))
+    model.does = Caller(lambda net, x: model.out(model.conv(x)))
     return model
 
 

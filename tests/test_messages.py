@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -165,6 +164,16 @@ def test_scripted():
         trace(model, IMAGE)
 
 
+class Caller:
+    """An object that knows a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *given):
+        return self.function(*given)
+
+
 class Held(nn.Module):
     """A model that holds something, and what it does."""
 
@@ -183,7 +192,7 @@ def test_a_function_bound_to_the_one_model():
         "at test_messages.py:{line} a copy of the model reads conv.weight of the model itself: a function that it "
         "holds is bound to the one model, by an object or a global name; make it a method",
     ):
-        trace(Held(lambda model: partial(lambda x: model.conv(x))), IMAGE)
+        trace(Held(lambda model: Caller(lambda x: model.conv(x))), IMAGE)
 
 
 def test_a_model_that_cannot_be_copied():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -92,13 +93,17 @@ class _Binding:
         """What a module of the copy is to hold; the same, if no such function is in it."""
         if isinstance(held, FunctionType):
             return self._function(held) if self._knows(held, set()) else held
-        if type(held) in (dict, OrderedDict):
+        if isinstance(held, partial):
+            function, args, named = (self.of(part) for part in (held.func, held.args, held.keywords))
+            return held if function is held.func else type(held)(function, *args, **named)
+        if isinstance(held, dict):
             for key, value in held.items():
                 held[key] = self.of(value)
-        elif type(held) is list:
-            held[:] = map(self.of, held)
-        elif type(held) is tuple:
-            return tuple(map(self.of, held))
+        elif isinstance(held, list | deque):
+            for place, value in enumerate(held):
+                held[place] = self.of(value)
+        elif type(held) in (tuple, set, frozenset):
+            return type(held)(map(self.of, held))
         return held
 
     def _knows(self, held: Any, seen: set[int]) -> bool:
@@ -109,13 +114,16 @@ class _Binding:
             return False
         seen.add(id(held))
         if isinstance(held, FunctionType):
-            inner = [*map(_contents, held.__closure__ or ()), held.__defaults__, held.__kwdefaults__]
+            known = (held.__defaults__, held.__kwdefaults__, held.__dict__)
+            inner = [*map(_contents, held.__closure__ or ()), *known]
         elif isinstance(held, MethodType):
             inner = [held.__self__]
+        elif isinstance(held, partial):
+            inner = [held.func, held.args, held.keywords]
         elif isinstance(held, dict):
             inner = list(held.values())
         else:
-            inner = list(held) if isinstance(held, (list, tuple)) else []
+            inner = list(held) if isinstance(held, (list, tuple, set, frozenset, deque)) else []
         return any(self._knows(each, seen) for each in inner)
 
     def _function(self, old: FunctionType) -> FunctionType:

@@ -1,6 +1,7 @@
 """A copy of a network is the copy of all of it, also of what Python does not copy."""
 
-from functools import wraps
+from collections import deque
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -83,6 +84,9 @@ HELD = {
     "a method": lambda model: model.step,
     "a wrapped method": lambda model: twice(model.step),
     "a list": own,
+    "a set": lambda model: (lambda layers: lambda x: next(iter(layers))(x))({model.inner}),
+    "a deque": lambda model: (lambda layers: lambda x: layers[0](x))(deque([model.inner])),
+    "a partial function": lambda model: partial(lambda x: model.inner(x)),
     "a function that knows itself": counted,
     "a compiled method": lambda model: torch.compile(model.step, backend="eager"),
 }
@@ -141,3 +145,21 @@ def test_a_copy_is_in_the_modes_of_the_model():
     model.get_submodule("2").train()  # as Monte Carlo dropout has it
     for made in (real_copy(model), meta_copy(model)):
         assert [m.training for m in made.modules()] == [m.training for m in model.modules()]
+
+
+def test_what_a_function_of_the_copy_does_follows_the_mode_of_the_copy():
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)
+            self.act = partial(lambda k, x: x * k if self.training else x.relu(), 2.0)
+
+        def forward(self, x):
+            return self.out(self.act(self.first(x)))
+
+    model, image = Moody().double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.double)
+    small = sbf.extract(model, image, sbf.Plan({"first": [0, 1]}), prove=True)
+    judged = small.eval()(image)
+    assert not torch.equal(small.train()(image), judged)
+    model.train()
+    assert torch.equal(small.eval()(image), judged)

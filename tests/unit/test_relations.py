@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import sbf_pruner as sbf
 from sbf_pruner.graph.build import trace
@@ -86,3 +87,18 @@ def test_all_of_a_deep_network_is_appraised_quickly():
     worths = [appraiser.first_filter(name) for name in graph.layers]
     assert time.perf_counter() - began < 2  # some 0.1 s on a quiet machine
     assert len(found.groups) == 3 and all(worth.macs > 0 for worth in worths)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_what_is_stored_for_a_product_is_there_once_for_all_samples(batch):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.mix = nn.Conv2d(3, 6, 1), nn.Parameter(torch.randn(1, 5, 6))
+            self.out = nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.out(torch.bmm(self.mix.expand(len(x), -1, -1), self.conv(x).flatten(2)).mean(2))
+
+    graph = trace(Mixing(), torch.randn(batch, 3, 4, 4))
+    assert Appraiser(graph).first_filter("conv").params == 3 + 1 + 5

@@ -24,7 +24,7 @@ from ..inputs import check_model, uncollected
 from .boundary import Boundary
 from .channels import ChannelGraph, Layer, Site
 from .edges import Wiring, without_batch
-from .nodes import Elementwise, Map, Node, Sampled, Sum
+from .nodes import Elementwise, Located, Map, Sampled, Sum
 from .owners import LAYERS, owner
 from .places import Places
 from .records import Value
@@ -224,7 +224,7 @@ class _Finder:
     def _reason_channels_stay(self, site: Site) -> str:
         """Follow the gated channels: why could a removed one not stay away?  "" if it can."""
         gone: set[Value] = set()
-        back: list[tuple[Node, Value]] = []
+        back: list[tuple[str, Value]] = []
         todo = [e.out for e in site.edges]
         while todo:
             value = todo.pop()
@@ -249,10 +249,15 @@ class _Finder:
                     continue  # it ends channels as a layer does
                 elif isinstance(node, Product) and node.ends(value):
                     continue
+                elif isinstance(node, Located):
+                    todo.append(node.outputs[0])
+                    if node.places in self.net.outputs or self.net.consumers[node.places]:
+                        reason = f"{node.op.name} at {node.op.where} finds places in a removed channel too"
+                        back.append((reason, node.places))
                 elif isinstance(node, Sampled) and value is not node.operands[0]:
                     return f"it tells {node.op.name} at {node.op.where} where to look"
                 elif node.blocks and isinstance(node, Elementwise) and not node.steep:
-                    back += [(node, v) for v in node.outputs]
+                    back += [(node.blocks, v) for v in node.outputs]
                 elif node.blocks:
                     return node.blocks
                 elif isinstance(node, Elementwise) and node.zero == "any" and not gone.issuperset(node.inputs):
@@ -279,18 +284,18 @@ class _Finder:
                     seen.update(fresh)
         return False
 
-    def _reason_constants_stay(self, back: list[tuple[Node, Value]], gone: set[Value]) -> str:
+    def _reason_constants_stay(self, back: list[tuple[str, Value]], gone: set[Value]) -> str:
         """A channel that comes back as a constant does no harm where it is multiplied by one that is gone."""
         seen: set[int] = set()
         while back:
-            node, value = back.pop()
+            reason, value = back.pop()
             if value in self.net.outputs or not self.net.consumers[value]:
-                return node.blocks
+                return reason
             for reader in self.net.consumers[value]:
                 harmless = isinstance(reader, Elementwise) and reader.ends(value, gone)
                 if not harmless and not isinstance(reader, (Elementwise, Map)):
-                    return node.blocks
+                    return reason
                 if not harmless and id(reader) not in seen:
                     seen.add(id(reader))
-                    back += [(node, v) for v in reader.outputs]
+                    back += [(reason, v) for v in reader.outputs]
         return ""

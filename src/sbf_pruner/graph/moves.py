@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .masks import Grid, Grids
-from .nodes import Halves, Map, Node, Opaque, Sampled, Source, Sum
+from .nodes import Halves, Located, Map, Node, Opaque, Sampled, Source, Sum
 from .records import Op, Value
 
+_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
+_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # they tell where, too
 RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
 
 
@@ -42,7 +44,8 @@ def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any])
     outputs = [v for v in op.outputs if v is not None]
     for value, table in zip(outputs, labels, strict=True):
         grids[value] = tuple(table.shape)
-    return Map(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
+    kind = Located if op.name in _LOCATING and len(outputs) > 1 else Map
+    return kind(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
 
 
 def moved(op: Op, grids: Grids) -> Node:

@@ -135,8 +135,10 @@ class Elementwise(Node):
         return self.operands if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
-        """Is the result zero whatever this operand is, because another one is gone?"""
-        if self.zero in ("first", "whatever"):
+        """Is the result no constant, because another operand is gone, or decides what is zero?"""
+        if self.zero == "whatever":
+            return self.operands[0] is not constant
+        if self.zero == "first":
             return self.operands[0] in gone and self.operands[0] is not constant
         if self.zero == "rest":
             return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
@@ -229,6 +231,19 @@ class Map(Node):
             flat[labels[layout.joint(value)]] = True
         for value, mask in self._split(flat):
             layout.grow(value, mask)
+
+
+@dataclass
+class Located(Map):
+    """The channels of a map, and where in each something was found: a place also where all is zero."""
+
+    @property
+    def places(self) -> Value:
+        return self.outputs[1]
+
+    def push(self, flow: Flow) -> None:
+        super().push(flow)
+        flow.alive[self.places] = np.ones(self.grids[self.places], bool)
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
 
 A channel graph and the filters it keeps enter; numbers leave: the difference between the network extracted with
-these filters and with all of them but one (a module that surgery has to leave as it is still counts here, as
-liveness sees it).  A filter's absence changes little, so only what it changes is computed: liveness from its
-gate downwards, then need upwards from where liveness changed.
+these filters and with all of them but one (modules that surgery has to leave as they are, and products of
+activations whose result is added to others, count here as liveness sees them).  A filter's absence changes little,
+so only what it changes is computed: liveness from its gate downwards, then need upwards from there.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Appraiser:
     def _owner(node: Node) -> Hashable:
         if isinstance(node, Contract):
             return node.weight
+        if isinstance(node, Product) and (stored := _stored(node)):
+            return "product", stored[0][0]
         return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
 
     def _push(self, flow: Flow, name: str, place: int) -> list[Value]:
@@ -175,7 +177,7 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
         held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
         return Worth(0, sum(held))
     if isinstance(first, Product):
-        return _product(first, flow)
+        return _products([run for run in runs if isinstance(run, Product)], flow)
     if not isinstance(first, (Contract, Norm)):
         return Worth(0, 0)
     there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
@@ -199,12 +201,22 @@ def cost(runs: Sequence[Node], flow: Flow) -> Worth:
     return Worth(entries * moves, own + biases)
 
 
-def _product(node: Product, flow: Flow) -> Worth:
-    """What is left of a product of matrices, of which one may be stored."""
-    sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
-    (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
-    stored = [sizes for value, sizes in sides.items() if any(root.trained for root in value.roots or ())]
-    return Worth(node.out.shape[0] * rows * min(terms, others) * columns, sum(map(math.prod, stored)))
+def _products(nodes: Sequence[Product], flow: Flow) -> Worth:
+    """What is left of products of matrices, and of what is stored for them."""
+    macs, stored = 0, dict[Value, int]()
+    for node in nodes:
+        sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
+        (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
+        macs += node.out.shape[0] * rows * min(terms, others) * columns
+        for root, value in _stored(node):  # which may be laid out anew, and once for every sample
+            left = math.prod(root.shape) * math.prod(sides[value]) // math.prod(value.shape)
+            stored[root] = max(stored.get(root, 0), left)
+    return Worth(macs, sum(stored.values()))
+
+
+def _stored(node: Product) -> list[tuple[Value, Value]]:
+    """The parameters that a product multiplies by, and what stands for each."""
+    return [(root, value) for value in (node.left, node.right) for root in value.roots or () if root.trained]
 
 
 def _sizes(value: Value, flow: Flow) -> list[int]:
