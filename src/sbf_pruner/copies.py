@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -94,16 +94,17 @@ class _Binding:
         if isinstance(held, FunctionType):
             return self._function(held) if self._knows(held, set()) else held
         if isinstance(held, partial):
-            function, args, named = (self.of(part) for part in (held.func, held.args, held.keywords))
-            return held if function is held.func else type(held)(function, *args, **named)
-        if isinstance(held, dict):
-            for key, value in held.items():
-                held[key] = self.of(value)
-        elif isinstance(held, list | deque):
-            for place, value in enumerate(held):
-                held[place] = self.of(value)
+            before = (held.func, held.args, held.keywords)
+            function, args, named = found = tuple(map(self.of, before))
+            return held if _same(found, before) else type(held)(function, *args, **named)
+        if isinstance(held, dict | list | deque):  # in place: others may hold it too
+            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+                if (new := self.of(value)) is not value:
+                    held[key] = new
         elif type(held) in (tuple, set, frozenset):
-            return type(held)(map(self.of, held))
+            parts = list(held)
+            new = list(map(self.of, parts))
+            return held if _same(new, parts) else type(held)(new)
         return held
 
     def _knows(self, held: Any, seen: set[int]) -> bool:
@@ -146,6 +147,10 @@ class _Binding:
         if isinstance(held, FunctionType):
             return self._function(held)
         return self.of(copy.deepcopy(held, self._twins))
+
+
+def _same(found: Sequence[Any], before: Sequence[Any]) -> bool:
+    return all(new is old for new, old in zip(found, before, strict=True))
 
 
 def _contents(cell: CellType) -> Any:

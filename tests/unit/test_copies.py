@@ -163,3 +163,11 @@ def test_what_a_function_of_the_copy_does_follows_the_mode_of_the_copy():
     assert not torch.equal(small.train()(image), judged)
     model.train()
     assert torch.equal(small.eval()(image), judged)
+
+
+def test_what_two_modules_share_their_copies_share():
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    for shared in ({1, 2}, ({"a"}, [3]), deque([4]), partial(max, 5)):
+        first.held = second.held = shared  # type: ignore[assignment]
+        made = real_copy(nn.Sequential(first, second))
+        assert made[0].held is made[1].held

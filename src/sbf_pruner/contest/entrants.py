@@ -107,9 +107,8 @@ def _elder(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
 def _finished(recipe: Recipe, root: Path) -> Iterator[tuple[RunFolder, Recipe]]:
     for folder in map(RunFolder, sorted(root.glob("*-seed*"))):
         with suppress(PruningError):  # what is damaged is told to those who want to go on with it
-            if folder.finished and (held := folder.read_recipe()) == _own(
-                recipe, held.method, held.seed, held.dense_control
-            ):
+            held = folder.read_recipe()
+            if folder.finished and held == _own(recipe, held.method, held.seed, held.dense_control):
                 yield folder, held
 
 
