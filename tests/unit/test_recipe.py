@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -65,11 +64,14 @@ def test_every_recipe_for_cifar10_has_the_papers_number_of_epochs(name: str) -> 
     assert recipe.data == DataConfig("cifar10", batch_size=256, crop=4, flip=True)
 
 
-def test_the_papers_recipes_differ_from_the_defaults_in_lambda_alone() -> None:
-    for depth, (ratio, penalty) in itertools.product((56, 110), {"medium": 5e-4, "high": 15e-4}.items()):
-        recipe = load_recipe(f"cifar10-resnet{depth}-paper-{ratio}")
-        plain = Recipe(recipe.name, ModelConfig(f"resnet{depth}"), recipe.data, evaluate_every=5)
-        assert recipe == dataclasses.replace(plain, scores=ScoresConfig(penalty=penalty))
+@pytest.mark.parametrize(
+    ("depth", "ratio", "penalty"),
+    [(56, "medium", 5e-4), (56, "high", 15e-4), (110, "medium", 2e-4), (110, "high", 5.5e-4)],
+)
+def test_paper_recipes_differ_from_the_defaults_in_lambda_alone(depth: int, ratio: str, penalty: float) -> None:
+    recipe = load_recipe(f"cifar10-resnet{depth}-paper-{ratio}")
+    plain = Recipe(recipe.name, ModelConfig(f"resnet{depth}"), recipe.data, evaluate_every=5)
+    assert recipe == dataclasses.replace(plain, scores=ScoresConfig(penalty=penalty))
 
 
 def test_the_dense_controls_have_one_stage() -> None:
