@@ -1,16 +1,18 @@
-"""Methods against each other, as Markdown: nothing measured here.
+"""Tables that compare methods, from results/methods.json (digits), few_methods.json and cifar10_methods.json.
 
-The content of results/methods.json (digits) or results/cifar10_methods.json enters; a block of text leaves, a row
-for each method, the best first.
+A row is the mean over the runs of one method; the best stands first.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from cifar10_tables import accuracy_of, machines, removed_of
 from saving import origin
+
+from sbf_pruner.methods import METHODS
 
 Runs = list[dict[str, Any]]
 
@@ -34,10 +36,11 @@ def methods(result: dict[str, Any] | None, data: str = "the digits") -> str:
     groups = {name: [run for run in runs if run["method"] == name] for name in sorted({r["method"] for r in runs})}
     for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
         cells = [_cells([run for run in group if run["share"] == share]) for share in shares]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(f"| {labelled(name)} | {' | '.join(cells)} |")
     about = f"ResNet-20 on {data}, {runs[0]['epochs']} epochs, accuracy in percent, mean ± deviation (seeds)"
     control = f"; the dense control has {accuracy_of(dense)}" if dense else _dense_stages(runs)
-    return "\n".join([f"{about}{control}. Sorted by the mean over all runs.", "", *lines, *origin(result)])
+    head = f"{about}{control}. Sorted by the mean over all runs."
+    return "\n".join([head, "", *lines, *notes(groups), *origin(result)])
 
 
 def cifar10_methods(result: dict[str, Any] | None) -> str:
@@ -51,8 +54,23 @@ def cifar10_methods(result: dict[str, Any] | None) -> str:
     lines = [f"ResNet-20 on CIFAR-10, {epochs} epochs, {100 * share:g} % of the MACs asked for:", ""]
     lines += ["| method | accuracy | removed, parameters / MACs |", "|---|---|---|"]
     for name, group in sorted(groups.items(), key=lambda item: -_mean(item[1])):
-        lines.append(f"| `{name}` | {accuracy_of(group)} | {removed_of(group, 'left')} |")
-    return "\n".join([*lines, "", machines(result)])
+        lines.append(f"| {labelled(name)} | {accuracy_of(group)} | {removed_of(group, 'left')} |")
+    return "\n".join([*lines, *notes(groups), "", machines(result)])
+
+
+def labelled(name: str) -> str:
+    """A method as tables call it: what is not as published yet has a mark, what departs from its model says so."""
+    method = METHODS.get(name)
+    if method is None:
+        return f"`{name}`"
+    return f"`{name}`" + (f" (after {method.after})" if method.after else " †" if method.unlike else "")
+
+
+def notes(names: Iterable[str]) -> list[str]:
+    """What the mark means, below a table that has it."""
+    unlike = {name: METHODS[name].unlike for name in sorted(names) if name in METHODS}
+    said = [f"`{name}` ({missing})" for name, missing in unlike.items() if missing]
+    return ["", f"† Not as published yet: {', '.join(said)}."] if said else []
 
 
 def _dense_stages(runs: Runs) -> str:

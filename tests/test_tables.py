@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sbf_pruner import Recipe
+from sbf_pruner.methods import METHODS, OWN
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -246,6 +247,17 @@ def test_methods_stand_in_the_order_of_their_means() -> None:
     assert lines[4] == "| `chip` | 93.00 (1) | 25 % | 92.00 (1) | 25 % |"
     assert lines[5] == "| `l1` | 91.00 ± 1.41 (2) | 25 % |  |  |"
     assert methods(None) == "Not measured yet."
+    assert "†" not in "".join(lines)
+    marked = [run("gal", 0.5, 90.0, dense=95.0), run("pfp", 0.5, 80.0)]
+    told = methods({**origin, "runs": marked}).splitlines()
+    assert told[4] == "| `gal` (after GAL) | 90.00 (1) | 25 % |" and told[5] == "| `pfp` † | 80.00 (1) | 25 % |"
+    assert told[7] == f"† Not as published yet: `pfp` ({METHODS['pfp'].unlike})."
+
+
+@pytest.mark.parametrize("name", ["methods", "few_methods"])
+def test_methods_in_the_results_are_those_there_are(name: str) -> None:
+    runs = json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())["runs"]
+    assert {run["method"] for run in runs} <= {OWN, *METHODS}
 
 
 def test_methods_on_cifar10_are_told_by_their_recipes() -> None:

@@ -195,8 +195,8 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_anything_is_tr
     plain = torch.nn.Sequential(
         torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 4)
     )
-    with pytest.raises(PruningError, match=r"^method slimming: no layer has a norm with scales behind it; choose"):
-        fit(plain, small_recipe(method="slimming", **ASKED), run=tmp_path / "run")
+    with pytest.raises(PruningError, match=r"^method bnscale: no layer has a norm with scales behind it; choose"):
+        fit(plain, small_recipe(method="bnscale", **ASKED), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -318,7 +318,7 @@ def test_a_method_judges_every_filter_or_says_in_a_sentence_why_not(kind: str) -
         }
         assert not method.across or any(values.any() for values in scores.values())
         assert all(parameter.grad is None for parameter in model.parameters())
-    assert refused <= ({"taylor", "ccp", "amc", "nppm"} if kind == "MultiOutput" else {"slimming"})
+    assert refused <= ({"taylor", "ccp", "amc", "nppm"} if kind == "MultiOutput" else {"bnscale"})
 
 
 def test_no_activation_bends_what_is_propagated() -> None:
@@ -383,7 +383,7 @@ def test_weights_that_are_not_finite_are_said_to_be_so() -> None:
     subject = subject_of(net, IMAGES, LABELS)
     with torch.no_grad():
         net[0].weight[2] = torch.nan
-    for name in JUDGED.keys() - {"random", "slimming"}:
+    for name in JUDGED.keys() - {"random", "bnscale"}:
         with pytest.raises(PruningError, match=f"^method {name}[: ].*; (choose|look|give)"):
             ranked(name, subject)
 
@@ -452,7 +452,7 @@ def test_a_layer_that_is_never_called_is_worth_nothing() -> None:
     assert ranked("taylor", subject)["0"].tolist() == [0.0] * 8
 
 
-@pytest.mark.parametrize("name", ["l1", "chip", "taylor", "slimming"])
+@pytest.mark.parametrize("name", ["l1", "chip", "taylor", "bnscale"])
 def test_a_method_ranks_filters_in_a_loop_of_ones_own(name: str) -> None:
     torch.manual_seed(0)
     net = resolve("resnet20").eval()

@@ -28,6 +28,10 @@ class Method:
     """how many it looks at"""
     soft: bool = False
     """Does it empty filters after every epoch of the cycles, which may come back?  Else it judges once."""
+    after: str = ""
+    """the published method it follows, if it departs too far from that to bear its name without a word"""
+    unlike: str = ""
+    """what is missing for it to be the published method of its name; empty if nothing is"""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """what it sets in a recipe, if it learns scores in a way of its own; the weights stand still in all cycles"""
 
@@ -38,8 +42,18 @@ class Method:
 
 
 def judged_by(name: str) -> str:
-    """What a method judges a filter by."""
-    return METHODS[name].said if name in METHODS else "a score that is learned"
+    """What a method judges a filter by, and how it relates to the published method of its name.
+
+    >>> judged_by("gal")
+    'how long its mask holds out against a penalty; after GAL'
+    >>> judged_by("pfp")
+    'its part in what the next layers make; not as published yet'
+    """
+    if name not in METHODS:
+        return "a score that is learned"
+    method = METHODS[name]
+    origin = f"; after {method.after}" if method.after else "; not as published yet" if method.unlike else ""
+    return method.said + origin
 
 
 def told(name: str) -> str:
@@ -52,19 +66,33 @@ METHODS = {
     "l2": Method("weights.euclidean", "the l2 norm of its weights"),
     "sfp": Method("weights.euclidean", "the l2 norm of its weights, epoch by epoch", soft=True),
     "fpgm": Method("weights.distance", "its distances to the other filters of its layer"),
-    "slimming": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
+    "bnscale": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
     "hrank": Method("maps.rank", "the rank of its maps", images=640),
     "chip": Method("maps.independence", "what its maps add to those of its layer", images=640),
     "nisp": Method("propagation.propagated", "its part in the last features", across=True, images=1024),
-    "pfp": Method("contribution.largest_part", "its part in what the next layers make", across=True, images=128),
+    "pfp": Method(
+        "contribution.largest_part",
+        "its part in what the next layers make",
+        across=True,
+        images=128,
+        unlike="one threshold for the parts of all layers stands in for budgets from an error bound, and positive "
+        "and negative contributions are not taken apart",
+    ),
     "taylor": Method("loss.first_order", "the change of the loss, to the first order", across=True, images=2048),
     "ccp": Method("loss.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
     "dcp": Method("discrimination.taken_back", "how early an empty layer takes it back", images=256),
-    "gal": Method("adversary.outlasting", "how long its mask holds out against a penalty", across=True, images=512),
+    "gal": Method(
+        "adversary.outlasting",
+        "how long its mask holds out against a penalty",
+        across=True,
+        images=512,
+        after="GAL",
+    ),
     "dmc": Method(
         "",
         "a gate that is learned open or closed, straight through",
         across=True,
+        after="DMC",
         settings={
             "scores.projection": "free",
             "scores.binary": True,
@@ -72,7 +100,20 @@ METHODS = {
             "budget.steer": True,
         },
     ),
-    "amc": Method("agent.best_walk", "its weights, in layers whose widths an agent chose", across=True, images=256),
-    "nppm": Method("foretold.learned_gates", "a gate that raises the accuracy foretold", across=True, images=2048),
+    "amc": Method(
+        "agent.best_walk",
+        "its weights, in layers whose widths an agent chose",
+        across=True,
+        images=256,
+        unlike="60 networks are tried instead of hundreds, their widths are scaled to the size asked for all "
+        "alike, and nothing is made up for by least squares",
+    ),
+    "nppm": Method(
+        "foretold.learned_gates",
+        "a gate that raises the accuracy foretold",
+        across=True,
+        images=2048,
+        after="NPPM",
+    ),
     "random": Method("weights.chance", "chance"),
 }

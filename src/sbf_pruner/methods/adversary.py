@@ -1,4 +1,4 @@
-"""GAL: soft masks that are driven to zero while an adversary is not to notice (Lin et al., 2019).
+"""After GAL: soft masks that are driven to zero while an adversary is not to notice (Lin et al., 2019).
 
 A `Subject` enters; a score for each filter leaves, the mean of its mask over the course.  Each filter has a mask, a
 factor that starts at 1; the weights stand still.  A discriminator learns to tell what the masked network gives from

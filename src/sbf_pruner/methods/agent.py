@@ -4,7 +4,7 @@ A `Subject` enters; a score for each filter leaves.  The agent sees what a layer
 and gives the part of its filters that stays; within a layer those with the largest weights do.  Its reward is the
 accuracy of the network that comes of that, and actor and critic learn from all walks so far (DDPG: Lillicrap et
 al., 2016).  What holds: every network that is tried has the size asked for, because it is landed, and by the very
-scores that leave if it was the best.
+scores that leave if it was the best.  This is not AMC as published yet: see `unlike` in `METHODS`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A `Subject` enters; a score for each filter leaves, a part between 0 and 1.  What a channel adds to an output of the
 layer that reads it is compared with what all channels add, in absolute values; the largest part over all outputs
-and a small sample of images, and of positions in them, counts.
+and a small sample of images, and of positions in them, counts.  This is not PFP as published yet: see `unlike` in
+`METHODS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NPPM: gates that are learned to maximise the accuracy which a small network foretells (Gao et al., 2021).
+"""After NPPM: gates that are learned to maximise the accuracy which a small network foretells (Gao et al., 2021).
 
 A `Subject` enters; a score for each filter leaves: what its gate has come to.  In every step gates are drawn, open
 or closed, and the accuracy of the sub-network they make goes into a memory, from which a predictor learns what

@@ -35,7 +35,9 @@ def distance(subject: Subject) -> Scores:
 
 
 def norm_scale(subject: Subject) -> Scores:
-    """The absolute scale of the norm behind a filter (network slimming: Liu et al., 2017).
+    """The absolute scale of the norm behind a filter.
+
+    Network slimming (Liu et al., 2017) also has a penalty on these scales during training; here there is none.
 
     A layer without such a norm cannot be judged so; its filters go when no others are left.  A network that has
     none at all is refused.
