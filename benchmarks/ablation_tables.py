@@ -85,22 +85,28 @@ def bottleneck(result: dict[str, Any] | None) -> str:
             groups.setdefault(run["recipe"]["name"], []).append(run)
     if not groups or result is None:
         return NONE
-    lines = ["| recipe | first narrower, blocks | equal | first wider | kept of the first | kept of the second |"]
-    lines += ["|---" * 6 + "|"]
+    lines = [
+        "| recipe | first narrower, blocks | equal | first wider | kept, mean over layers: first / second "
+        "| kept of all filters: first / second |",
+        "|---" * 6 + "|",
+    ]
     lines += [f"| `{name}` | {' | '.join(_blocks(group))} |" for name, group in sorted(groups.items())]
     return "\n".join([*lines, "", machines(result)])
 
 
 def _blocks(group: Sequence[Entry]) -> list[str]:
-    counts = [0, 0, 0]
-    kept: tuple[list[float], list[float]] = ([], [])
-    for run in group:
-        for name, (before, after) in run["layers"].items():
-            second = run["layers"].get(name.removesuffix("1") + "2")
-            if name.endswith(".conv1") and second is not None:
-                whole, other = second
-                counts[0 if after < other else 1 if after == other else 2] += 1
-                kept[0].append(after / before)
-                kept[1].append(other / whole)
-    shares = [f"{100 * statistics.fmean(part):.0f} %" if part else "-" for part in kept]
-    return [*map(str, counts), *shares]
+    """Of all blocks: which convolution is narrower, then what is kept of the first and of the second."""
+    pairs = [
+        (layer, run["layers"][second])
+        for run in group
+        for name, layer in run["layers"].items()
+        if name.endswith(".conv1") and (second := name.removesuffix("1") + "2") in run["layers"]
+    ]
+    if not pairs:
+        return ["0", "0", "0", "-", "-"]
+    narrower = sum(first[1] < second[1] for first, second in pairs)
+    wider = sum(first[1] > second[1] for first, second in pairs)
+    layers = [statistics.fmean(pair[place][1] / pair[place][0] for pair in pairs) for place in (0, 1)]
+    filters = [sum(pair[place][1] for pair in pairs) / sum(pair[place][0] for pair in pairs) for place in (0, 1)]
+    shares = [" / ".join(f"{100 * share:.0f}" for share in both) + " %" for both in (layers, filters)]
+    return [str(narrower), str(len(pairs) - narrower - wider), str(wider), *shares]

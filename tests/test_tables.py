@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import tables  # noqa: E402
+from ablation_tables import bottleneck  # noqa: E402
 from anatomy import dissect  # noqa: E402
 from choice_tables import choices  # noqa: E402
 from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
@@ -95,6 +96,12 @@ def test_without_runs_they_say_so() -> None:
     for nothing in (None, {"benchmark": "cifar10", "runs": []}):
         assert cifar10(nothing) == budgets(nothing) == NONE
         assert pictures(nothing) == {}
+
+
+def test_what_blocks_keep_is_told_over_layers_and_over_filters() -> None:
+    layers = {"a.conv1": [16, 4], "a.conv2": [16, 8], "b.conv1": [64, 48], "b.conv2": [64, 32], "conv1": [16, 1]}
+    lines = bottleneck({"benchmark": "b", "runs": [{**entry("pruned", 0, 90.0, 50.0), "layers": layers}]})
+    assert lines.splitlines()[2] == "| `pruned` | 1 | 0 | 1 | 50 / 50 % | 65 / 50 % |"
 
 
 def test_two_recipes_of_one_name_are_not_mixed() -> None:
