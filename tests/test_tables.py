@@ -25,7 +25,7 @@ import tables  # noqa: E402
 from ablation_tables import bottleneck  # noqa: E402
 from anatomy import dissect  # noqa: E402
 from choice_tables import choices  # noqa: E402
-from cifar10_tables import NONE, budgets, cifar10, pictures  # noqa: E402
+from cifar10_tables import NONE, PUBLISHED, Rebuilt, budgets, cifar10, pictures  # noqa: E402
 from engine_tables import engine  # noqa: E402
 from jobs import read_runs  # noqa: E402
 from method_tables import cifar10_methods, methods  # noqa: E402
@@ -78,17 +78,21 @@ RESULT = {
 def test_the_table_has_the_papers_figures_beside_ours() -> None:
     lines = cifar10(RESULT).splitlines()
     assert "7 epochs each" in lines[0]
-    assert lines[4:-2] == [
-        "| ResNet-56, dense control | `cifar10-resnet56-dense` | 93.00 (1) | - | - | - |",
-        "| ResNet-56, medium | the paper | 94.28 | | | 52.3 / 49.3 |",
+    assert lines[4:13] == [
+        "| ResNet-56, dense control | `cifar10-resnet56-dense` | 93.00 (1) | - | - | - | |",
+        "| ResNet-56, medium | the paper | 94.28 |  |  |  | 52.3 / 49.3 |",
+        "| ResNet-56, medium | CHIP | 94.01; repository 94.16 |  | 43.1 / 48.1 |  | 42.8 / 47.4 |",
         "| ResNet-56, medium | `cifar10-resnet56-best-medium` | 94.10 ± 0.10 (3) | 95.10 ± 0.10 (220 epochs) "
-        "| 50.0 / 48.0 | 55.0 / 53.0 |",
-        "| ResNet-56, high | the paper | 92.42 | | | 83.0 / 70.5 |",
+        "| 50.0 / 48.0 | 55.0 / 53.0 | |",
+        "| ResNet-56, high | the paper | 92.42 |  |  |  | 83.0 / 70.5 |",
         "| ResNet-56, high | `cifar10-resnet56-paper-high` (*) | 91.00 (1) | 92.00 (5 epochs) "
-        "| 80.0 / 78.0 | 85.0 / 83.0 |",
+        "| 80.0 / 78.0 | 85.0 / 83.0 | |",
         "",
         "(*) Run with the recipe as it was before its last change.",
+        "",
     ]
+    assert "points from the paper's, is -1.4 (ResNet-56, high)." in lines[13]
+    assert "best epoch" in lines[15] and "CHIP_NeurIPS2021/issues/8" in lines[15]
     assert lines[-1] == "`benchmarks/results/cifar10.json`: none, torch 0, 2000-01-01."
 
 
@@ -96,6 +100,21 @@ def test_without_runs_they_say_so() -> None:
     for nothing in (None, {"benchmark": "cifar10", "runs": []}):
         assert cifar10(nothing) == budgets(nothing) == NONE
         assert pictures(nothing) == {}
+
+
+def test_networks_rebuilt_from_published_settings_have_the_published_sizes() -> None:
+    """CHIP adds 2 operations per output of a norm to the MACs, NORTON 3, and both truncate the parameters."""
+
+    def size(rebuilt: Rebuilt, extra: int) -> tuple[int, int]:
+        count = rebuilt.count()
+        return count["params"] // 10_000, round((count["macs"] + extra * count["normed"]) / 1e4)
+
+    assert Rebuilt().count() == {"params": 853_018, "macs": 125_485_696, "normed": 532_480}
+    (_, medium), (chip, norton) = PUBLISHED["resnet56", "medium"], PUBLISHED["resnet56", "rivals"]
+    assert medium.rebuilt is not None and chip.rebuilt is not None and norton.rebuilt is not None
+    assert size(medium.rebuilt, 2) == (48, 65_94) and size(chip.rebuilt, 2) == (24, 34_78)
+    assert size(norton.rebuilt, 3) == (21, 37_52)
+    assert (chip.rebuilt.removed(), norton.rebuilt.removed()) == ("71.8 / 72.7", "74.5 / 71.4")
 
 
 def test_what_blocks_keep_is_told_over_layers_and_over_filters() -> None:
