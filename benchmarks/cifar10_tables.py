@@ -161,6 +161,28 @@ def _below_the_paper(runs: Sequence[Entry]) -> str:
     return f" With the paper's own settings the accuracy, in points from the paper's, is {' and '.join(found)}."
 
 
+def counting(result: dict[str, Any] | None) -> str:
+    """The sizes that the paper's settings come to, by both balances and both ways to count, beside its own."""
+    runs: list[Entry] = result["runs"] if result else []
+    shown: list[Entry] = []
+    rows: list[str] = []
+    for (network, ratio), (paper, *_) in PUBLISHED.items():
+        name, title = f"cifar10-{network}-paper-{ratio}", f"{NETWORKS[network]}, {ratio}"
+        groups = {"`area`": runs_of(runs, name), "`none`": runs_of(runs, f"{name}-none")}
+        if ratio == "rivals" or not any(groups.values()):
+            continue
+        rows.append(f"| {title} | the paper | | | {paper.removed} |")
+        for balance, group in groups.items():
+            shown += group
+            sizes = [removed_of(group, part) if group else "not run" for part in ("left", "sequential")]
+            seeds = f" ({len(group)})" if group else ""
+            rows.append(f"| {title} | {balance}{seeds} | {' | '.join(sizes)} | |")
+    if not rows or result is None:
+        return NONE
+    head = "| | balance (number of seeds) | removed | removed, counted sequentially | removed, as published |"
+    return "\n".join([head, "|---" * 5 + "|", *rows, "", machines({**result, "runs": shown})])
+
+
 def earlier_note(rows: Iterable[str]) -> list[str]:
     """What the mark means, below a table that has it."""
     marked = any(EARLIER in row for row in rows)

@@ -81,7 +81,7 @@ def sequential_count(recipe: Recipe, kept: Mapping[str, int], size: int = 32) ->
     """Parameters and MACs if each layer read just the filters that the layer before it keeps.
 
     That is how a chain is counted; in a residual network a layer really reads whatever its stream carries,
-    and more is left.  Stated beside the real count because papers often count so.
+    and more is left.  Stated beside the real count because the paper does not say how it counts.
     """
     config, model = recipe.model, build_dense(recipe)
     counts = {"params": 0, "macs": 0}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ablation_tables import ablations, bottleneck
 from choice_tables import choices
-from cifar10_tables import budgets, cifar10, pictures
+from cifar10_tables import budgets, cifar10, counting, pictures
 from coverage_tables import coverage, headline, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
 from glance import glance
@@ -112,6 +112,7 @@ BLOCKS: dict[str, tuple[str, Callable[..., str]]] = {
     "coverage": ("coverage", coverage),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
+    "counting": ("cifar10", counting),
     "budgets": ("cifar10", budgets),
     "choices": ("choices", choices),
     "methods": ("methods", methods),

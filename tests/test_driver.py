@@ -378,7 +378,7 @@ def test_what_a_run_needs_is_carried_and_what_is_damaged_is_not(tmp_path: Path) 
 def test_the_jobs_of_the_table_are_bundled_recipes() -> None:
     runs = read_runs(BENCHMARKS / "cifar10.toml", Path("runs"))
     assert {run.recipe for run in runs} == {n for n in sbf.training.recipe.bundled_recipes() if "cifar10" in n}
-    assert all(sum(run.recipe == other.recipe for other in runs) == 3 for run in runs)
+    assert all(sum(run.group == other.group for other in runs) == 3 for run in runs)
 
 
 @pytest.mark.parametrize("path", [*BENCHMARKS.glob("c*.toml"), BENCHMARKS / "ablations.toml"])

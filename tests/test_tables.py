@@ -25,7 +25,7 @@ import tables  # noqa: E402
 from ablation_tables import bottleneck  # noqa: E402
 from anatomy import dissect  # noqa: E402
 from choice_tables import choices  # noqa: E402
-from cifar10_tables import NONE, PUBLISHED, Rebuilt, budgets, cifar10, pictures  # noqa: E402
+from cifar10_tables import NONE, PUBLISHED, Rebuilt, budgets, cifar10, counting, pictures  # noqa: E402
 from engine_tables import engine  # noqa: E402
 from jobs import read_runs  # noqa: E402
 from method_tables import cifar10_methods, methods  # noqa: E402
@@ -115,6 +115,21 @@ def test_networks_rebuilt_from_published_settings_have_the_published_sizes() -> 
     assert size(medium.rebuilt, 2) == (48, 65_94) and size(chip.rebuilt, 2) == (24, 34_78)
     assert size(norton.rebuilt, 3) == (21, 37_52)
     assert (chip.rebuilt.removed(), norton.rebuilt.removed()) == ("71.8 / 72.7", "74.5 / 71.4")
+
+
+def test_sizes_are_shown_for_both_balances() -> None:
+    name = "cifar10-resnet56-paper-high"
+    unbalanced = [entry(f"{name}-none", seed, 50.0, 70.0, scores={"balance": "none"}) for seed in (0, 1)]
+    lines = counting({**RESULT, "runs": [*RESULT["runs"], *unbalanced]}).splitlines()
+    assert lines[2:5] == [
+        "| ResNet-56, high | the paper | | | 83.0 / 70.5 |",
+        "| ResNet-56, high | `area` (1) | 80.0 / 78.0 | 85.0 / 83.0 | |",
+        "| ResNet-56, high | `none` (2) | 70.0 / 68.0 | 75.0 / 73.0 | |",
+    ]
+    assert counting(RESULT).splitlines()[4] == "| ResNet-56, high | `none` | not run | not run | |"
+    assert counting(None) == NONE
+    shown = cifar10({**RESULT, "runs": [*RESULT["runs"], *({**run, "epochs": 5} for run in unbalanced)]})
+    assert shown == cifar10(RESULT)
 
 
 def test_what_blocks_keep_is_told_over_layers_and_over_filters() -> None:
