@@ -1,7 +1,9 @@
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbf_pruner.scoring.activation import ACTIVATIONS, leaky_exponential
 
@@ -30,6 +32,38 @@ def test_the_slope_at_zero_is_one_even_without_a_leak():
     assert slope(0.0, leak=0.0) == 1.0
     assert slope(-1e-12) == pytest.approx(1.0)
     assert slope(1e-12) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_value_and_gradient_are_those_of_the_branch_taken_bit_for_bit(dtype):
+    largest = torch.finfo(dtype).max
+    edges = torch.tensor([0.0, -0.0, largest, -largest, math.inf, -math.inf], dtype=dtype)
+    x = torch.cat([edges, *((torch.randn(500) * scale).to(dtype) for scale in (1e-6, 1, 20, 1000))])
+    point = x.clone().requires_grad_()
+    scores = leaky_exponential(point, 0.1)
+    (gradient,) = torch.autograd.grad(scores.sum(), point)
+    assert torch.equal(scores, torch.where(x > 0, 1 + 0.1 * x, x.exp()))
+    assert torch.equal(gradient, torch.where(x > 0, torch.tensor(0.1, dtype=dtype), x.exp()))
+
+
+class Recorded(TorchDispatchMode):
+    """Names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_operator_is_used_whose_slope_at_zero_is_left_to_torch():
+    """torch 2.14 changed that of `clamp`."""
+    with Recorded() as recorded:
+        leaky_exponential(torch.zeros(2, requires_grad=True)).sum().backward()
+    assert {"exp", "where"} <= recorded.names
+    assert not recorded.names & {"clamp", "clamp_max", "minimum", "relu", "threshold", "abs", "hardtanh"}
 
 
 @pytest.mark.parametrize("x", [-1e30, -800.0, -1.0, 0.0, 1.0, 89.0, 800.0, 1e30])

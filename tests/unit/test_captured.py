@@ -15,6 +15,7 @@ from sbf_pruner.attached import without_attached
 from sbf_pruner.budget.targets import Budget
 from sbf_pruner.copies import real_copy
 from sbf_pruner.models import resolve
+from sbf_pruner.scoring.forms import PROJECTIONS
 from sbf_pruner.training.average import Average
 from sbf_pruner.training.batches import Augment, Resident
 from sbf_pruner.training.captured import CapturedEngine
@@ -174,6 +175,20 @@ def test_the_captured_engine_follows_the_plain_one_on_cuda(way: Way) -> None:
     plain, fast = way(Engine, "cuda"), way(CapturedEngine, "cuda")
     for a, b in zip(plain[0], fast[0], strict=True):
         assert a.loss == pytest.approx(b.loss, rel=0.05)
+
+
+@pytest.mark.parametrize("form", PROJECTIONS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_captured_step_moves_every_score(form: str, device: str) -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)),
+    ).to(device)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), projection=form, speed=0.1)
+    engine = CapturedEngine(model, device, pruner)
+    with pruner.scoring():
+        engine.score_epoch(batches(device), 0)
+        assert all((scores != 1).all() for scores in pruner.scores().values())
 
 
 @pytest.mark.parametrize("mode", ["off", "soft", "hard"])

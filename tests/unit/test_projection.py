@@ -358,6 +358,45 @@ def test_weights_of_another_size_are_refused(form):
     assert not projection.in_phase
 
 
+@pytest.mark.parametrize("form", PROJECTIONS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("eager", "aot_eager"),
+        pytest.param("inductor", marks=pytest.mark.slow),
+        pytest.param("captured", marks=pytest.mark.gpu),
+    ],
+)
+def test_scores_of_untrained_logits_have_the_logits_gradient(form, way):
+    """The slope of the activation at 0, where every logit starts, is 1."""
+    device = "cuda" if way == "captured" else "cpu"
+    projection = PROJECTIONS[form]([w.to(device) for w in make_weights()], FILTERS)
+    projection.begin_phase([w.to(device) for w in make_weights()])
+    signs = torch.arange(TOTAL, device=device) % 2 * 2.0 - 1
+
+    def scores():
+        return leaky_exponential(projection.logits())
+
+    def gradients(of):
+        return torch.autograd.grad((of() * signs).sum(), projection.parameters)
+
+    if way in ("aot_eager", "inductor"):
+        found = gradients(torch.compile(scores, backend=way, fullgraph=True))
+    elif way == "captured":
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            gradients(scores)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = gradients(scores)
+        graph.replay()
+    else:
+        found = gradients(scores)
+    for gradient, expected in zip(found, gradients(projection.logits), strict=True):
+        assert expected.any()
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", PROJECTIONS)
 def test_one_captured_step_serves_every_phase(form):

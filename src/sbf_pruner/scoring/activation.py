@@ -1,8 +1,7 @@
-"""From logits to scores.
+"""Activations that map logits to positive scores.
 
-Logits enter, one number per filter; positive scores leave.  What holds: a logit of 0 is a score of exactly 1,
-so a network whose scores were just attached computes what it did before; the gradient is finite for every
-finite logit and never zero at the start.
+A logit of 0 gives a score of exactly 1, so attaching scores to a network does not change its output.  The gradient
+is finite for every finite logit and non-zero at 0.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ def leaky_exponential(x: Tensor, leak: float = 0.1) -> Tensor:
     >>> leaky_exponential(torch.tensor([0.0, 10.0]))
     tensor([1., 2.])
     """
-    # `where` differentiates the branch not taken, too, and 0 * inf is nan: exp must not overflow there.
-    return torch.where(x > 0, 1 + leak * x, x.clamp(max=0).exp())
+    positive = x > 0
+    # `where` differentiates the branch not taken as well, and 0 * inf is nan, so exp must not overflow there.  The
+    # mask fixes the slope at 0; `clamp(max=0)` has a slope of 0 there since torch 2.14.
+    return torch.where(positive, 1 + leak * x, x.masked_fill(positive, 0).exp())
 
 
 def doubled_sigmoid(x: Tensor, leak: float = 0.0) -> Tensor:
