@@ -33,7 +33,7 @@ from .graph.residual import residual_blocks
 from .graph.unchanged import weights_now
 from .inputs import map_tensors
 from .latency.model import bound
-from .scoring.activation import ACTIVATIONS
+from .scoring.activation import ACTIVATIONS, check_slope
 from .scoring.blocks import BlockScores
 from .scoring.bounds import check_name, check_numbers
 from .scoring.elsewhere import Given, comparable
@@ -113,6 +113,7 @@ class Pruner(Gated):
         clock: Clock | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
+        check_slope()
         check_unattached(model)
         check_name("projection", projection, PROJECTIONS)
         check_name("activation", activation, ACTIVATIONS)

@@ -1,11 +1,16 @@
 import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbf_pruner.scoring.activation import ACTIVATIONS, leaky_exponential
+from sbf_pruner import Pruner, PruningError
+from sbf_pruner.scoring import activation
+from sbf_pruner.scoring.activation import ACTIVATIONS, check_slope, leaky_exponential
 
 
 def slope(x: float, leak: float = 0.1) -> float:
@@ -64,6 +69,47 @@ def test_no_operator_is_used_whose_slope_at_zero_is_left_to_torch():
         leaky_exponential(torch.zeros(2, requires_grad=True)).sum().backward()
     assert {"exp", "where"} <= recorded.names
     assert not recorded.names & {"clamp", "clamp_max", "minimum", "relu", "threshold", "abs", "hardtanh"}
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """A process that has made no pruner yet."""
+    check_slope.cache_clear()
+    yield
+    check_slope.cache_clear()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("slope", [0.0, 0.5])
+def test_the_first_pruner_refuses_a_torch_that_gives_another_slope_at_zero(monkeypatch, slope):
+    net, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.rand(1, 3, 8, 8)
+
+    def tilted(x: Tensor, leak: float = 0.1) -> Tensor:
+        return 1 + slope * x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(activation, "leaky_exponential", tilted)
+        for _ in range(2):  # a refusal is not remembered
+            with pytest.raises(PruningError, match=rf"^torch {re.escape(torch.__version__)} .* {slope:g} at 0"):
+                Pruner(net, images)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    with torch.inference_mode():
+        Pruner(net, images)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_slope_is_checked_once_per_process_whatever_the_context(monkeypatch):
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(x)
+        return leaky_exponential(x)
+
+    monkeypatch.setattr(activation, "leaky_exponential", counted)
+    with torch.inference_mode(), torch.device("meta"):
+        check_slope()
+    check_slope()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("x", [-1e30, -800.0, -1.0, 0.0, 1.0, 89.0, 800.0, 1e30])
