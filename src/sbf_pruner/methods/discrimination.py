@@ -73,7 +73,8 @@ def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)
 
     def features(outputs: Tensor) -> Tensor:
-        risen = (outputs + outputs.abs()) / 2  # a ReLU that has a slope at 0, where all of an empty layer is
+        # A ReLU with a slope of 1/2 at 0, where every output of an empty layer is.
+        risen = torch.where(outputs == 0, outputs / 2, outputs.relu())
         pooled = risen.unflatten(1, (positions, images)).mean(1).movedim(1, 0).flatten(1)
         return torch.cat([pooled, pooled.new_ones(images, 1)], 1)
 
