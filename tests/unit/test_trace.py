@@ -513,9 +513,7 @@ def test_a_head_that_is_used_twice_gives_the_outputs():
 def test_a_failure_within_torch_is_not_looked_for_in_our_files():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(3, 2))
     for call in (Pruner, trace):
-        with pytest.raises(
-            PruningError, match=r"^the model cannot run on the example inputs \(mat1 and mat2 shapes"
-        ):
+        with pytest.raises(PruningError, match=r"^the model cannot run on the example inputs \(.*mat2 shapes"):
             call(net, torch.rand(1, 3, 8, 8))
 
 
