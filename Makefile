@@ -1,9 +1,10 @@
 # Two commands on a fresh machine with Python and make:  make demo   and   make test
 PYTHON ?= python3
+TORCH ?= 2.15.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types tests slow bench docs clean help
+.PHONY: demo test test-torch lint types tests slow bench docs clean help
 
 demo: $(READY)  ## train, score, prune and fine-tune a network on the embedded digits
 	$(BIN)/sbf run digits --run runs/demo --force
@@ -23,6 +24,16 @@ tests: $(READY)
 
 slow: $(READY)  ## the long tests: thousands of random networks, and cases that differ in detail
 	$(BIN)/python -m pytest -m slow -n auto --dist loadfile
+
+# In an environment of its own, of several GB. pip picks the torchvision that goes with this torch.
+test-torch: .venv-torch-$(TORCH)/.ready  ## the tests on another torch, saved in the table: make test-torch TORCH=2.15.0
+	.venv-torch-$(TORCH)/bin/python benchmarks/torch_versions.py
+
+.venv-torch-%/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==$* torchvision -e ".[dev]"
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm==1.0.30
+	touch $@
 
 bench: $(READY)  ## measure again what the documents claim (coverage of all networks takes half an hour)
 	$(BIN)/python benchmarks/overhead.py
@@ -49,7 +60,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'

@@ -1,4 +1,4 @@
-"""The compatibility page's tables, from the saved results of coverage.py and vs_torch_pruning.py."""
+"""Tables of the compatibility page, from the results of torch_versions.py, coverage.py and vs_torch_pruning.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections import Counter
 from typing import Any
 
 from saving import origin
+
+
+def torch_versions(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "No run yet."
+    heads = ["torch", "torchvision", "Python", "passed", "failed", "skipped", "minutes", "date"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for run in result["runs"]:
+        cells = [run[head.lower()] for head in heads[:6]] + [round(run["seconds"] / 60), run["date"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    machine = result["environment"]
+    return "\n".join([*lines, "", f"`benchmarks/results/torch_versions.json`: {machine['cpu']}, no GPU."])
 
 
 def headline(result: dict[str, Any] | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from ablation_tables import ablations, bottleneck
 from choice_tables import choices
 from cifar10_tables import budgets, cifar10, counting, pictures
-from coverage_tables import coverage, headline, vs_torch_pruning
+from coverage_tables import coverage, headline, torch_versions, vs_torch_pruning
 from engine_tables import engine, imagenet_scale
 from glance import glance
 from latency_tables import equal_macs, latency
@@ -110,6 +110,7 @@ BLOCKS: dict[str, tuple[str, Callable[..., str]]] = {
     "forms": ("forms", forms),
     "zoos": ("coverage", headline),
     "coverage": ("coverage", coverage),
+    "torch_versions": ("torch_versions", torch_versions),
     "vs_torch_pruning": ("vs_torch_pruning", vs_torch_pruning),
     "cifar10": ("cifar10", cifar10),
     "counting": ("cifar10", counting),

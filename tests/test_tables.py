@@ -6,6 +6,7 @@ import doctest
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -26,9 +27,11 @@ from ablation_tables import bottleneck  # noqa: E402
 from anatomy import dissect  # noqa: E402
 from choice_tables import choices  # noqa: E402
 from cifar10_tables import NONE, PUBLISHED, Rebuilt, budgets, cifar10, counting, pictures  # noqa: E402
+from coverage_tables import torch_versions  # noqa: E402
 from engine_tables import engine  # noqa: E402
 from jobs import read_runs  # noqa: E402
 from method_tables import cifar10_methods, methods  # noqa: E402
+from torch_versions import counts  # noqa: E402
 
 
 def entry(
@@ -205,6 +208,30 @@ def test_a_sweep_that_held_nothing_out_or_was_not_run_shows_nothing(tmp_path: Pa
     (tmp_path / "jobs.toml").write_text(JOBS)
     with pytest.raises(SystemExit, match=r"the runs of base held no images out \(data.validation = 0\)"):
         choices(chosen(choice("base", 0, None, MEDIUM)), tmp_path / "jobs.toml")
+
+
+def test_outcomes_of_a_run_of_the_tests_are_read_from_its_report(tmp_path: Path) -> None:
+    cases = tmp_path / "test_cases.py"
+    cases.write_text(
+        "import pytest\n@pytest.fixture\ndef broken(): 1 / 0\ndef test_a(): pass\ndef test_b(): pass\n"
+        "def test_c(): assert False\ndef test_d(broken): pass\n"
+        "@pytest.mark.skip\ndef test_e(): pass\n@pytest.mark.xfail\ndef test_f(): assert False\n",
+        "utf-8",
+    )
+    report = tmp_path / "report.xml"
+    words = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--junitxml={report}", str(cases)]
+    subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, capture_output=True, check=False)
+    found = counts(report)
+    assert found.pop("seconds") < 60
+    assert found == {"passed": 2, "failed": 2, "skipped": 2}
+
+
+def test_the_table_of_torch_versions_has_a_line_for_each() -> None:
+    row = {"torch": "2.99.0", "torchvision": "0.99.0", "python": "3.11.0", "date": "2000-01-01"}
+    runs = [row | {"passed": 7, "failed": 0, "skipped": 2, "seconds": 610}]
+    told = torch_versions({"runs": runs, "environment": {"cpu": "an abacus"}}).splitlines()
+    assert told[2] == "| 2.99.0 | 0.99.0 | 3.11.0 | 7 | 0 | 2 | 10 | 2000-01-01 |"
+    assert told[-1].endswith("an abacus, no GPU.") and torch_versions(None) == "No run yet."
 
 
 @pytest.mark.parametrize("name", ["anatomy", "choice_tables", "pictures"])
