@@ -628,7 +628,7 @@ def test_a_frontier_of_an_older_run(tmp_path):
     with says(
         RunError,
         f"the run in {folder.path} has no checkpoints/scored.safetensors: an older version made it, or the file "
-        "was left behind when it was moved; put it back, or run it again (sbf run ... --force)",
+        "was left behind when it was moved; put the file back, or begin a run in another folder (--run)",
     ):
         frontier(folder.path)
 

@@ -103,6 +103,38 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def read_text(path: Path) -> str:
+    """Read a text file; a RunError if it is there and cannot be read."""
+    check_readable(path)
+    return path.read_text("utf-8")
+
+
+def is_there(path: Path) -> bool:
+    """Return True if the path exists; a RunError where that cannot be found out."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return True
+
+
+def check_readable(path: Path) -> None:
+    """Raise a RunError if a file cannot be opened, and FileNotFoundError only if there is none."""
+    try:
+        with path.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} cannot be read: {error.strerror or error}; make it readable and try again")
+
+
 def append_text(path: Path, text: str) -> None:
     """Add to a text file, safely on disk: what is written after it may rely on it."""
     new = not path.exists()
@@ -147,15 +179,16 @@ def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
-def read_lines(
-    path: Path, remedy: str = "put the file back, or run again", most: int | None = None
-) -> list[dict[str, Any]]:
+def read_lines(path: Path, remedy: str = "put the file back", most: int | None = None) -> list[dict[str, Any]]:
     """The records of a file with one in each line, the first `most` of them; none where there is no file.
 
     Each says how many epochs were done.  A last line that has no end is being written, or was when its writer was
     killed, and does not count.
     """
-    content = path.read_bytes() if path.is_file() else b""
+    content = b""
+    if is_there(path):
+        check_readable(path)
+        content = path.read_bytes()
     found: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n")[:-1][:most], start=1):
         try:
@@ -191,10 +224,12 @@ def read_header(path: Path, remedy: str) -> Any:
 @contextmanager
 def _opened(path: Path, remedy: str) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        check_readable(path)  # safetensors reports every file that it cannot open as missing
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; {remedy}") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
 

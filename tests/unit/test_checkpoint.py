@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sbf_pruner import files
-from sbf_pruner.errors import RunError
+from sbf_pruner.cifar.prepared import load_cifar10
+from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.training.checkpoint import NAME, load_checkpoint, save_checkpoint
 from sbf_pruner.training.optimizer import make_optimizer, restore_optimizer
 from sbf_pruner.training.sections import OptimizerConfig
+from sbf_pruner.training.start import load_weights
 
 
 def same(left: Any, right: Any) -> bool:
@@ -118,16 +122,39 @@ def test_a_killed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
     assert load_checkpoint(tmp_path) == {"done": 3}
 
 
+def weights_from(folder: Path) -> None:
+    load_weights(nn.Linear(1, 1), folder / NAME)
+
+
+def cifar_from(folder: Path) -> None:
+    load_cifar10(str(folder / NAME))
+
+
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"last\.safetensors does not exist; start over with --force"):
+    with pytest.raises(RunError, match=r"last\.safetensors does not exist; put the file back, or begin a"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("read", [load_checkpoint, weights_from, cifar_from])
+def test_a_file_without_permission_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
+) -> None:
+    """safetensors says "No such file or directory" of it."""
+    save_checkpoint(tmp_path, {"x": torch.ones(2)})
+
+    def denied(*given: Any, **named: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PruningError, match=r"last\.safetensors cannot be read[:(\s]+Permission denied"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_a_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
     path = save_checkpoint(tmp_path, {"x": torch.ones(1000)})
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(RunError, match=r"is damaged or cut short .*; start over with --force"):
+    with pytest.raises(RunError, match=r"is damaged or cut short .*; put the file back, or begin a run in another"):
         load_checkpoint(tmp_path)
 
 

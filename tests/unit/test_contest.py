@@ -160,9 +160,7 @@ def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: P
     with pytest.raises(RecipeError, match="method: l1 tells which filters go first"):
         enter(recipe, ["sbf", "l1"], [0], tmp_path)
     other = load_recipe("digits", [*SETTINGS, "budget.macs=0.3"])
-    with pytest.raises(
-        RunError, match=r"sbf-seed0 was run with .* resume it as it is.*\(in a comparison: remove .*sbf-seed0"
-    ):
+    with pytest.raises(RunError, match=r"sbf-seed0 was run with .* resume it .*, or begin a run in another folder"):
         enter(other, ["chip", "sbf"], [0], root)
     assert not list(tmp_path.iterdir()) and not (root / "chip-seed0").exists()
     with pytest.raises(RunError, match=r"comparison.json is a file; name a folder for the runs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import re
@@ -805,8 +806,46 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(3))
     path = tmp_path / "run/checkpoints/last.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RunError, match=r"is damaged or cut short .*; start over with --force"):
+    with pytest.raises(RunError, match=r"is damaged or cut short .*; put the file back, or begin a run in another"):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Killed):
+        fit(model(), recipe(), run=tmp_path / "run", report=kill_after(1))
+    path = tmp_path / "run/checkpoints/last.safetensors"
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file() and file != path}
+    path.rename(tmp_path / "kept")
+    path.symlink_to(path)  # a loop, which root cannot read either
+    said = r"last\.safetensors cannot be read: Too many levels of symbolic links; make it readable and try again$"
+    with pytest.raises(RunError, match=said):
+        fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    path.unlink()
+    (tmp_path / "kept").rename(path)
+    with monkeypatch.context() as patch:
+        deny(patch, path, "stat")  # as in a folder that may not be searched
+        with pytest.raises(RunError, match=r"last\.safetensors cannot be read: Permission denied"):
+            fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    for name in ("recipe.toml", "metrics.jsonl", "checkpoints/last.safetensors"):
+        with monkeypatch.context() as patch:
+            deny(patch, tmp_path / "run" / name, "open")
+            with pytest.raises(RunError, match=f"{name} cannot be read: Permission denied; make it readable"):
+                fit(model(), recipe(), run=tmp_path / "run", resume=True)
+    assert before == {file: file.read_bytes() for file in before}
+
+
+def deny(patch: pytest.MonkeyPatch, path: Path, way: str) -> None:
+    """Let a path be one that this user has no permission for, also where the user is root."""
+    real = getattr(Path, way)
+
+    def denied(self: Path, *given: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(self, *given, **named)
+
+    patch.setattr(Path, way, denied)
 
 
 def test_another_network_cannot_go_on_with_a_run(tmp_path: Path) -> None:
@@ -830,7 +869,7 @@ def test_a_damaged_line_is_said_to_be_before_anything_is_trained(tmp_path: Path,
         file.write("a record too many\n")
     before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")}
     with pytest.raises(
-        RunError, match=rf"{name}, line 1 is damaged; put the file back, or start over with --force"
+        RunError, match=rf"{name}, line 1 is damaged; put the file back, or begin a run in another folder"
     ):
         fit(model(), recipe(), run=tmp_path / "run", resume=True)
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")}
@@ -1314,7 +1353,7 @@ def test_a_damaged_recipe_of_a_run_is_told_with_the_remedy(
     lines = (folder / "recipe.toml").read_text().splitlines(keepends=True)
     (folder / "recipe.toml").write_text("".join(lines[:-1]) if text == "cut" else text)
     with pytest.raises(
-        RunError, match=rf"recipe\.toml is {said}.*put back the run's own, or start over with --force"
+        RunError, match=rf"recipe\.toml is {said}.*put back the run's own, or begin a run in another folder"
     ):
         RunFolder(folder).read_recipe()
 

@@ -195,7 +195,7 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
         text = damaged if isinstance(damaged, str) else json.dumps(damaged)
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(
-            RunError, match=r"latency.json is damaged; put the file back, or start over with --force"
+            RunError, match=r"latency.json is damaged; put the file back, or begin a run in another folder"
         ):
             again()
 
@@ -347,7 +347,7 @@ def test_a_run_that_goes_on_asks_for_what_it_still_needs(measured_here, tmp_path
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for damage in ("{", "[]", "{}"):
         (run / "latency.json").write_text(damage)
-        with pytest.raises(PruningError, match=r"latency\.json is damaged; put the file back, or start over with"):
+        with pytest.raises(PruningError, match=r"latency\.json is damaged; put the file back, or begin a run in"):
             fit(Small(), measured_here, run=run, resume=True)
     (run / "latency.json").write_bytes(before[run / "latency.json"])
     stop_at(2, resume=True)  # the last scores have landed, and nothing is timed any more

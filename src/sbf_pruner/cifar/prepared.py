@@ -152,12 +152,15 @@ def _read(path: Path, report: Report = silent) -> Raw:
 
 def _read_prepared(path: Path) -> Raw:
     try:
+        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+            pass
         arrays = load_file(path)
         raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
     except (
-        OSError,
         SafetensorError,
         KeyError,
         TypeError,

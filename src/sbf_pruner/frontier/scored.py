@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..report.data import Record
 from ..report.data import read_run as read_records
 from ..training.batches import Batches
-from ..training.checkpoint import load_checkpoint
+from ..training.checkpoint import REMEDY, load_checkpoint
 from ..training.data import load_data
 from ..training.feed import Feed
 from ..training.finished import build_dense
@@ -97,7 +97,7 @@ def read_scored(path: str | Path, device: str | None = None) -> Scored:
 
 
 def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
-    if (folder.checkpoints / SCORED).is_file():
+    if folder.has_checkpoint(SCORED):
         return
     end = cycles_end(recipe)
     if end is None:
@@ -113,7 +113,7 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
         )
     raise RunError(
         f"the run in {folder.path} has no checkpoints/{SCORED}: an older version made it, or the file was left "
-        "behind when it was moved; put it back, or run it again (sbf run ... --force)"
+        f"behind when it was moved; {REMEDY}"
     )
 
 

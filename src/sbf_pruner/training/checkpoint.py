@@ -17,7 +17,8 @@ from ..files import from_plain, read_tensors, to_plain, write_tensors
 
 NAME = "last.safetensors"
 _FORMAT = "sbf-pruner checkpoint 1"
-REMEDY = "start over with --force (force=True)"
+ELSEWHERE = "or begin a run in another folder (--run)"
+REMEDY = f"put the file back, {ELSEWHERE}"
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Path:

@@ -61,7 +61,7 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     if not epochs:
         raise RunError("the recipe has no dense stage to take over (phases.warmup = 0); leave out --dense-from")
     records = source.read_metrics()[:epochs]
-    if not (source.checkpoints / DENSE).is_file():
+    if not source.has_checkpoint(DENSE):
         raise RunError(
             f"the run in {path} has no checkpoints/{DENSE}: it is not past its warm-up, or the file was not copied "
             "along; wait for it, or leave out --dense-from"

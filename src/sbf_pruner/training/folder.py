@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, RunError
-from ..files import append_text, flat, locked, read_lines, write_text
+from ..files import append_text, flat, is_there, locked, read_lines, read_text, write_text
 from ..manifest import remove_export
 from ..writable import why_not_writable
-from .checkpoint import NAME
+from .checkpoint import ELSEWHERE, NAME, REMEDY
 from .recipe import Recipe, load_recipe
 from .schedule import phases
 
@@ -29,8 +29,7 @@ DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what oth
 SCORED = "scored.safetensors"
 STARTS_OVER = "starting-over.partial"  # while an earlier run is removed: what is missing is not lost then
 EXPORT = "export"  # where `sbf export` writes to, unless it is told
-REMEDY = "put the file back, or start over with --force"
-PUT_BACK = "put back the run's own, or start over with --force"
+PUT_BACK = f"put back the run's own, {ELSEWHERE}"
 
 
 class RunFolder:
@@ -58,12 +57,16 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Is there a run in it?"""
-        return self.recipe.is_file()
+        return is_there(self.recipe)
 
     @property
     def finished(self) -> bool:
         """Has the run in it come to its end?"""
-        return self.summary.is_file()
+        return is_there(self.summary)
+
+    def has_checkpoint(self, name: str = NAME) -> bool:
+        """Is there a checkpoint of this name?"""
+        return is_there(self.checkpoints / name)
 
     def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
         """Raise a RunError unless a run of `recipe` may start, start over, or go on here."""
@@ -142,8 +145,7 @@ class RunFolder:
         written = read_lines(self.metrics, REMEDY, records)
         if len(written) < records:
             raise RunError(
-                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; put the "
-                "file back, or start over with --force"
+                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; {REMEDY}"
             )
         scores = [line for line in self.read_scores() if line["done"] <= records]
         if self.metrics.is_file():
@@ -158,7 +160,7 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """The summary of a finished run."""
         try:
-            summary = json.loads(self.summary.read_text("utf-8"))
+            summary = json.loads(read_text(self.summary))
         except ValueError:
             summary = None
         if not isinstance(summary, dict) or not {"dense", "pruned", "layers"} <= set(summary):
@@ -168,9 +170,10 @@ class RunFolder:
     def read_recipe(self) -> Recipe:
         """The recipe of the run in it, which was written whole: what is missing was not left out."""
         try:
+            text = read_text(self.recipe)
             recipe = load_recipe(self.recipe)
-            written = flat(tomllib.loads(self.recipe.read_text("utf-8")))
-        except (RecipeError, ValueError) as error:
+            written = flat(tomllib.loads(text))
+        except (FileNotFoundError, RecipeError, ValueError) as error:
             raise RunError(f"{self.recipe} is damaged or was changed ({error}); {PUT_BACK}") from error
         last = list(flat(recipe.to_dict()))[-1]
         if last not in written:
@@ -179,14 +182,14 @@ class RunFolder:
 
     def _check_goes_on(self, recipe: Recipe) -> None:
         """A run that is past its first phase has a checkpoint: without one it would begin again, and lose all."""
-        if self.finished or (self.checkpoints / NAME).is_file() or (self.path / STARTS_OVER).is_file():
+        if self.finished or self.has_checkpoint() or (self.path / STARTS_OVER).is_file():
             return
         records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
         first = next(iter(phases(recipe)), None)
         if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
             raise RunError(
                 f"the run in {self.path} has come to epoch {records}, but there is no checkpoints/{NAME} to go on "
-                "from; put the file back, or start over with --force"
+                f"from; {REMEDY}"
             )
 
     def _check_same(self, recipe: Recipe) -> None:
@@ -195,13 +198,13 @@ class RunFolder:
             if now.get(key) != before.get(key):
                 raise RunError(
                     f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
-                    f"as it is (sbf run --run {self.path} --resume), or start over with --force"
+                    f"as it is (sbf run --run {self.path} --resume), {ELSEWHERE}"
                 )
         if _patterns(before) != _patterns(now):
             # Equal as settings, but of the patterns that match a layer the last one counts.
             raise RunError(
                 f"{self.path} was run with the patterns of its guards in another order; resume it as it is "
-                f"(sbf run --run {self.path} --resume), or start over with --force"
+                f"(sbf run --run {self.path} --resume), {ELSEWHERE}"
             )
 
     def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
@@ -211,7 +214,7 @@ class RunFolder:
             if now.get(key) != before:
                 raise RunError(
                     f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
-                    f"{now.get(key)!r}; put it back, or start over with --force"
+                    f"{now.get(key)!r}; put it back, {ELSEWHERE}"
                 )
 
     def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
@@ -220,7 +223,7 @@ class RunFolder:
             if counts[part] != before:
                 raise RunError(
                     f"the run in {self.path} began with {before:,} images for {part}, and now there are "
-                    f"{counts[part]:,}; give the same images, or start over with --force"
+                    f"{counts[part]:,}; give the same images, {ELSEWHERE}"
                 )
 
 

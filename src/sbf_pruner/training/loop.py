@@ -22,7 +22,6 @@ from ..errors import RunError
 from ..export import load
 from ..inputs import check_model
 from ..plan import Plan
-from .checkpoint import NAME
 from .data import Data, load_data, own_data
 from .dense_stage import read_dense_stage
 from .folder import RunFolder
@@ -87,7 +86,7 @@ def fit(
         if resume and folder.finished:
             small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
-        goes_on = resume and (folder.checkpoints / NAME).is_file()
+        goes_on = resume and folder.has_checkpoint()
         if resume and not goes_on:
             log.info("the run in %s has no checkpoint yet, and begins again", asked.path)
         stage = None
@@ -107,7 +106,7 @@ def fit(
             with folder.taken():
                 # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
                 folder.check(recipe, resume=resume, force=force)
-                if resume and (folder.finished or goes_on != (folder.checkpoints / NAME).is_file()):
+                if resume and (folder.finished or goes_on != folder.has_checkpoint()):
                     raise RunError(
                         f"another process went on with the run in {folder.path} meanwhile; resume it again"
                     )

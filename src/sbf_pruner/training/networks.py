@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..proof import prove
 from ..pruner import Pruner
 from ..stored import tensors_of
+from .checkpoint import ELSEWHERE
 from .data import Data
 from .feed import Feed
 from .machine import lay_out
@@ -177,9 +178,7 @@ class Networks:
     def begin_with(self, initial: dict[str, Tensor]) -> None:
         """Be the network that a run was begun with, whatever weights the model came with this time."""
         if _shapes(initial) != _shapes(self.initial):
-            raise RunError(
-                "the run was begun with another network; resume it with the same model, or start over with --force"
-            )
+            raise RunError(f"the run was begun with another network; resume it with the same model, {ELSEWHERE}")
         self.initial = initial
         self.dense.load_state_dict(initial)
 

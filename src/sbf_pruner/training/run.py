@@ -87,7 +87,7 @@ class Run:
 
         A run that was killed before its first checkpoint begins `again`, with the weights it began with.
         """
-        if again and (self.folder.checkpoints / INITIAL).is_file():
+        if again and self.folder.has_checkpoint(INITIAL):
             self.networks.begin_with(load_checkpoint(self.folder.checkpoints, INITIAL))
         if self.recipe.model.weights or not self.recipe.phases.warmup:
             engine = self._engine(self.networks.dense, self.networks.pruner)
@@ -133,7 +133,7 @@ class Run:
         self.given_accuracy = state.get("given_accuracy")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
             self._set_teacher(load_checkpoint(self.folder.checkpoints, DENSE))
-        if not (self.folder.checkpoints / SCORED).is_file():  # begun by a version that did not keep it
+        if not self.folder.has_checkpoint(SCORED):  # begun by a version that did not keep it
             self._keep_scored()
 
     def go(self) -> tuple[nn.Module, dict[str, Any]]:

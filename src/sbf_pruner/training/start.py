@@ -107,6 +107,8 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
     try:
+        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+            pass
         given: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         )

@@ -25,7 +25,7 @@ from ..budget.guards import Guards
 from ..budget.targets import MICROSECONDS, MISSED, Budget
 from ..copies import real_copy
 from ..errors import PruningError, RecipeError, RunError
-from ..files import write_text
+from ..files import read_text, write_text
 from ..graph.channels import ChannelGraph
 from ..graph.costs import lay_out
 from ..latency.model import LatencyModel, from_dict, read_model
@@ -36,6 +36,7 @@ from ..stopwatch.pairs import Pairs
 from ..stopwatch.runtimes import RUNTIMES
 from ..stopwatch.source import clock_here, here, same_place
 from ..stored import Stored
+from .checkpoint import REMEDY
 from .recipe import Recipe
 
 CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
@@ -90,11 +91,11 @@ class Timed:
     @classmethod
     def _read(cls, path: Path, graph: ChannelGraph) -> Timed:
         try:
-            written = json.loads(path.read_text("utf-8"))
+            written = json.loads(read_text(path))
             chosen = Chosen(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
             rounds = [{key: one[key] for key in ("plan", "foretold", "measured")} for one in written["rounds"]]
         except (ValueError, LookupError, TypeError):
-            raise RunError(f"{path} is damaged; put the file back, or start over with --force") from None
+            raise RunError(f"{path} is damaged; {REMEDY}") from None
         return cls(from_dict(written, graph, str(path)), chosen, rounds)
 
     def keep_in(self, path: Path) -> None:
