@@ -26,12 +26,11 @@ from sbf_pruner.report.against import Point, against
 from sbf_pruner.report.chart import Scale, Table
 from sbf_pruner.report.comparison import comparison_page
 from sbf_pruner.report.course import course
-from sbf_pruner.report.data import LayerKept, Run, read_run
+from sbf_pruner.report.data import LayerKept, Run, checkpointed_plan, read_run
 from sbf_pruner.report.headline import headline, sentence
 from sbf_pruner.report.kept import kept
 from sbf_pruner.report.network import marked, network
 from sbf_pruner.report.numbers import DASH, MINUS
-from sbf_pruner.report.older import checkpointed_plan
 from sbf_pruner.report.page import FIGURES, SECTIONS, WIDE, run_page, run_parts
 from sbf_pruner.report.refinement import refinement
 from sbf_pruner.report.scores import scores
@@ -73,7 +72,7 @@ def run(folder: Path) -> Run:
 
 
 def copy_of(folder: Path, to: Path, *without: str) -> Path:
-    """A folder as an older version would have left it."""
+    """A copy of a folder that lacks some of its files."""
     shutil.copytree(folder, to)
     for name in without:
         (to / name).unlink()
@@ -143,7 +142,7 @@ def test_a_run_that_has_just_begun(unfinished: Path, tmp_path: Path) -> None:
     assert all(one.after == one.before for one in run.layers)
 
 
-def test_an_older_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path) -> None:
     older = copy_of(folder, tmp_path / "older", "network.json", "scores.jsonl")
     summary = json.loads((older / "summary.json").read_text())
     for key in ("refinement", "skipped"):
@@ -153,9 +152,9 @@ def test_an_older_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path
             del summary[part][key]
     (older / "summary.json").write_text(json.dumps(summary))
     run = read_run(older)
-    assert "did not store the scores" in run.missing["scores"]
-    assert "did not store how blocks refine" in run.missing["refinement"]
-    assert "cannot be built here" in run.missing["network"], "the network is a test's own"
+    assert run.missing["scores"] == "The scores are not stored in this folder."
+    assert run.missing["refinement"] == "How blocks refine is not stored in this folder."
+    assert run.missing["network"] == "The network cannot be drawn: it is not stored."
     page = run_page(run)
     Parsed(page)
     for reason in run.missing.values():
@@ -164,19 +163,12 @@ def test_an_older_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path
     assert "class=kept" in page, "the widths are in the summary"
 
 
-def test_the_network_of_an_older_folder_is_built_anew_and_the_plan_read_from_the_checkpoint(
-    unfinished: Path, tmp_path: Path
-) -> None:
-    older = copy_of(unfinished, tmp_path / "older", "network.json", "scores.jsonl")
-    assert read_run(older).layers == [] and "kept" in read_run(older).missing, "it names no module"
-    text = (older / "recipe.toml").read_text()
-    (older / "recipe.toml").write_text(text.replace("tests:Small", "runs:Small"))
-    rebuilt, stored = read_run(older), read_run(unfinished)
-    assert [box.label for box in rebuilt.boxes] == [box.label for box in stored.boxes]
-    assert rebuilt.layers == stored.layers and rebuilt.skipped == stored.skipped
-    assert any(one.after < one.before for one in rebuilt.layers)
-    (older / "checkpoints/last.safetensors").write_bytes(b"cut short")
-    assert read_run(older).layers == []
+def test_the_plan_is_read_from_the_checkpoint_where_no_scores_tell_it(unfinished: Path, tmp_path: Path) -> None:
+    bare = copy_of(unfinished, tmp_path / "bare", "scores.jsonl")
+    assert read_run(bare).layers == read_run(unfinished).layers
+    assert any(one.after < one.before for one in read_run(bare).layers)
+    (bare / "checkpoints/last.safetensors").write_bytes(b"cut short")
+    assert read_run(bare).layers == [] and "kept" in read_run(bare).missing
 
 
 def test_no_tensor_is_read_for_the_plan_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

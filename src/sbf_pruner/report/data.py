@@ -15,11 +15,10 @@ from typing import Any
 
 from ..drawing.scene import Box, from_json
 from ..errors import RunError
-from ..files import read_lines
+from ..files import from_plain, is_there, read_header, read_lines, read_text
 from ..methods import METHODS, OWN, told
 from ..phases import SCORED, Phase, planned
 from .asked import asked_time
-from .older import checkpointed_plan, inspected
 
 Record = dict[str, Any]
 
@@ -84,11 +83,8 @@ class Run:
         return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
 
 
-def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool = True) -> Run:
-    """Read a run folder; `summary` stands for one that is about to be written.
-
-    Where the network is not stored it is built anew, if `rebuild` is set.
-    """
+def read_run(folder: str | Path, summary: Record | None = None) -> Run:
+    """Read a run folder, without importing anything; `summary` stands for one that is about to be written."""
     path = Path(folder)
     recipe = _recipe(path)
     run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, planned(recipe))
@@ -97,7 +93,7 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
     run.control = [r for r in records if r["phase"] == "control"]
     run.scores = read_lines(path / "scores.jsonl")
     run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
-    network = _object(path / "network.json", "environment") or (_without_network(path, recipe) if rebuild else {})
+    network = _object(path / "network.json", "environment") or {}
     run.environment = (run.summary or network).get("environment", {})
     facts: Record = network.get("facts", {})
     if facts:
@@ -105,7 +101,7 @@ def read_run(folder: str | Path, summary: Record | None = None, *, rebuild: bool
         run.skipped = {fact["name"]: fact["reason"] for fact in facts["skipped"]}
         run.followers = {fact["name"]: fact["follows"] for fact in facts["followers"]}
     else:
-        run.missing["network"] = f"The network cannot be drawn: {network.get('undrawn', 'it is not stored yet')}."
+        run.missing["network"] = f"The network cannot be drawn: {network.get('undrawn', 'it is not stored')}."
         run.skipped = (run.summary or {}).get("skipped", {})
     run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
     run.refinement, run.unmeasured = _refinement(run)
@@ -134,23 +130,15 @@ def _recipe(path: Path) -> Record:
 
 
 def _object(path: Path, *keys: str) -> Record | None:
-    if not path.is_file():
+    if not is_there(path):
         return None
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_text(path))
     except ValueError:
         found = None
     if not isinstance(found, dict) or not set(keys) <= set(found):
         raise RunError(f"{path} is damaged; remove it (--resume writes it anew where the run has not ended)")
     return found
-
-
-def _without_network(path: Path, recipe: Record) -> Record:
-    """Folders of older versions hold no network: it is built anew, if that can be done here."""
-    try:
-        return inspected(recipe)
-    except Exception as error:  # a network of the user's own may fail to build in any way
-        return {"undrawn": f"it is not stored in {path.name} and cannot be built here ({error})"}
 
 
 def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
@@ -163,12 +151,22 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
         before = {name: fact["filters"] for name, fact in facts.items()}
         held = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
         if held is None and last is not None and last["filters"] < last["filters_total"]:
-            held = checkpointed_plan(run.folder)
+            held = checkpointed_plan(run.folder)  # methods other than learned scores write nothing else down
             if held is None:
                 return []
         after = {name: (held or before).get(name, width) for name, width in before.items()}
     shares = {name: fact["macs_share"] for name, fact in facts.items()}
     return [LayerKept(name, before[name], after[name], shares.get(name)) for name in before]
+
+
+def checkpointed_plan(folder: Path) -> dict[str, int] | None:
+    """The filters each layer keeps in the last checkpoint; None where there is no checkpoint to read."""
+    try:  # the header alone: a page that is open asks after every epoch, and tensors may be many
+        header = read_header(folder / "checkpoints" / "last.safetensors", "")
+        plan = from_plain(header["state"], lambda name: None)["networks"]["plan"]
+        return {name: len(kept) for name, kept in plan.items()}
+    except (RunError, LookupError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
@@ -181,11 +179,12 @@ def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
 
 def _explain_missing(run: Run) -> None:
     scored = any(record["phase"] in SCORED for record in run.records)
-    older = "The run was made by an older version, which did not store "
     if not run.layers:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
     if not run.scores:
-        run.missing["scores"] = f"{older}the scores." if scored else "No epoch of scores has been run yet."
+        run.missing["scores"] = (
+            "The scores are not stored in this folder." if scored else "No epoch of scores has been run yet."
+        )
     if run.method is not None:
         run.missing["scores"] = f"No scores are learned: filters are chosen by {told(run.method)}."
     if not run.refinement:
@@ -194,7 +193,7 @@ def _explain_missing(run: Run) -> None:
         elif any("kept" in line for line in run.scores):
             said = "No residual block was measured: none has a branch that ends in a prunable layer."
         elif scored and not run.scores:
-            said = f"{older}how blocks refine."
+            said = "How blocks refine is not stored in this folder."
         elif run.method is not None:
             said = "How blocks refine is measured whenever a phase of scores ends, and this run has none."
         else:

@@ -111,7 +111,7 @@ class _View:
         try:
             if not began:
                 raise RunError("The run is about to begin.")
-            run = read_run(self.folder, rebuild=False)
+            run = read_run(self.folder)
             self.drawn, self.finished = run_parts(run), run.finished
             self.title = page_title(run)
             self.stamp = stamp
