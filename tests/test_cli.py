@@ -367,7 +367,7 @@ def test_a_bad_run_is_one_sentence_and_2(case: str, here: Path, capsys: pytest.C
 def test_a_run_knows_the_recipe_it_goes_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml", "--quiet", "--set", "seed=3", "--run", "mine"]) == 0
     first = (here / "mine" / "summary.json").read_bytes()
-    assert main(["run", "--quiet", "--run", "mine", "--resume"]) == 0
+    assert main(["run", "--quiet", "--run", "mine", "--resume", "--trust"]) == 0
     assert (here / "mine" / "summary.json").read_bytes() == first
     assert main(["run", "--quiet", "--run", "nothing", "--resume"]) == 2
     assert "there is no run to resume in nothing; name a recipe to begin one" in capsys.readouterr().err
@@ -561,7 +561,7 @@ def test_bench_times_the_networks_of_a_run(
     assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
     capsys.readouterr()
     words = ["bench", "done", "--runtimes", "eager", "--batch", "1,2", "--pairs", "2", "--threads", "1", "--save"]
-    assert main(words) == 0
+    assert main([*words, "--trust"]) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0].split()[0] == "runtime" and [line.split()[:2] for line in lines[1:3]] == [
@@ -715,13 +715,13 @@ def test_frontier_prints_draws_and_writes_only_what_was_asked(
     assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
     capsys.readouterr()
     before = listing(here)
-    assert main(["frontier", "done", "--at", "0.7,0.4"]) == 0
+    assert main(["frontier", "done", "--at", "0.7,0.4", "--trust"]) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0].startswith("target, MACs") and [line.split()[0] for line in lines[2:4]] == ["70", "40"]
     assert said.err.startswith("sbf: reading the run\nsbf: judging all filters\nsbf: judging 70.0%\n")
     assert listing(here) == before
-    words = ["frontier", "done", "--at", "0.7,0.4", "--of", "params", "--batches", "1", "--quiet"]
+    words = ["frontier", "done", "--at", "0.7,0.4", "--of", "params", "--batches", "1", "--quiet", "--trust"]
     assert main([*words, "--json", "f.json", "--draw", "f.svg"]) == 0
     assert capsys.readouterr().err == "sbf: wrote f.svg\nsbf: wrote f.json\n"
     assert listing(here) == before | {"f.json", "f.svg"}
@@ -776,6 +776,7 @@ def test_export_writes_a_folder_that_loads_without_the_code(here: Path, capsys: 
     assert main(["run", "tiny.toml", "--quiet"]) == 0
     capsys.readouterr()
     words = ["export", "runs/tiny-seed0", "--formats", "pt2,safetensors", "--batch", "2", "--threads", "1"]
+    words.append("--trust")
     assert main(words) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[0].split() == ["file", "bytes"]

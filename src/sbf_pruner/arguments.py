@@ -37,6 +37,7 @@ def _add_run(commands: _Commands) -> None:
     run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
+    _add_trust(run, "with --resume and no recipe: import")
     run.add_argument(
         "--dense-from",
         metavar="RUN",
@@ -117,6 +118,7 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument("--pairs", type=int, metavar="N", help="timed pairs (as many as fit into 20 s, 10 to 100)")
     bench.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (as torch chooses)")
     _add_json(bench)
+    _add_trust(bench)
     bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
     bench.add_argument("--quiet", action="store_true", help="print the result only")
 
@@ -166,6 +168,7 @@ def _add_export(commands: _Commands) -> None:
     export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
     export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
     export.add_argument("--force", action="store_true", help="replace an export that is there")
+    _add_trust(export)
     export.add_argument("--json", action="store_true", help="print the manifest as JSON")
     export.add_argument("--quiet", action="store_true", help="print the result only")
 
@@ -189,6 +192,7 @@ def _add_frontier(commands: _Commands) -> None:
     )
     frontier.add_argument("--batch", type=int, metavar="N", help="samples in a pass of that clock (64)")
     frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    _add_trust(frontier)
     _add_json(frontier)
     frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
     frontier.add_argument("--quiet", action="store_true", help="print the result only")
@@ -217,6 +221,12 @@ def _add_data(commands: _Commands) -> None:
 def _add_network(parser: argparse.ArgumentParser, input_help: str, option_help: str) -> None:
     parser.add_argument("--input", action="append", default=[], metavar="C,H,W", help=input_help)
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option_help)
+
+
+def _add_trust(parser: argparse.ArgumentParser, imports: str = "import") -> None:
+    parser.add_argument(
+        "--trust", action="store_true", help=f"{imports} package.module:callable where the run's recipe names it"
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

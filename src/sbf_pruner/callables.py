@@ -1,8 +1,4 @@
-"""What a user names as "package.module:callable": found, and called with what it asks for.
-
-A name enters; what it stands for leaves, or one sentence that says which part of the name leads nowhere.  Modules
-in the current folder are found as installed ones are.
-"""
+"""Callables named as "package.module:callable": the decision whether one may be imported, and how it is called."""
 
 from __future__ import annotations
 
@@ -11,37 +7,96 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from .errors import PruningError, nearest
+from .errors import PruningError, RunError, nearest
 
 
-def find_callable(name: str) -> Any:
-    """What "package.module:attribute" stands for."""
-    module, _, inner = name.partition(":")
-    if not module or not inner:
-        raise PruningError(f"{name!r} is half a name; write package.module:callable")
-    with _current_directory_importable():
-        try:
-            target: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is not None and module != error.name and not module.startswith(f"{error.name}."):
-                raise PruningError(f"{name}: {module} imports {error.name!r}, which is not installed") from error
-            hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
-            raise PruningError(
-                f"{name}: no module named {error.name!r} here or among the installed{hint}"
-            ) from error
-        except Exception as error:
-            raise PruningError(f"{name}: importing {module} failed with {said(error)}") from error
-    for part in inner.split("."):
-        if not hasattr(target, part):
-            public = (
-                [word for word in vars(target) if not word.startswith("_")] if hasattr(target, "__dict__") else []
+@dataclass(frozen=True)
+class Origin:
+    """Where a name was read, which decides whether the code it stands for may be imported.
+
+    A recipe that the user names is code, like a script.  A recipe in the folder of a run is data: what it names is
+    imported only if the user says so (`--trust`).
+    """
+
+    trusted: bool = False
+    runs: tuple[Path, ...] = ()
+    """folders of runs, which nothing is imported from, trusted or not"""
+    otherwise: str = ""
+    """ends the message that refuses a name"""
+
+    def check(self, key: str, value: Any, what: str) -> None:
+        """Raise a RunError unless the origin is trusted; `what` says what the value of `key` would cause."""
+        if not self.trusted:
+            raise RunError(
+                f"{key} = {value!r} {what} only for a recipe that you trust; add --trust (trust=True) if you trust "
+                f"this one{self.otherwise}"
             )
-            raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
-        target = getattr(target, part)
-    return target
+
+    def find(self, key: str, name: str) -> Any:
+        """Import what "package.module:attribute" stands for; modules in the current directory are found too."""
+        module, _, inner = name.partition(":")
+        if not module or not inner:
+            raise PruningError(f"{name!r} is half a name; write package.module:callable")
+        self.check(key, name, "names code, which is imported")
+        with _current_directory_importable():
+            try:
+                target: Any = self.import_module(module)
+            except ModuleNotFoundError as error:
+                other = error.name
+                if other is not None and module != other and not module.startswith(f"{other}."):
+                    raise PruningError(f"{name}: {module} imports {other!r}, which is not installed") from error
+                hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
+                where = f"no module named {other!r} here or among the installed"
+                raise PruningError(f"{name}: {where}{hint}") from error
+            except Exception as error:
+                raise PruningError(f"{name}: importing {module} failed with {said(error)}") from error
+        for part in inner.split("."):
+            if not hasattr(target, part):
+                public = [word for word in getattr(target, "__dict__", ()) if not word.startswith("_")]
+                raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
+            target = getattr(target, part)
+        return target
+
+    def import_module(self, name: str) -> ModuleType:
+        """Import a module by its name, which fails if it or one that it imports lies in the folder of a run."""
+        guard = _Guard(self.runs)
+        sys.meta_path.insert(0, guard)
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.meta_path.remove(guard)
+
+
+NAMED = Origin(trusted=True)
+"""of a name that the user gave on the command line or in Python"""
+UNTRUSTED = Origin()
+"""of a name that was read from any other file"""
+
+
+class _Guard:
+    """A finder that refuses modules inside some folders and leaves all others to the finders after it."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = {place for folder in folders for place in (folder.absolute(), folder.resolve())}
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        found = PathFinder.find_spec(name, path) if self._folders else None
+        places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+        for place in places:
+            if place and self._folders & {up for at in _spellings(place) for up in (at, *at.parents)}:
+                raise ImportError(f"{place} lies in the folder of a run, from which nothing is imported", name=name)
+        return None
+
+
+def _spellings(place: str) -> tuple[Path, Path]:
+    return Path(place).absolute(), Path(place).resolve()
 
 
 def wanted(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:

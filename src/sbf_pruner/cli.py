@@ -60,7 +60,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    recipe = _recipe(arguments)  # before anything is imported that takes its time
+    recipe, named = _recipe(arguments)  # before anything is imported that takes its time
 
     from .terminal.lines import exit_code, summary_lines
     from .terminal.progress import progress, watched
@@ -72,7 +72,9 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     folder = RunFolder.of(recipe, arguments.run)
     if is_first():
         folder.check(recipe, resume=arguments.resume, force=arguments.force)
-    model = build_dense(recipe)
+    others = [Path(arguments.dense_from)] if arguments.dense_from else []
+    trust = named or arguments.trust
+    model = build_dense(recipe, folder.origin(*others, trust=trust, resume=arguments.resume))
     try:
         with (
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
@@ -91,6 +93,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 resume=arguments.resume,
                 force=arguments.force,
                 dense_from=arguments.dense_from,
+                trust=trust,
                 report=reports,
             )
     except KeyboardInterrupt:
@@ -110,24 +113,26 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return exit_code(result.summary)
 
 
-def _recipe(arguments: argparse.Namespace) -> Recipe:
-    """The recipe that a run is asked for, with all that was said beside it."""
+def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
+    """The recipe that a run is asked for, with all that was said beside it, and whether the user named it."""
     from .training.recipe import load_recipe
 
     if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
         arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
-    if arguments.recipe is None and arguments.resume:
+    named = not (arguments.recipe is None and arguments.resume)
+    if not named:
         if not arguments.run:
             raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
-        arguments.recipe = os.path.join(arguments.run, "recipe.toml")  # a run knows its own recipe
-        if not os.path.isfile(arguments.recipe):
-            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
         from .training.folder import RunFolder
 
-        RunFolder(Path(arguments.run)).read_recipe()  # what is wrong with it is told with what to do
+        folder = RunFolder(Path(arguments.run))
+        if not folder.begun:
+            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
+        folder.read_recipe()  # what is wrong with it is told with what to do
+        arguments.recipe = folder.recipe
     overrides = changes(arguments.target, arguments.set)
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    return load_recipe(known_recipe(arguments.recipe), overrides)
+    return load_recipe(known_recipe(arguments.recipe), overrides), named
 
 
 def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -243,7 +248,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             arguments.subject, shapes or [shape(usual_input(arguments.subject))], options, arguments.plan
         )
     else:
-        subject = Subject.of_run(arguments.subject)
+        subject = Subject.of_run(arguments.subject, trust=arguments.trust)
     kept = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
     result = bench(subject, settings, teller(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
@@ -280,7 +285,7 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
     clock = {"runtime": arguments.runtime, "batch": arguments.batch}
-    request = Request(arguments.of, at, arguments.batches, arguments.device, **clock)
+    request = Request(arguments.of, at, arguments.batches, arguments.device, **clock, trust=arguments.trust)
     result = frontier(arguments.run, request, teller(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
     _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
@@ -300,6 +305,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         batch=arguments.batch,
         threads=arguments.threads,
         force=arguments.force,
+        trust=arguments.trust,
     )
     manifest = export_run(arguments.run, arguments.to, request, teller(quiet=arguments.quiet))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))

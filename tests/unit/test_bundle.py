@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,7 +39,8 @@ channels = 3
 samples = 64
 """
 IMAGES = torch.rand(5, 3, 8, 8)
-QUICK = Request(seconds=0.1, batch=2, threads=1)
+asked = partial(Request, trust=True)  # the recipe names a network of the tests
+QUICK = asked(seconds=0.1, batch=2, threads=1)
 
 
 def dense():
@@ -178,20 +180,20 @@ def test_an_export_is_replaced_only_when_asked_and_other_folders_never(finished,
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for force in (False, True):
         with pytest.raises(RunError, match="holds files but no export; name another folder"):
-            export_run(finished, tmp_path / "mine", Request(force=force))
+            export_run(finished, tmp_path / "mine", asked(force=force))
     with pytest.raises(RunError, match="is the run itself"):
-        export_run(finished, finished)
+        export_run(finished, finished, QUICK)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file; name a folder"):
-        export_run(finished, tmp_path / "file")
+        export_run(finished, tmp_path / "file", QUICK)
 
 
 def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "choose", lambda *given, **named: pytest.fail("nothing is to be timed"))
-    manifest = export_run(finished, tmp_path / "out", Request(formats=("safetensors",)))
+    manifest = export_run(finished, tmp_path / "out", asked(formats=("safetensors",)))
     assert set(manifest["files"]) == {"model.safetensors", "plan.json", "recipe.toml", "README.md"}
     assert manifest["folder"] == str(tmp_path / "out")
-    again = export_run(finished, tmp_path / "out", Request(formats=("safetensors",), force=True))
+    again = export_run(finished, tmp_path / "out", asked(formats=("safetensors",), force=True))
     assert again["files"] == manifest["files"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -199,7 +201,7 @@ def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, mon
 def test_the_folder_one_is_in_is_not_replaced(finished, tmp_path, monkeypatch):
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "below")
-    weights = Request(formats=("safetensors",))
+    weights = asked(formats=("safetensors",))
     for to in (".", "..", tmp_path / "here", "../below", ""):
         with pytest.raises(RunError, match=r"is or holds the folder you are in, .*; name another one, .* \(--to\)"):
             export_run(finished, to, weights)
@@ -214,7 +216,7 @@ def test_the_folder_one_is_in_is_not_replaced(finished, tmp_path, monkeypatch):
 def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_path, monkeypatch):
     (tmp_path / ".out.0123.partial").mkdir()  # of a process that was killed long ago
     os.utime(tmp_path / ".out.0123.partial", (0, 0))
-    weights, real = Request(formats=("safetensors",)), bundle.card
+    weights, real = asked(formats=("safetensors",)), bundle.card
 
     def meanwhile(*given):
         monkeypatch.setattr(bundle, "card", real)
@@ -229,7 +231,7 @@ def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_p
 
 def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(logging.root.manager, "disable", logging.DEBUG)  # by the user, say
-    manifest = export_run(finished, tmp_path / "out", Request(formats=("int8",), seconds=0.1, batch=2, threads=1))
+    manifest = export_run(finished, tmp_path / "out", asked(formats=("int8",), seconds=0.1, batch=2, threads=1))
     assert logging.root.manager.disable == logging.DEBUG, "the quantiser alone was silenced"
     assert set(manifest["files"]) == {"network-int8.onnx", "recipe.toml", "README.md"}
     facts = manifest["int8"]
@@ -247,7 +249,7 @@ def test_where_bytes_count_the_smallest_form_is_written_and_nothing_timed(
     finished, exported, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(choosing, "fastest", lambda *given: pytest.fail("nothing is to be timed"))
-    manifest = export_run(finished, tmp_path / "out", Request(formats=("onnx",), target="size"))
+    manifest = export_run(finished, tmp_path / "out", asked(formats=("onnx",), target="size"))
     assert manifest["chosen"]["form"]["branches"] == "gather" and manifest["chosen"]["milliseconds"] == {}
     padded = Deployable(sbf.load(finished, dense).eval(), IMAGES[:1]).form(Form("zeros", 4, shortcuts=True))
     assert manifest["chosen"]["params"] < sum(p.numel() for p in padded.parameters())
@@ -267,7 +269,7 @@ def test_whoever_gets_the_network_learns_what_its_outputs_are_called(finished, t
     own = Path(shutil.copytree(finished, tmp_path / "own", ignore=shutil.ignore_patterns("export")))
     text = (own / "recipe.toml").read_text().replace('name = "synthetic"', 'name = "folder"')
     (own / "recipe.toml").write_text(text.replace('path = ""', f'path = "{tmp_path / "pictures"}"'))
-    manifest = export_run(own, request=Request(formats=("safetensors",)))
+    manifest = export_run(own, request=asked(formats=("safetensors",)))
     assert manifest["classes"] == ["ant", "bee", "cow", "dog"]
     card = (own / "export" / "README.md").read_text()
     assert "Outputs: one number per class, in this order: ant, bee, cow, dog." in card
@@ -278,7 +280,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_export_whole(finished, copy
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
     monkeypatch.setattr(bundle, "card", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        export_run(finished, copy, Request(formats=("safetensors",), force=True))
+        export_run(finished, copy, asked(formats=("safetensors",), force=True))
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
     assert [path.name for path in copy.parent.iterdir()] == [copy.name]
 
@@ -286,7 +288,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_export_whole(finished, copy
 def test_a_file_that_gives_something_else_is_not_exported(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "TOLERANCE", 1e-12)
     with pytest.raises(PruningError, match=r"network\.pt2 gives outputs that are .* and nothing was exported"):
-        export_run(finished, tmp_path / "out", Request(formats=("pt2",), seconds=0.1, batch=2))
+        export_run(finished, tmp_path / "out", asked(formats=("pt2",), seconds=0.1, batch=2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,14 +304,14 @@ def test_runs_that_cannot_be_exported_are_named(finished, tmp_path):
     text = (away / "recipe.toml").read_text().replace('name = "synthetic"', 'name = "npz"')
     (away / "recipe.toml").write_text(text.replace('path = ""', 'path = "nowhere.npz"'))
     with pytest.raises(DataError, match=r"nowhere\.npz"):
-        export_run(away, request=Request(formats=("int8",)))
+        export_run(away, request=asked(formats=("int8",)))
     # A run of today tells of its data in its summary; without that, and without the data, the card does without.
-    export_run(away, request=Request(formats=("safetensors",)))
+    export_run(away, request=asked(formats=("safetensors",)))
     assert "scaled as in training" in (away / "export" / "README.md").read_text()
     summary = json.loads((away / "summary.json").read_text())
     summary["data"] = {"mean": [0.25], "std": [0.5], "classes": ["ant", "bee", "cow", "doe"]}
     (away / "summary.json").write_text(json.dumps(summary))
-    export_run(away, request=Request(formats=("safetensors",), force=True))
+    export_run(away, request=asked(formats=("safetensors",), force=True))
     card = (away / "export" / "README.md").read_text()
     assert "less the mean (0.2500), over the deviation (0.5000)" in card and "ant, bee, cow, doe" in card
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,6 +36,7 @@ MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 DATA = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 64, "batch_size": 16}
 IMAGE = torch.zeros(1, 1, 8, 8)
 CYCLES_END = 8
+trusting = partial(Request, trust=True)  # the recipe names a network of the tests
 SIZES = ("0.8", "0.5", "30%")
 
 
@@ -54,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> dict[str, Any]:
-    return frontier(folder, Request(at=SIZES))
+    return frontier(folder, trusting(at=SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_streams_of_devices_that_are_not_used_are_left_alone(folder: Path, monke
 
     monkeypatch.setattr(torch.random, "fork_rng", noted)
     before = torch.get_rng_state()
-    frontier(folder, Request(at=("0.5",), device="cpu"))
+    frontier(folder, trusting(at=("0.5",), device="cpu"))
     assert seen and all(devices == [] for devices in seen), "none named means every GPU there is"
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -112,7 +114,7 @@ def test_a_point_by_hand(folder: Path, result: dict[str, Any]) -> None:
     scores = {name: np.asarray(held) for name, held in state["scores"].items()}
     masks = Aim(graph, Budget(macs=0.5)).choose(scores).masks
     small = extract(dense, IMAGE, Plan.from_masks(masks), graph)
-    scored = read_scored(folder)
+    scored = read_scored(folder, trust=True)
     norms = [m for m in small.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     for norm in norms:
         norm.reset_running_stats()
@@ -131,14 +133,14 @@ def test_a_point_by_hand(folder: Path, result: dict[str, Any]) -> None:
 
 def test_numbers_and_parts_are_the_same_sizes(folder: Path, result: dict[str, Any]) -> None:
     macs = result["dense"]["macs"] // 2
-    point = frontier(folder, Request(at=(f"{macs}",)))["points"][0]
+    point = frontier(folder, trusting(at=(f"{macs}",)))["points"][0]
     assert point.pop("asked") == macs
     assert {**point, "asked": 0.5} == result["points"][1]
 
 
 @pytest.mark.parametrize("of", ["params", "size"])
 def test_other_resources(of: str, folder: Path) -> None:
-    found = frontier(folder, Request(of, ("1", "0.6")))
+    found = frontier(folder, trusting(of, ("1", "0.6")))
     whole, point = found["points"]
     assert whole["left"] == {"macs": 1.0, "params": 1.0, "size": 1.0} and whole["filters"] == 40
     assert 0.45 < point["left"][of] <= 0.6
@@ -146,24 +148,24 @@ def test_other_resources(of: str, folder: Path) -> None:
 
 def test_what_cannot_be_reached_is_listed_with_the_smallest_there_is(folder: Path) -> None:
     for of in ("macs", "size"):
-        found = frontier(folder, Request(of, ("0.5", "0.001")))
+        found = frontier(folder, trusting(of, ("0.5", "0.001")))
         assert [point["reached"] for point in found["points"]] == [True, False]
         smallest = found["smallest"]
         assert 0.001 < smallest["left"][of] < 0.5 and 0 < smallest["filters"] < 10
         lines = frontier_lines(found)
         assert any(line.split() == ["0.1", "%", *"------", "cannot", "be", "reached"] for line in lines)
         assert any(line.startswith("the smallest there is") for line in lines)
-    assert frontier(folder, Request(at=("0.001",)))["said"] == "None of these sizes can be reached."
+    assert frontier(folder, trusting(at=("0.001",)))["said"] == "None of these sizes can be reached."
 
 
 def test_guards_hold_here_too(tmp_path: Path) -> None:
     short = {"warmup": 1, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}
     guards = {"round_to": 4, "ignore": ["stem"], "couple": ["blocks.*.conv1"]}
     small_run(tmp_path / "run", model=MODEL, guards=guards, phases=short, dense_control=False)
-    scored = read_scored(tmp_path / "run")
+    scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
     assert aim.guards.groups == (("blocks.0.conv1", "blocks.1.conv1"),) and "stem" not in scored.scores
-    found = frontier(tmp_path / "run", Request(at=("0.6",)))
+    found = frontier(tmp_path / "run", trusting(at=("0.6",)))
     (point,) = found["points"]
     assert point["reached"] and point["filters"] % 4 == 0 and found["dense"]["filters"] == 32
 
@@ -181,7 +183,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -> None:
-    found = frontier(timed, Request("latency", ("0.8", "50%", "1%")))
+    found = frontier(timed, trusting("latency", ("0.8", "50%", "1%")))
     state = load_checkpoint(timed / "checkpoints", SCORED)
     graph = trace(Small(), IMAGE)
     clock = read_model(timed / "latency.json", graph)
@@ -202,11 +204,11 @@ def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -
     assert found["own"]["left"]["latency"] == pytest.approx(summary["latency"]["foretold"])
     assert found["clock"]["runtime"] == "torch" and found["clock"]["measured"] is None
     seconds = f"{0.8 * clock.dense_seconds:.9f}s"
-    assert frontier(timed, Request("latency", (seconds,)))["points"][0]["filters"] == found["points"][0]["filters"]
+    assert frontier(timed, trusting("latency", (seconds,)))["points"][0]["filters"] == found["points"][0]["filters"]
 
 
 def test_times_as_text_and_drawn(timed: Path) -> None:
-    found = frontier(timed, Request("latency", ("0.8", "0.01")))
+    found = frontier(timed, trusting("latency", ("0.8", "0.01")))
     lines = frontier_lines(found)
     assert lines[0].startswith("target, time") and "time, foretold" in lines[0]
     assert any(line.split() == ["1", "%", *"--------", "cannot", "be", "reached"] for line in lines)
@@ -227,7 +229,7 @@ def test_times_as_text_and_drawn(timed: Path) -> None:
     assert "took 71.0 % of the dense one&#x27;s time" in page and "accuracy against time" in page
     assert "the time foretold (torch, batch 1)</text>" in draw_frontier(found, ".svg")
     # Of sizes, the time is told beside them.
-    sizes = frontier(timed, Request(at=("0.5",)))
+    sizes = frontier(timed, trusting(at=("0.5",)))
     assert sizes["points"][0]["left"]["latency"] < 1 and "multiply-accumulates" in draw_frontier(sizes, ".svg")
 
 
@@ -235,7 +237,7 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
     with pytest.raises(
         RunError, match="has no clock, because it was asked for no time; have one measured here with"
     ):
-        frontier(folder, Request("latency", ("0.5",)))
+        frontier(folder, trusting("latency", ("0.5",)))
     asked = []
 
     def measured(network, images, graph, conditions, *, ignore, report):  # type: ignore[no-untyped-def]
@@ -243,9 +245,9 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
         return clock_of(graph)
 
     monkeypatch.setattr("sbf_pruner.frontier.sweep.clock_here", measured)
-    (point,) = frontier(folder, Request("latency", ("0.6",), runtime="torch", batch=4))["points"]
+    (point,) = frontier(folder, trusting("latency", ("0.6",), runtime="torch", batch=4))["points"]
     assert asked == [("torch", 4, True, ())] and 0.5 < point["left"]["latency"] <= 0.6
-    frontier(folder, Request("latency", ("0.6",), batch=4))
+    frontier(folder, trusting("latency", ("0.6",), batch=4))
     assert asked[-1][0] == "onnxruntime"
 
 
@@ -255,7 +257,7 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
 def test_the_run_is_left_as_it_was(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     seed = torch.random.get_rng_state()
-    frontier(folder, Request(at=("0.5",), batches=1))
+    frontier(folder, trusting(at=("0.5",), batches=1))
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert torch.equal(seed, torch.random.get_rng_state())
 
@@ -264,7 +266,7 @@ def test_a_run_in_its_fine_tuning_gives_the_same_points(tmp_path: Path, result: 
     for place in ("small", "gated"):
         with pytest.raises(Killed):
             small_run(tmp_path / place, killed_in_finetuning, model=MODEL, finetune_on=place)
-        found = frontier(tmp_path / place, Request(at=SIZES))
+        found = frontier(tmp_path / place, trusting(at=SIZES))
         assert found["points"] == result["points"] and not found["finished"]
         assert found["own"] == {**result["own"], "finetuned_accuracy": None}
         assert found["dense"] == {**result["dense"], "control_accuracy": None}
@@ -274,7 +276,7 @@ def test_held_out_images_are_preferred_to_the_test(tmp_path: Path) -> None:
     assert DataConfig(**DATA).validation == 0
     short = {"warmup": 1, "cycles": 1, "score": 1, "weights": 0, "finetune": 1}
     run = small_run(tmp_path / "run", model=MODEL, data={**DATA, "validation": 0.25}, phases=short)
-    found = frontier(run.folder, Request(at=("0.5",)))
+    found = frontier(run.folder, trusting(at=("0.5",)))
     assert found["judged_on"] == "validation" and found["judged_images"] == 16
     assert found["own"]["finetuned_accuracy"] == run.summary["pruned"]["validation_accuracy"]
     assert "accuracy on 16 validation images" in "\n".join(frontier_lines(found))
@@ -289,13 +291,13 @@ def test_another_network_under_the_same_name(folder: Path, tmp_path: Path, monke
 
     monkeypatch.setattr("runs.Small", Wider)
     with pytest.raises(RunError, match="the network that the recipe builds is no longer that of the run in"):
-        frontier(folder, Request(at=("0.5",)))
+        frontier(folder, trusting(at=("0.5",)))
     monkeypatch.undo()
     copied = tmp_path / "run"
     shutil.copytree(folder, copied)
     (copied / "checkpoints" / SCORED).write_bytes(b"cut short")
     with pytest.raises(RunError, match=r"scored.safetensors is damaged or cut short"):
-        frontier(copied, Request(at=("0.5",)))
+        frontier(copied, trusting(at=("0.5",)))
 
 
 def test_what_is_asked_for_is_checked_first() -> None:

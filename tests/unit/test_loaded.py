@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from runs import Small, small_recipe
+from sbf_pruner.callables import NAMED
 from sbf_pruner.errors import DataError, RecipeError, RunError
 from sbf_pruner.team import Team
 from sbf_pruner.training import feed, sources
@@ -270,7 +271,7 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
     (tmp_path / "makes_data.py").write_text(OWN_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "makes_data", raising=False)
-    data = load_data(DataConfig("makes_data:datasets", "somewhere"), CLASSES, seed=0)
+    data = load_data(DataConfig("makes_data:datasets", "somewhere"), CLASSES, 0, NAMED)
     assert len(data.train) == len(data.validation) == len(data.test) == 32 and data.mean == ()
     batches = batches_of(data.test, 8, data, workers=0)
     assert torch.equal(joined(batches, 0)[0][:, 0, 0, 0], torch.arange(32) % 4 / 4)  # type: ignore[arg-type]
@@ -283,9 +284,9 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
         "makes_data:": r"half a name; write package.module:callable",
     }.items():
         with pytest.raises(DataError, match=said):
-            load_data(DataConfig(name), CLASSES, seed=0)
+            load_data(DataConfig(name), CLASSES, 0, NAMED)
     with pytest.raises(DataError, match=r"^data.image_size: makes_data:datasets has no use for it"):
-        load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, seed=0)
+        load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, 0, NAMED)
 
 
 # --- messages

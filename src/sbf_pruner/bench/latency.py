@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..budget.guards import Guards
 from ..budget.targets import Budget
+from ..callables import NAMED
 from ..errors import PruningError, nearest
 from ..latency.model import LatencyModel
 from ..latency.ways import choose_way
@@ -59,8 +60,8 @@ def known_by(
         if shapes or options:
             raise PruningError("--input and --option belong to a model; a recipe knows its own")
         recipe = load_recipe(subject)
-        data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-        return build_dense(recipe).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
+        data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, NAMED)
+        return build_dense(recipe, NAMED).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
     torch.manual_seed(0)
     given = shapes or [usual]
     network = resolve(subject, **{"in_channels": given[0][0], **options}).eval()

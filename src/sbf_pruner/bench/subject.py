@@ -38,9 +38,9 @@ class Subject:
         return cls(name, dense.eval(), compact.eval(), made_up_inputs(compact.sbf_inputs, 1))
 
     @classmethod
-    def of_run(cls, path: str | Path) -> Subject:
-        """The networks of a finished run."""
-        run = read_run(path, otherwise=", or a model with --plan")
+    def of_run(cls, path: str | Path, *, trust: bool = False) -> Subject:
+        """The networks of a finished run; code that its recipe names is imported only with `trust`."""
+        run = read_run(path, ", or a model with --plan", trust=trust)
         return cls.of(str(path), run.build(), run.small)
 
     @classmethod

@@ -58,6 +58,8 @@ class Request:
     seconds: float = SECONDS
     """about how long forms are timed"""
     force: bool = False
+    trust: bool = False
+    """import the code that the run's recipe names"""
 
     def __post_init__(self) -> None:
         for name in self.formats:
@@ -89,7 +91,7 @@ def export_run(
     request = request or Request()
     if request.onnx or request.target == "onnxruntime":
         require()
-    finished = read_run(path)
+    finished = read_run(path, trust=request.trust)
     folder = Path(to) if to is not None else finished.path / EXPORT
     place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     _check_place(folder, finished.path, request.force)
@@ -139,7 +141,7 @@ class _Export:
         self.told: dict[str, Any] = finished.summary.get("data", {})
         if "int8" in request.formats or not self.told:  # a run of an older version does not tell of its data
             try:  # first: data that is not there is said before anything is timed
-                self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
+                self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, finished.origin)
                 self.told = self.data.told()
             except DataError as error:
                 if "int8" in request.formats:

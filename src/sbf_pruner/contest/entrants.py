@@ -7,12 +7,13 @@ before the first one starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..callables import Origin
 from ..errors import PruningError, RunError
 from ..graph.build import trace
 from ..methods import OWN
@@ -42,17 +43,22 @@ class Entrant:
     def method(self) -> str:
         return self.recipe.method
 
+    @property
+    def origin(self) -> Origin:
+        """That of its recipe: the user named it, and it is used in the folder of all runs."""
+        return Origin(True, (self.folder.path.parent,))
+
     def run(self, report: Report | None = None) -> Result:
         """Run it, or what is left of it."""
-        with _no_force(self.folder):
-            return fit(
-                build_dense(self.recipe),
-                self.recipe,
-                run=self.folder.path,
-                resume=self.folder.begun,
-                dense_from=self.dense_from,
-                report=report,
-            )
+        return fit(
+            build_dense(self.recipe, self.origin),
+            self.recipe,
+            run=self.folder.path,
+            resume=self.folder.begun,
+            dense_from=self.dense_from,
+            trust=True,
+            report=report,
+        )
 
 
 def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
@@ -85,8 +91,7 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
             control = recipe.dense_control and method == first
             own = _own(recipe, method, seed, control)
             folder = folders[method]
-            with _no_force(folder):
-                folder.check(own, resume=folder.begun, force=False)
+            folder.check(own, resume=folder.begun, force=False)
             shared = elder.path if recipe.phases.warmup and method != first else None
             entrants.append(Entrant(own, folder, shared))
     return entrants
@@ -122,8 +127,9 @@ def check_methods(entrants: Sequence[Entrant]) -> None:
     if not names:
         return
     recipe = entrants[0].recipe
-    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-    model = build_dense(recipe)
+    origin = entrants[0].origin
+    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
+    model = build_dense(recipe, origin)
     images = shown(Feed(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.guards.ignore)
@@ -141,14 +147,3 @@ def _leads(folder: RunFolder, control: bool) -> bool:
         return folder.read_recipe().dense_control == control
     except RunError:  # which is said when the folder is looked at more closely
         return False
-
-
-@contextmanager
-def _no_force(folder: RunFolder) -> Iterator[None]:
-    """What is wrong with a folder is told with a remedy that a comparison has."""
-    try:
-        yield
-    except RunError as error:
-        if "--force" not in str(error):
-            raise
-        raise RunError(f"{error} (in a comparison: remove {folder.path}, or compare in another folder)") from error

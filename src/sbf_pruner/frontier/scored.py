@@ -69,13 +69,17 @@ def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Re
     return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
 
 
-def read_scored(path: str | Path, device: str | None = None) -> Scored:
-    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says."""
+def read_scored(path: str | Path, device: str | None = None, *, trust: bool = False) -> Scored:
+    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says.
+
+    Code that its recipe names is imported only with `trust`.
+    """
     folder, recipe, where = find_run(path, device)
     _check_far_enough(folder, recipe)
     state = load_checkpoint(folder.checkpoints, SCORED)
-    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed)
-    model = build_dense(recipe)
+    origin = folder.origin(trust=trust)
+    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
+    model = build_dense(recipe, origin)
     feed = Feed(recipe, data, where, model)
     # The weights the run began with are not needed: the file holds those it came to.
     bare = replace(recipe, model=replace(recipe.model, weights=""))

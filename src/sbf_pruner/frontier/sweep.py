@@ -55,6 +55,8 @@ class Request:
     runtime: str | None = None
     """of a clock to be measured now; None: the run's own"""
     batch: int | None = None
+    trust: bool = False
+    """import the code that the run's recipe names"""
 
     def __post_init__(self) -> None:
         if self.of not in RESOURCES:
@@ -90,7 +92,7 @@ def frontier(
     device = find_run(path, request.device)[-1]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's streams stay as they are
         report("reading the run")
-        scored = read_scored(path, request.device)
+        scored = read_scored(path, request.device, trust=request.trust)
         with cpu_threads(scored.recipe.threads):
             return _Sweep(scored, request, report).run()
 

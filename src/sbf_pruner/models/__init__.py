@@ -1,44 +1,54 @@
 """Networks by name: the bundled ones, other libraries', and the user's own.
 
-A name and keyword options enter, a freshly built `nn.Module` leaves.  `num_classes` and `in_channels` are
-offers, because every recipe makes them: other libraries get them under their own names, and a user's callable
-gets those its signature mentions.  All other options must be understood.  Nothing but torch is imported until
-a name asks for it, and every failure is one sentence that names the model.
+`num_classes` and `in_channels` are set by every recipe: other libraries get them under their own names, and a
+user's callable gets those its signature mentions.  All other options must be understood.  Nothing but torch is
+imported until a name asks for it, and every failure is one sentence that names the model.
+
+A recipe that is not trusted (see `callables.Origin`) gets bundled networks, and those that torchvision and timm
+list, with options that are plain values.  Nothing else is imported or opened for it.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..callables import find_callable, said, signature, takes_anything, wanted
+from ..callables import NAMED, Origin, said, signature, takes_anything, wanted
 from ..errors import PruningError, nearest
 from ..graph.where import failing_line
 from .mobilenet import MobileNetV2, mobilenet_v2
 from .resnet import ResNet, resnet20, resnet32, resnet44, resnet56, resnet110
 from .vgg import VGG16, vgg16_bn
 
-__all__ = ["BUNDLED", "VGG16", "MobileNetV2", "ResNet", "resolve"]
+__all__ = ["BUNDLED", "VGG16", "MobileNetV2", "ResNet", "build_network", "resolve"]
 
 BUNDLED: dict[str, Callable[..., nn.Module]] = {
     builder.__name__: builder
     for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
 }
+# Text that timm looks up in tables of its own; any other text may be a file or an address.
+_TEXTS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
+_OPENED = ("pretrained", "weights", "checkpoint")  # how options begin that load weights, even if merely true
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def resolve(name: str, **options: Any) -> nn.Module:
+def resolve(name: str, /, **options: Any) -> nn.Module:
     """Build the network called `name`: bundled, "torchvision:NAME", "timm:NAME" or "package.module:callable".
 
     >>> type(resolve("resnet20", num_classes=4)).__name__
     'ResNet'
     """
+    return build_network(name, options, NAMED)
+
+
+def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.Module:
+    """Build the network called `name`; a RunError where that takes more trust than its `origin` has."""
+    options = dict(options)
     library, colon, inner = name.partition(":")
     if not colon:
         if name not in BUNDLED:
@@ -49,15 +59,26 @@ def resolve(name: str, **options: Any) -> nn.Module:
         return _build(name, BUNDLED[name], options)
     if not library or not inner:
         raise PruningError(f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable")
-    if library == "torchvision":
-        return _torchvision(name, inner, options)
-    if library == "timm":
-        return _timm(name, inner, options)
-    return _own(name, options)
+    if library in _TEXTS:
+        for key, value in options.items():
+            if not _plain(library, key, value):
+                origin.check(f"model.options.{key}", value, "may name a file or an address, which is opened")
+        build = _torchvision if library == "torchvision" else _timm
+        return build(name, inner, options, origin)
+    return _own(name, options, origin)
 
 
-def _torchvision(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
-    models = _library("torchvision").models
+def _plain(library: str, key: str, value: Any) -> bool:
+    """Return True if an option cannot make a library open a file or an address."""
+    if isinstance(value, list | tuple):
+        return all(_plain(library, key, item) for item in value)
+    if isinstance(value, str):
+        return key in _TEXTS[library]
+    return isinstance(value, bool | int | float) and not (value and key.startswith(_OPENED))
+
+
+def _torchvision(name: str, inner: str, options: dict[str, Any], origin: Origin) -> nn.Module:
+    models = _library("torchvision", origin).models
     _known(name, inner, models.list_models())
     channels = options.pop("in_channels", 3)
     if channels != 3:
@@ -65,8 +86,8 @@ def _torchvision(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
     return _build(name, models.get_model_builder(inner), options)
 
 
-def _timm(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
-    timm = _library("timm")
+def _timm(name: str, inner: str, options: dict[str, Any], origin: Origin) -> nn.Module:
+    timm = _library("timm", origin)
     # A name may carry the tag of a set of weights ("resnet18.a1_in1k"); the architecture is before the dot.
     _known(name, inner.partition(".")[0], timm.list_models())
     if "in_channels" in options:
@@ -74,8 +95,8 @@ def _timm(name: str, inner: str, options: dict[str, Any]) -> nn.Module:
     return _build(name, lambda **rest: timm.create_model(inner, **rest), options)
 
 
-def _own(name: str, options: dict[str, Any]) -> nn.Module:
-    target = find_callable(name)
+def _own(name: str, options: dict[str, Any], origin: Origin) -> nn.Module:
+    target = origin.find("model.name", name)
     if isinstance(target, nn.Module):
         raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
     if not callable(target):
@@ -116,9 +137,9 @@ def _remedy(found: inspect.Signature | None, options: dict[str, Any]) -> str:
     return f"; give {written}, or model.options in a recipe" if lacking else ""
 
 
-def _library(package: str) -> ModuleType:
+def _library(package: str, origin: Origin) -> ModuleType:
     try:
-        return importlib.import_module(package)
+        return origin.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise PruningError(f"{package} needs {error.name}; run: pip install {error.name}") from error

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..callables import UNTRUSTED, Origin
 from ..errors import DataError
 from .loaded import sample
 from .material import DataConfig
@@ -54,15 +55,17 @@ class Data:
         return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}
 
 
-def load_data(config: DataConfig, num_classes: int, seed: int) -> Data:
+def load_data(config: DataConfig, num_classes: int, seed: int, origin: Origin = UNTRUSTED) -> Data:
     """Read the data set that `config` names, check it, and hold out the validation split it asks for.
+
+    Code of the user's is imported only if `origin` is trusted.
 
     >>> data = load_data(DataConfig("digits", validation=0.1), num_classes=10, seed=0)
     >>> len(data.train), len(data.validation), len(data.test)
     (1167, 130, 500)
     """
     config = replace(config, path=os.path.expanduser(config.path))  # here for all sources, those of users too
-    return _assembled(config, read_parts(config, num_classes, seed), num_classes, seed, class_names(config))
+    return _assembled(config, read_parts(config, num_classes, seed, origin), num_classes, seed, class_names(config))
 
 
 def own_data(datasets: Mapping[str, Dataset[Any]], config: DataConfig, num_classes: int, seed: int) -> Data:

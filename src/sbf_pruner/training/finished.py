@@ -1,8 +1,4 @@
-"""A finished run, read back from its folder.
-
-A path enters; the recipe, the summary, the small network and the function that builds the dense one leave.
-What holds: a folder without a run, or with one that has not come to its end, is said to be so.
-"""
+"""A finished run, read back from its folder: its recipe, its summary, and both networks."""
 
 from __future__ import annotations
 
@@ -15,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..callables import UNTRUSTED, Origin
 from ..errors import RunError
 from ..export import load
-from ..models import resolve
+from ..models import build_network
 from .folder import RunFolder
 from .recipe import Recipe
 
@@ -27,6 +24,7 @@ class FinishedRun:
     """What a run left behind."""
 
     path: Path
+    origin: Origin
     recipe: Recipe
     summary: dict[str, Any]
     build: Callable[[], nn.Module]
@@ -35,21 +33,26 @@ class FinishedRun:
     """the pruned network, in evaluation mode"""
 
 
-def read_run(path: str | Path, otherwise: str = "") -> FinishedRun:
-    """Read a finished run; `otherwise` ends the sentence that says there is none."""
+def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
+    """Read a finished run; `otherwise` ends the sentence that says there is none.
+
+    Code that its recipe names is imported only with `trust`.
+    """
     folder = RunFolder(Path(path))
     if not folder.begun:
         raise RunError(f"there is no run in {path}; name the folder of a finished run{otherwise}")
     if not folder.finished:
         raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
     recipe = folder.read_recipe()
-    build = partial(build_dense, recipe)
+    origin = folder.origin(trust=trust)
+    build = partial(build_dense, recipe, origin)
     summary = folder.read_summary()
-    return FinishedRun(folder.path, recipe, summary, build, load(folder.path, build).eval())
+    return FinishedRun(folder.path, origin, recipe, summary, build, load(folder.path, build).eval())
 
 
-def build_dense(recipe: Recipe) -> nn.Module:
-    """The dense network of a recipe, with fresh weights."""
+def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
+    """Build the dense network of a recipe, with fresh weights; code of the user's only if `origin` is trusted."""
     config = recipe.model
     torch.manual_seed(recipe.seed)
-    return resolve(config.name, num_classes=config.num_classes, in_channels=config.in_channels, **config.options)
+    given = {"num_classes": config.num_classes, "in_channels": config.in_channels, **config.options}
+    return build_network(config.name, given, origin)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..callables import Origin
 from ..errors import RecipeError, RunError
 from ..files import append_text, flat, is_there, locked, read_lines, read_text, write_text
 from ..manifest import remove_export
@@ -53,6 +54,14 @@ class RunFolder:
         if not recipe.name.strip() or Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
             raise RunError(f"name: a folder below runs cannot be called {recipe.name!r}; name one (--run)")
         return cls(Path("runs") / f"{recipe.name}-seed{recipe.seed}")
+
+    def origin(self, *others: Path, trust: bool, resume: bool = False) -> Origin:
+        """The origin of a recipe that is used with this folder: nothing is imported from in here, or from `others`.
+
+        `trust` says that the recipe was named by the user, who may name it again to `resume`, or trusts this one.
+        """
+        named = f", or name the recipe that you began it with (sbf run RECIPE --run {self.path} --resume)"
+        return Origin(trust, (self.path, *others), named if resume else "")
 
     @property
     def begun(self) -> bool:

@@ -54,12 +54,14 @@ def fit(
     resume: bool = False,
     force: bool = False,
     dense_from: str | Path | None = None,
+    trust: bool = False,
     report: Report | None = None,
 ) -> Result:
     """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
 
     A recipe may be given by its name, or as the path of its .toml file.  It says where the images are, unless
     `data` holds them: datasets of (image, label) pairs, `{"train": ..., "test": ...}` and "val" if there is one.
+    A function that `data.name` of the recipe names is imported only with `trust`: give it for a recipe of your own.
 
     `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
     or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
@@ -99,7 +101,9 @@ def fit(
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
                 data = own_data(data, recipe.data, classes, recipe.seed)
-            data = data or load_data(recipe.data, classes, recipe.seed)
+            others = () if dense_from is None else (Path(dense_from),)
+            origin = asked.origin(*others, trust=trust, resume=resume)
+            data = data or load_data(recipe.data, classes, recipe.seed, origin)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None
             ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team)

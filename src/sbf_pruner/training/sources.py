@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..callables import find_callable, needed, wanted
+from ..callables import Origin, needed, wanted
 from ..cifar.prepared import load_cifar10
-from ..errors import DataError, PruningError, nearest
+from ..errors import DataError, PruningError, RunError, nearest
 from ..figures import some
 from ..graph.where import failing_line
 from ..memory import memory_of
@@ -51,10 +51,10 @@ def register(name: str, *reads: str) -> Callable[[Source], Source]:
     return add
 
 
-def read_parts(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
+def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> dict[str, Split | Stream]:
     """The parts of the data set that `config` names."""
     if ":" in config.name:
-        return own_parts(_own(config, num_classes, seed), config.name)
+        return own_parts(_own(config, num_classes, seed, origin), config.name)
     if config.name not in SOURCES:
         raise DataError(f"data.name: no data set is called {config.name!r}; {nearest(config.name, SOURCES)}")
     check_read(config, READS[config.name])
@@ -74,11 +74,13 @@ def own_parts(datasets: Any, where: str) -> dict[str, Split | Stream]:
     return {part: Stream.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
 
 
-def _own(config: DataConfig, num_classes: int, seed: int) -> Any:
+def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
     """What a callable of the user's gives, which gets those of our settings that it has parameters for."""
     offers = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
     try:
-        target = find_callable(config.name)
+        target = origin.find("data.name", config.name)
+    except RunError:  # it is not trusted
+        raise
     except PruningError as error:
         raise DataError(f"data.name: {error}") from error
     if not callable(target):
