@@ -33,6 +33,7 @@ try:
 except ImportError:  # Windows: nobody is kept out there
     fcntl = None  # type: ignore[assignment]
 
+_HEX = "[0-9a-f]"
 _FORGOTTEN = 3600.0  # seconds without a byte written: its writer was killed
 
 
@@ -67,7 +68,7 @@ def aside(path: Path) -> Path:
 
     What others left there goes once it is old: a younger one may belong to a process that writes `path` too.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*partial"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{_HEX * 12}.partial"):
         with suppress(OSError):  # another process was quicker
             if time.time() - left.stat().st_mtime > _FORGOTTEN:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RunError
-from .files import write_text
+from .files import read_text, write_text
 
 MANIFEST = "export.json"
 FORMAT = "sbf-pruner export 1"
 _REMEDY = "export the run again with: sbf export RUN --force"
+_ANEW = "export the run into another folder with: sbf export RUN --to DIR"  # this one cannot be replaced
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,14 +36,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of an exported folder."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror or error}); {_REMEDY}") from error
+        manifest = json.loads(read_text(path))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; {_ANEW}") from None
     except ValueError as error:
-        raise RunError(f"{path} is damaged; {_REMEDY}") from error
+        raise RunError(f"{path} is damaged; {_ANEW}") from error
     known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
     if not known or not isinstance(manifest.get("files"), dict):
-        raise RunError(f"{path} is no manifest of this version ({FORMAT}); {_REMEDY}")
+        raise RunError(f"{path} is no manifest of this version ({FORMAT}); {_ANEW}")
     return manifest
 
 
@@ -61,6 +62,22 @@ def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     return manifest
 
 
+def exported_files(folder: Path, shown: Path) -> list[Path]:
+    """The files of an exported folder, the manifest last; a RunError that names the first that is not an export's.
+
+    Messages call the folder `shown`.
+    """
+    written = [*read_manifest(folder)["files"], MANIFEST]
+    found = sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name))
+    for path in found:
+        if path.name not in written or path.is_symlink() or not path.is_file():
+            raise RunError(
+                f"{shown / path.name} was not written by an export, and {shown} is not replaced; move it "
+                "elsewhere, or name another folder (--to)"
+            )
+    return found
+
+
 def remove_export(folder: Path) -> None:
     """Remove what an exported folder's manifest names, and the folder unless it holds more; leave any other."""
     try:
@@ -68,8 +85,9 @@ def remove_export(folder: Path) -> None:
     except RunError:
         return
     for name in (*manifest["files"], MANIFEST):  # last what says that the others are ours
-        if (folder / name).parent == folder and (folder / name).is_file():  # somebody may have written it by hand
-            (folder / name).unlink()
+        path = folder / name  # somebody may have written the manifest by hand
+        if path.parent == folder and path.is_file() and not path.is_symlink():
+            path.unlink()
     with suppress(OSError):  # files of the user's own lie there
         folder.rmdir()
 

@@ -155,7 +155,7 @@ def test_a_forged_archive_with_its_checksum_still_runs_nothing(copy, tmp_path):
 def test_a_damaged_manifest_is_named(copy):
     (copy / MANIFEST).write_text("{")
     with pytest.raises(
-        RunError, match=r"export\.json is damaged; export the run again with: sbf export RUN --force"
+        RunError, match=r"export\.json is damaged; export the run into another folder with: sbf export RUN --to DIR"
     ):
         sbf.load(copy)
     (copy / MANIFEST).write_text("[]")
@@ -188,6 +188,64 @@ def test_an_export_is_replaced_only_when_asked_and_other_folders_never(finished,
         export_run(finished, tmp_path / "file", QUICK)
 
 
+def add(name, folder):
+    (folder / name).write_text("mine")
+
+
+def add_folder(folder):
+    (folder / "more").mkdir()
+    add("more/README.md", folder)
+
+
+def add_link(folder):
+    (folder / "plan.json").unlink()
+    add("plan.json", folder.parent)
+    (folder / "plan.json").symlink_to(folder.parent / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (partial(add, "notes.txt"), r"out/notes\.txt was not written by an export, and .*/out is not replaced"),
+        (add_folder, "out/more was not written by an export"),
+        (add_link, r"out/plan\.json was not written by an export"),
+        (partial(add, MANIFEST), r"out/export\.json is damaged; export the run into another folder"),
+    ],
+)
+def test_what_no_export_wrote_is_never_removed(finished, tmp_path, monkeypatch, change, said):
+    weights, out = asked(formats=("safetensors",), force=True), tmp_path / "out"
+    export_run(finished, out, weights)
+    change(out)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle, "card", lambda *given: pytest.fail("it is to be said at once"))
+        with pytest.raises(RunError, match=said):
+            export_run(finished, out, weights)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_file_that_comes_while_an_export_is_written_stays(finished, tmp_path, monkeypatch):
+    weights, out, real = asked(formats=("safetensors",), force=True), tmp_path / "out", bundle.card
+    export_run(finished, out, weights)
+    monkeypatch.setattr(bundle, "card", lambda *given: add("notes.txt", out) or real(*given))
+    with pytest.raises(RunError, match=rf"^{out}/notes\.txt was not written by an export"):
+        export_run(finished, out, weights)
+    assert (out / "notes.txt").read_text() == "mine" and (out / MANIFEST).is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_export_is_not_written_behind_a_link(finished, tmp_path, force):
+    weights, run = asked(formats=("safetensors",), force=force), tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("export"))
+    export_run(finished, tmp_path / "elsewhere", weights)
+    (run / "export").symlink_to(tmp_path / "elsewhere")
+    before = {path: path.stat().st_ino for path in tmp_path.rglob("*")}
+    with pytest.raises(RunError, match="run/export is a link, and an export replaces a whole folder; name"):
+        export_run(run, request=weights)
+    assert {path: path.stat().st_ino for path in tmp_path.rglob("*")} == before
+
+
 def test_the_weights_alone_need_no_onnx_and_take_no_time(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "choose", lambda *given, **named: pytest.fail("nothing is to be timed"))
     manifest = export_run(finished, tmp_path / "out", asked(formats=("safetensors",)))
@@ -214,8 +272,8 @@ def test_the_folder_one_is_in_is_not_replaced(finished, tmp_path, monkeypatch):
 
 
 def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_path, monkeypatch):
-    (tmp_path / ".out.0123.partial").mkdir()  # of a process that was killed long ago
-    os.utime(tmp_path / ".out.0123.partial", (0, 0))
+    (tmp_path / ".out.0123456789ab.partial").mkdir()  # of a process that was killed long ago
+    os.utime(tmp_path / ".out.0123456789ab.partial", (0, 0))
     weights, real = asked(formats=("safetensors",)), bundle.card
 
     def meanwhile(*given):

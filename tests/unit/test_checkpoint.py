@@ -264,13 +264,14 @@ def test_processes_that_write_one_file_leave_it_whole(tmp_path: Path) -> None:
 
 def test_what_killed_writers_left_goes_when_it_is_old(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    old = [tmp_path / name for name in (".table.json.partial", ".table.json.0123.partial", ".other.json.0.partial")]
-    for left in (*old, young := tmp_path / ".table.json.4567.partial"):
+    ours, young = (tmp_path / f".table.json.{digits}.partial" for digits in ("0123456789ab", "456789abcdef"))
+    others = [tmp_path / name for name in (".table.json.mine.partial", ".other.json.0123456789ab.partial")]
+    for left in (ours, young, *others):
         left.write_text("half of")
-    for left in old:
+    for left in (ours, *others):
         os.utime(left, (0, 0))
     files.write_text(path, "whole")
-    assert sorted(tmp_path.iterdir()) == sorted([path, young, old[2]])
+    assert sorted(tmp_path.iterdir()) == sorted([path, young, *others])
 
 
 def test_a_new_file_may_be_read_by_those_who_may_read_any(tmp_path: Path) -> None:

@@ -766,8 +766,27 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(tmp_path: P
         fit(model(), short, run=tmp_path / "run", report=kill_after(1))
     left = tmp_path / "run/checkpoints/.last.safetensors.0123.partial"
     left.write_text("half of")
+    export = tmp_path / "run/.export.0123456789ab.partial"
+    export.mkdir()
     fit(model(), short, run=tmp_path / "run", resume=True)
-    assert not left.exists()
+    assert not left.exists() and export.exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "export"])
+def test_force_removes_nothing_behind_a_link(tmp_path: Path, straight: Result, name: str) -> None:
+    shutil.copytree(straight.folder, tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    if (tmp_path / "run" / name).exists():
+        (tmp_path / "run" / name).rename(elsewhere)
+    else:
+        elsewhere.mkdir()
+    sbf.save(model(), elsewhere)
+    write_manifest(elsewhere, {})
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match=rf"run/{name} is a link, and starting over would remove files elsewhere"):
+        fit(model(), recipe(), run=tmp_path / "run", force=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_force_that_fails_leaves_the_old_run(tmp_path: Path) -> None:
@@ -799,6 +818,11 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no run to resume"):
         fit(model(), recipe(), run=tmp_path / "missing", resume=True)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    (tmp_path / "recipe.toml").write_text('[model]\nname = "resnet20"\n[data]\nname = "digits"\n')
+    for force in (False, True):
+        with pytest.raises(RunError, match=r"holds a recipe\.toml but no run; name a new folder for the run"):
+            fit(model(), recipe(), run=tmp_path, force=force)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "recipe.toml"]
 
 
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:

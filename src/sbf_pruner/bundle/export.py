@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from ..deploy.onnx import require, run, session, to_onnx
 from ..environment import environment, version_of
 from ..errors import DataError, PruningError, RunError, nearest
 from ..export import PROGRAM, save
-from ..files import aside, write_text
+from ..files import aside, is_there, write_text
 from ..inputs import call, made_up_inputs
-from ..manifest import MANIFEST, write_manifest
+from ..manifest import MANIFEST, exported_files, write_manifest
 from ..program import read_program, write_program
 from ..training.data import Data, load_data
 from ..training.feed import batches_of
@@ -93,13 +94,13 @@ def export_run(
         require()
     finished = read_run(path, trust=request.trust)
     folder = Path(to) if to is not None else finished.path / EXPORT
-    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     _check_place(folder, finished.path, request.force)
+    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
     work = aside(place)
     work.mkdir(parents=True)
     try:
         manifest = _Export(finished, request, work, report).write()
-        _put(work, place)
+        _put(work, place, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return {**manifest, "folder": os.fspath(folder)}
@@ -113,24 +114,39 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
             f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
             "name another one, which may be new (--to)"
         )
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link, and an export replaces a whole folder; name that folder itself (--to)")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder (--to)")
     if (reason := why_not_writable(folder.resolve().parent)) is not None:  # it is moved there
         raise RunError(f"{folder} cannot be written, because {reason}; name another folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / MANIFEST).is_file():
+        if not is_there(folder / MANIFEST):
             raise RunError(f"{folder} holds files but no export; name another folder (--to)")
         if not force:
             raise RunError(f"{folder} holds an export already; replace it (--force) or name another folder (--to)")
+        exported_files(folder, folder)
+        if (reason := why_not_writable(folder)) is not None:  # its files are removed
+            raise RunError(f"{folder} cannot be replaced, because {reason}; name another folder (--to)")
 
 
-def _put(work: Path, folder: Path) -> None:
-    """Move the finished folder to its place; an older export goes only then."""
-    old = aside(folder)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(work, folder)
-    shutil.rmtree(old, ignore_errors=True)
+def _put(work: Path, place: Path, shown: Path) -> None:
+    """Move the finished folder to its place; an older export goes only then, and nothing else does."""
+    if not place.exists():
+        os.replace(work, place)
+        return
+    old = aside(place)
+    os.replace(place, old)  # where nobody adds to it any more
+    try:
+        files = exported_files(old, shown) if any(old.iterdir()) else []
+        os.replace(work, place)
+    except BaseException:
+        os.replace(old, place)
+        raise
+    with suppress(OSError):  # the new one is in its place
+        for path in files:
+            path.unlink()
+        old.rmdir()
 
 
 class _Export:

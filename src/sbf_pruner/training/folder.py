@@ -94,11 +94,15 @@ class RunFolder:
         elif resume:
             self._check_same(recipe)
             self._check_goes_on(recipe)
+        elif not self._is_run():
+            raise RunError(f"{self.path} holds a recipe.toml but no run; name a new folder for the run (--run)")
         elif not force:
             raise RunError(
                 f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
                 "or name another folder (--run)"
             )
+        else:
+            self._check_links()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -109,7 +113,8 @@ class RunFolder:
         try:
             with locked(self.path, RunError(otherwise)):
                 for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):  # by one killed
-                    left.unlink(missing_ok=True)
+                    if not left.is_dir():  # an export's, which the next export removes
+                        left.unlink(missing_ok=True)
                 yield
         except BaseException:
             with suppress(OSError):  # only if nothing came of the run
@@ -119,6 +124,7 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an earlier run left here and write the recipe."""
+        self._check_links()
         self.path.mkdir(parents=True, exist_ok=True)
         starts_over = self.path / STARTS_OVER
         starts_over.touch()
@@ -188,6 +194,25 @@ class RunFolder:
         if last not in written:
             raise RunError(f"{self.recipe} is cut short ({last} is missing); {PUT_BACK}")
         return recipe
+
+    def _is_run(self) -> bool:
+        """Return True if a run wrote the recipe here: it is whole, or something else of a run lies beside it."""
+        if any(path.exists() for path in (self.network, self.metrics, self.path / STARTS_OVER)):
+            return True
+        try:
+            self.read_recipe()
+        except RunError:
+            return False
+        return True
+
+    def _check_links(self) -> None:
+        """Files are removed from these folders when a run starts over, which must not happen somewhere else."""
+        for path in (self.checkpoints, self.path / "tensorboard", self.path / EXPORT):
+            if path.is_symlink():
+                raise RunError(
+                    f"{path} is a link, and starting over would remove files elsewhere; remove the link, "
+                    f"{ELSEWHERE}"
+                )
 
     def _check_goes_on(self, recipe: Recipe) -> None:
         """A run that is past its first phase has a checkpoint: without one it would begin again, and lose all."""
