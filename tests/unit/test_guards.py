@@ -242,10 +242,10 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
     assert (
         written == small_recipe(**changes) and written.guards.to_dict() == small_recipe(**changes).guards.to_dict()
     )
-    scored = read_scored(tmp_path / "run")
+    scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
     assert aim.guards.max_removed == asked["max_removed"] and aim.guards.round_to == asked["round_to"]
-    found = frontier(tmp_path / "run", Request(at=("0.45", "0.05")))
+    found = frontier(tmp_path / "run", Request(at=("0.45", "0.05"), trust=True))
     assert [point["reached"] for point in found["points"]] == [True, False]
     assert found["smallest"]["filters"] == 6 + 6 + 4, "of the branch and the stem; the other branch is gone"
 
