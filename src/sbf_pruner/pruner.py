@@ -8,6 +8,7 @@ exception leaves the model as usable as before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -48,6 +49,8 @@ from .scoring.statistics import fresh_statistics
 from .stored import Stored
 from .team import Team
 from .trial import landed, prunable_graph
+
+_log = logging.getLogger("sbf_pruner")
 
 
 class Pruner(Gated):
@@ -257,18 +260,29 @@ class Pruner(Gated):
         self._hold(landing.masks)
 
     def land(self) -> None:
-        """Set the gates from the scores once more, after the limits or the clock have changed.
+        """Set the gates from the scores as they are, at the full budget.
 
-        Where no score has moved yet, every layer loses about the same part of its filters.
+        Use it when training was stopped before the limits had closed in, or when the limits or the clock have
+        changed, and train the weights afterwards.  Where no score has moved yet, every layer loses about the same
+        part of its filters.
         """
         self._check_ready("land")
+        self.progress = 1.0
         self._hold(self._chosen().masks)
 
     def extract(self, *, prove: bool = False) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
-        if self.progress >= 1 and self.aim.clock is None:  # on its way it need not fit, nor by a forecast alone
-            self.aim.tell_if_exceeded(self._held)
+        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it.
+
+        Logs a warning if it exceeds the budget: before `progress` is 1, a score phase need not meet it.
+        """
+        if (missed := self.missed()) is not None:
+            why = "" if self.progress >= 1 else f" (pruner.progress is {self.progress:.0%})"
+            _log.warning("extracted before the budget is met: %s%s; call land() first, then train", missed, why)
         return super().extract(prove=prove)
+
+    def missed(self) -> str | None:
+        """What the gates let through beyond the budget, in words; None if the plan meets it, or there is none."""
+        return self.aim.missed(self._held)
 
     # -- saving ----------------------------------------------------------------------------------------------
 

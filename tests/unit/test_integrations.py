@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sbf_pruner import Budget, Pruner, PruningError
+from sbf_pruner import Budget, Plan, Pruner, PruningError, measure
 from sbf_pruner.integrations import Turns
 from sbf_pruner.integrations.lightning import pruning_callback
 
@@ -98,6 +98,33 @@ def test_turns_go_on_from_a_checkpoint_of_any_epoch(cut: int) -> None:
     assert_same(again, other, by_hand())
 
 
+def test_a_training_that_ends_before_the_budget_is_met_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net, pruner, optimizer = made()
+    turns = Turns(pruner, warmup=1, cycles=2, score=1, weights=1)
+    for epoch in range(3):
+        strangers_epoch(net, turns, optimizer, epoch)
+    assert "budget" not in caplog.text
+    turns.end()
+    told = caplog.records[-1].getMessage()
+    assert told.startswith("the training ended in cycle 1 of 2, before the budget is met: the network has ")
+    assert "macs (50.0%)" in told and "pruner.land()" in told
+    assert measure(pruner.extract(), IMAGES[:1]).macs > 0.5 * measure(net, IMAGES[:1]).macs
+    assert "(pruner.progress is 50%); call land() first" in caplog.records[-1].getMessage()
+    caplog.clear()
+    pruner.land()
+    assert measure(pruner.extract(), IMAGES[:1]).macs <= 0.5 * measure(net, IMAGES[:1]).macs
+    assert not caplog.text
+
+
+def test_weights_are_not_trained_for_good_under_gates_that_exceed_the_budget() -> None:
+    net, pruner, optimizer = made()
+    turns = Turns(pruner, warmup=1, cycles=2, score=1, weights=1)
+    with pytest.raises(PruningError, match=r"epoch 5 is past the last of 2 cycles, but .* \(50.0%\); load the"):
+        strangers_epoch(net, turns, optimizer, 5)
+    pruner.land()
+    assert strangers_epoch(net, turns, optimizer, 5) == "finetune"
+
+
 def scaled_epochs(scale: float, half: bool = False) -> tuple[nn.Module, Pruner, torch.amp.GradScaler]:
     net, pruner, optimizer = made()
     turns, scaler = Turns(pruner, warmup=1, cycles=2, score=1, weights=1), torch.amp.GradScaler("cpu", scale)
@@ -166,6 +193,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_loop_that_fails_leaves_a_model_that_can_be_trained(epoch: int, library: ModuleType) -> None:
     """Without the callback too: what it calls is `turns.abort()`."""
     net, pruner, _ = made()
+    if epoch == 2:  # behind the cycles, where the budget must be met
+        pruner.gate(Plan({"0": (4, 5), "3": (3, 4)}))
     held = pruner.plan()
     turns = Turns(pruner, warmup=1, cycles=1, score=1, weights=1)
     callback = pruning_callback(turns)

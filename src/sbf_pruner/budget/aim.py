@@ -6,7 +6,6 @@ the guards and break no limit.  A budget that no choice can meet is refused at o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
@@ -22,10 +21,8 @@ from ..stored import Stored
 from .guards import Guards
 from .landing import Field, Landing, Masks, Values, land
 from .prices import Prices, prices
-from .targets import MICROSECONDS, Budget, Limits, Usage
+from .targets import MICROSECONDS, Budget, Limits, Usage, is_missed
 from .widths import Widths
-
-_log = logging.getLogger("sbf_pruner")
 
 
 class Clock(Protocol):
@@ -123,15 +120,14 @@ class Aim:
         timed = {} if self.clock is None else {"latency": self.count({})["latency"]}
         return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
 
-    def tell_if_exceeded(self, masks: Masks) -> None:
-        """Warn of a choice that does not fit, such as one that no score phase has made."""
-        used = self.count(masks)
-        if self.limits is None or not (broken := self.limits.broken(used)):
-            return
-        sizes = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, self.limits.most))
-        _log.warning(
-            "what is cut has %s, and the budget is %s; first end a score phase, or call rank() or land()", *sizes
-        )
+    def missed(self, masks: Masks) -> str | None:
+        """What a choice has beyond the budget, in words; None if it fits, or exceeds a time by a few percent."""
+        if self.limits is None:
+            return None
+        used, most = self.count(masks), self.limits.most
+        broken = [n for n in self.limits.broken(used) if n != "latency" or is_missed(most[n], used[n])]
+        found, asked = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, most))
+        return f"the network has {found}, and the budget is {asked}" if broken else None
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """What a filter of each layer costs of every resource, among the filters that are there."""

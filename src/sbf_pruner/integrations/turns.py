@@ -8,6 +8,7 @@ gradient and is left alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,8 @@ from torch.amp import GradScaler
 from ..errors import PruningError
 from ..phases import Phase, planned
 from ..pruner import Pruner
+
+_log = logging.getLogger("sbf_pruner")
 
 
 class Turns:
@@ -73,8 +76,9 @@ class Turns:
         self._epoch = epoch
         now = next((p for p in self._phases if p.first <= epoch < p.end), None)
         if self._open is None or now != self._now:
-            self.end()
+            self._close()
             self._now = now
+            self._check_budget()
             if self.scores_now:
                 assert now is not None
                 self.pruner.progress = now.cycle / self.cycles  # a budget closes in from cycle to cycle
@@ -92,10 +96,21 @@ class Turns:
             self.pruner.step(scaler)
 
     def end(self) -> None:
-        """Tell that the training is over, or that nothing of the last phase is to come: the scores become gates."""
-        if self._open is not None:
-            left, self._open = self._open, None
-            left.__exit__(None, None, None)
+        """Tell that the training is over: the scores become gates.
+
+        Logs a warning if the training ended before the budget was met, in an earlier cycle than the last.
+        """
+        self._close()
+        self._check_budget()
+        if (missed := self.pruner.missed()) is not None:
+            cycle = self._now.cycle if self._now is not None else 0
+            where = f"in cycle {cycle} of {self.cycles}" if cycle else f"before the first of {self.cycles} cycles"
+            _log.warning(
+                "the training ended %s, before the budget is met: %s; train all epochs of the cycles, or call "
+                "pruner.land() and train the weights before extract()",
+                where,
+                missed,
+            )
 
     def abort(self) -> None:
         """Tell that the training has failed: the phase is cut short, nothing stays frozen, and no gate is set."""
@@ -110,7 +125,23 @@ class Turns:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""
-        self.end()
+        self._close()
         self.pruner.load_state_dict(state["pruner"])
         if state["epoch"] is not None:  # a score phase that is not over has yet to set the gates
             self.epoch_begins(state["epoch"])
+
+    def _close(self) -> None:
+        """Leave the phase under way."""
+        if self._open is not None:
+            left, self._open = self._open, None
+            left.__exit__(None, None, None)
+
+    def _check_budget(self) -> None:
+        """Refuse to train weights for good under gates that exceed the budget, with no score phase to come."""
+        last = max(phase.end for phase in self._phases if phase.trains_scores)
+        if self._epoch is None or self._epoch < last or (missed := self.pruner.missed()) is None:
+            return
+        raise PruningError(
+            f"epoch {self._epoch} is past the last of {self.cycles} cycles, but {missed}; load the state_dict() of "
+            "the Turns that ran the earlier epochs, or call pruner.land()"
+        )

@@ -24,7 +24,7 @@ class Bounds(TypedDict, total=False):
 
 
 BOUNDS: dict[str, Bounds] = {
-    "penalty": {"least": 0},
+    "penalty": {"least": 0, "most": 1e10},  # steering may raise it 10,000 times, and Adam squares its gradient
     "leak": {"least": 0},
     "lr": {"above": 0},
     "speed": {"least": 0},
@@ -72,5 +72,5 @@ def broken_bound(value: Any, bounds: Bounds) -> str:
     """
     for kind, (word, holds) in _WORDS.items():
         if kind in bounds and not holds(value, bounds[kind]):
-            return f"must be {word} {bounds[kind]}, got {value}"
+            return f"must be {word} {bounds[kind]:g}, got {value}"
     return ""

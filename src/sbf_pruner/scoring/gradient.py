@@ -1,13 +1,14 @@
-"""The gradient that a backward pass left on the scores, made fit for a step.
+"""The gradient of the scores, made safe for a step of Adam.
 
-It enters as it lies on the scores; it leaves averaged over all processes, without the factor of a gradient scaler,
-and finite.  What holds: a batch whose loss is not a number moves no score by itself, while in Adam's moments it
-would stay for good, and no filter would ever have a score again.
+It is averaged over all processes and divided by the factor of a gradient scaler.  A batch whose gradient is not
+finite, or so large that its square overflows, is skipped: Adam's second moment would stay infinite, and no score
+would ever move again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -25,22 +26,25 @@ class Gradient:
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
+        # A gradient of the scores is multiplied by weights before Adam squares it.
+        self.largest = math.sqrt(torch.finfo(scores.dtype).max) / 1000
         self.lost = torch.zeros((), dtype=torch.int64, device=scores.device)  # steps, in the phase under way
         self.taken = False  # in that phase, at least once
 
     def take(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
-        """The gradient, which is gone from the scores then; all zeros where a part of it is not finite."""
+        """Take the gradient off the scores; zeros if a part of it is not finite or too large to be squared."""
         found = self.scores.grad
         if found is None:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
         Team.present().average([found])
         if scaler is not None:
             scaler.unscale_(torch.optim.SGD([self.scores]))  # it looks only at what an optimiser holds
-        # Nobody waits for the answer, and a captured step can hold the question.
-        broken = ~found.isfinite().all()
-        found.masked_fill_(broken, 0)
-        if scaler is None:  # to one that seeks its factor this is no news
-            self.lost += broken
+        # No host synchronisation, so this is safe inside a CUDA graph.
+        usable = (found.abs() <= self.largest).all()
+        # A scaler that seeks its factor makes gradients that are not finite, and handles them.
+        lost = ~usable if scaler is None else ~usable & found.isfinite().all()
+        found.masked_fill_(~usable, 0)
+        self.lost += lost
         self.scores.grad, self.taken = None, True
         return found
 
@@ -59,6 +63,11 @@ class Gradient:
         if self.scores.grad is not None and not self.taken:
             _log.warning("no score moved in this score phase: step() was not called after backward()")
         if lost := int(self.lost):
-            _log.warning("%d of the steps of this score phase counted for nothing: the loss was not finite", lost)
+            _log.warning(
+                "%d of the steps of this score phase moved no score, because the gradient of the scores was not "
+                "finite or above %.0e; look for the cause in the loss, or lower the penalty",
+                lost,
+                self.largest,
+            )
         self.lost.zero_()
         self.taken = False

@@ -24,6 +24,7 @@ from ..proof import prove
 from ..pruner import Pruner
 from ..stored import tensors_of
 from .checkpoint import ELSEWHERE
+from ..surgery import extract
 from .data import Data
 from .feed import Feed
 from .machine import lay_out
@@ -90,7 +91,8 @@ class Networks:
         """The small network; the first call removes the filters, and proves that nothing else changed."""
         if self.small is None:
             self._gather()
-            small = self._extract()
+            # A time is measured where the scores land, and a forecast may be further off than the measurement.
+            small = self._extract() if self.timed is not None else lay_out(self.pruner.extract(), self.order)
             try:
                 self.cut_error = prove(self.dense, small, self.images[:PROVED_ON])
             except PruningError as error:
@@ -145,7 +147,7 @@ class Networks:
     def gates_changed(self) -> None:
         """Count anew: a score phase has ended."""
         self.plan = self.pruner.plan()
-        self._small_cost = measure(self.pruner.extract(), self.images[:1])
+        self._small_cost = measure(self._extract(), self.images[:1])
 
     def state(self) -> dict[str, Any]:
         """Everything that training has changed so far."""
@@ -194,7 +196,9 @@ class Networks:
             self._padded.write_back()
 
     def _extract(self) -> nn.Module:
-        return lay_out(self.pruner.extract(), self.order)
+        """What the gates let through now, which need not meet the budget yet."""
+        pruner = self.pruner
+        return lay_out(extract(self.dense, pruner.example_inputs, pruner.plan(), pruner.graph), self.order)
 
     def _controlled(self) -> nn.Module:
         if self.control is None:
