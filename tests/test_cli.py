@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ import pytest
 from sbf_pruner.cli import main
 from sbf_pruner.terminal.progress import progress, transfer
 from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training.run import Run
+from shares import mostly_slow
 
 RECIPE = """
 device = "cpu"
@@ -864,15 +867,69 @@ def test_a_run_killed_by_the_system_goes_on_to_the_same_bits(
     assert len((here / "killed/metrics.jsonl").read_text().splitlines()) == EPOCHS
 
 
-def test_an_interrupted_run_says_how_to_go_on(here: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], [(signal.SIGINT, 130)])
+)
+def test_a_run_that_is_stopped_says_how_to_go_on(number: int, code: int, here: Path) -> None:
     process = command("run", "tiny.toml", "--force", "--set", "model.name=tinynet:Slow", env={"SLOW": "0.1"})
     wait_for_epochs(process, here / "runs/tiny-seed0/metrics.jsonl", 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == ""
+    assert process.returncode == code and out == ""
     again = "sbf run tiny.toml --set model.name=tinynet:Slow --resume"
-    assert err.splitlines()[-1] == f"sbf: stopped; go on with: {again}"
+    saved = r"sbf: saved after (step \d of )?epoch \d; continue with: "
+    assert re.fullmatch(saved + re.escape(again), err.splitlines()[-1]), err
     assert "Traceback" not in err
+
+
+SLOW_DATA = """
+import time
+import torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        time.sleep(0.02)
+        return torch.full((1, 8, 8), row % 4 / 4), row % 4
+
+def datasets():
+    return {"train": Slow(), "test": Slow()}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_processes_that_read_images_too_stops_the_run(number: int, here: Path) -> None:
+    """A terminal sends it to the whole group, and schedulers do."""
+    (here / "slowdata.py").write_text(SLOW_DATA)
+    data = '[data]\nname = "slowdata:datasets"\nbatch_size = 16\nworkers = 2\n'
+    (here / "slow.toml").write_text(re.sub(r"\[data\].*?(?=\[phases\])", data, RECIPE, flags=re.DOTALL))
+    process = command("run", "slow.toml", "--quiet", start_new_session=True)
+    wait_for_epochs(process, here / "runs/slow-seed0/metrics.jsonl", 1)
+    time.sleep(0.3)  # it waits for images now
+    os.killpg(process.pid, number)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number and re.match(r"sbf: saved after .*epoch \d; continue with", err), err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_run_that_a_scheduler_ends_is_saved_within_the_epoch(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after_step = Run._after_step
+
+    def signalled(self: Run, phase: Any, step: int, steps: int) -> None:
+        if (self.done, step) == (1, 3):
+            signal.raise_signal(signal.SIGTERM)
+        after_step(self, phase, step, steps)
+
+    monkeypatch.setattr(Run, "_after_step", signalled)
+    assert main(["run", "tiny.toml", "--quiet"]) == 143
+    saved = "sbf: saved after step 3 of epoch 2; continue with: sbf run tiny.toml --quiet --resume\n"
+    assert capsys.readouterr() == ("", saved)
+    assert main(["run", "tiny.toml", "--quiet", "--resume"]) == 0, "it is not done again"
 
 
 def test_the_core_dependencies_are_enough(here: Path) -> None:

@@ -1,8 +1,8 @@
 """The `sbf` command: parsing and printing, nothing else.
 
 Arguments enter; text and an exit code leave: 0 success, 1 a time that was asked for and missed, or a run that
-failed for reasons outside its input, 2 anything the user can repair (one sentence on stderr), 130 an interrupt.
-torch is imported only once there is work for it, so `sbf --help` answers at once.
+failed for reasons outside its input, 2 anything the user can repair (one sentence on stderr), 130 SIGINT, 143
+SIGTERM.  torch is imported only once there is work for it, so `sbf --help` answers at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import STDOUT, make_parser
-from .errors import DataError, PruningError, RunError, nearest
+from .errors import DataError, PruningError, RunError, Stopped, nearest
 from .methods import METHODS, OWN
 from .terminal.voice import check_shared, failed, is_first, one_voice, refused, said, teller, told
 from .words import again, changes, json_file, known_recipe, named, numbers, option, shape, target_file, usual_input
@@ -96,10 +97,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 trust=trust,
                 report=reports,
             )
-    except KeyboardInterrupt:
-        hint = f"; go on with: {again(given)}" if folder.begun else ""
-        print(f"sbf: stopped{hint}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return _stopped(interrupt, again(given) if folder.begun else "")
     if arguments.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
         return exit_code(result.summary)
@@ -154,9 +153,8 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             teller(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
             with progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
                 summaries.append(entrant.run(report).summary)
-    except KeyboardInterrupt:
-        print(f"sbf: stopped; go on with: sbf {shlex.join(given)}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return _stopped(interrupt, f"sbf {shlex.join(given)}")
     runs = [entrant.folder for entrant in entrants]
     for folder in finished_before(recipe, entrants, root):
         runs.append(folder)
@@ -310,6 +308,13 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     manifest = export_run(arguments.run, arguments.to, request, teller(quiet=arguments.quiet))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
     return 0
+
+
+def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
+    """Say what was saved and how to go on; returns the exit code."""
+    stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
+    said("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
+    return 128 + stopped.signal
 
 
 def _write(files: Mapping[Path | None, str]) -> None:

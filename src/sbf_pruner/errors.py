@@ -36,6 +36,14 @@ class RunError(PruningError):
     """A run that cannot start, go on, or be trusted."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was stopped by SIGINT or SIGTERM; `saved` says where, if a checkpoint was written there."""
+
+    def __init__(self, signal: int, saved: str = "") -> None:
+        super().__init__(saved or "stopped by a signal")
+        self.signal, self.saved = signal, saved
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A closing half-sentence that suggests the nearest valid choice, or lists them all.
 

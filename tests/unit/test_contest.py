@@ -95,7 +95,7 @@ def test_stopped_it_goes_on_where_it_was(
     go = loop.Run.go
     monkeypatch.setattr(loop.Run, "go", stopped)
     assert main(compare(tmp_path / "run")) == 130
-    assert capsys.readouterr().err.startswith("sbf: stopped; go on with: sbf compare digits --set")
+    assert capsys.readouterr().err.startswith("sbf: stopped; continue with: sbf compare digits --set")
     assert not (tmp_path / "run/comparison.json").exists()
     assert main(compare(tmp_path / "run")) == 0
     assert len(begun) == 3  # the first was finished

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 import sbf_pruner as sbf
 from runs import made_by
 from sbf_pruner import proof
-from sbf_pruner.errors import PruningError, RecipeError, RunError
+from sbf_pruner.errors import PruningError, RecipeError, RunError, Stopped
 from sbf_pruner.manifest import MANIFEST, write_manifest
 from sbf_pruner.measuring import measure
 from sbf_pruner.scoring.pressure import Pressure
@@ -34,6 +36,7 @@ from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.machine import own_arithmetic
 from sbf_pruner.training.recipe import Recipe
 from sbf_pruner.training.schedule import total_epochs
+from sbf_pruner.training.signals import Signals
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -616,6 +619,89 @@ def test_a_run_killed_between_record_and_checkpoint_does_that_epoch_again(
             file.write('{"half a rec')
     monkeypatch.undo()
     assert_same_run(fit(model(), recipe(), run=tmp_path / "run", resume=True), straight)
+
+
+# -- stopped by a signal -------------------------------------------------------------------------------------
+
+# Epoch, step and engine: in the warm-up, in both kinds of phases, in the fine-tuning; and after the last step of an
+# epoch, as the network begins to be judged.
+STOPS = [
+    (1, 2, Engine),
+    (3, 1, CapturedEngine),
+    (6, 1, CapturedEngine),
+    (8, 3, Engine),
+    (12, 2, CapturedEngine),
+    (13, 4, Engine),
+    (14, 4, Engine),
+]
+
+
+def stop_at(patch: pytest.MonkeyPatch, epoch: int, step: int, number: int, judging: bool = False) -> None:
+    """Send a signal after a step of an epoch; or, when that is the last one, at the start of the evaluation."""
+    check, passed = run.Run._check_signals, []
+
+    def checked(self: run.Run) -> None:
+        if (self.done + 1, self.steps) == (epoch, step):
+            passed.append(step)
+            if len(passed) > judging:
+                signal.raise_signal(number)
+        check(self)
+
+    patch.setattr(run.Run, "_check_signals", checked)
+
+
+@pytest.mark.parametrize("stops", [[*STOPS[:2], STOPS[5]], pytest.param(STOPS, marks=pytest.mark.slow)])
+def test_a_run_stopped_by_signals_goes_on_within_the_epoch_to_the_same_bits(
+    stops: list[tuple[int, int, type[Engine]]], full: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, numbers = recipe(**EVERYTHING), itertools.cycle((signal.SIGTERM, signal.SIGINT))
+    for (epoch, step, engine), number in zip(stops, numbers, strict=False):
+        with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
+            patch.setattr(run, "make_engine", made_by(engine))
+            stop_at(patch, epoch, step, number, judging=epoch > 12)
+            fit(model(epoch - 1), made, run=tmp_path / "run", resume=epoch > 1)
+        assert stopped.value.saved == f"saved after step {step} of epoch {epoch}"
+        assert stopped.value.signal == number
+    assert_same_run(fit(model(9), made, run=tmp_path / "run", resume=True), full)
+
+
+def test_a_loss_that_is_not_finite_is_not_saved_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 2, 3, signal.SIGTERM)
+    monkeypatch.setattr(Engine, "train_epoch", broken_after(Engine.train_epoch, 1))
+    with pytest.raises(RunError, match=r"no longer finite in phase warmup, epoch 2 of 2; lower warmup.lr"):
+        fit(model(), recipe(), run=tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run/checkpoints")["done"] == 1
+
+
+def broken_after(train: Any, epochs: int) -> Any:
+    def trained(engine: Engine, batches: Any, number: int, *given: Any) -> Any:
+        if number >= epochs:
+            next(engine.network.parameters()).data.fill_(torch.nan)
+        return train(engine, batches, number, *given)
+
+    return trained
+
+
+def test_the_first_signal_is_noted_and_the_second_one_ends_the_process() -> None:
+    with Signals() as signals:
+        with signals.deferred():
+            signal.raise_signal(signal.SIGTERM)
+            assert signals.received == signal.SIGTERM
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            with pytest.raises(KeyboardInterrupt) as caught:
+                signal.raise_signal(signal.SIGINT)
+        assert not isinstance(caught.value, Stopped)
+    with pytest.raises(Stopped) as stopped, Signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert (stopped.value.signal, stopped.value.saved) == (signal.SIGTERM, "")
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    try:
+        with Signals():
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_checkpoints_that_are_rare_change_nothing(

@@ -211,9 +211,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path: Path) -> None:
     work = """
+    import signal
     from sbf_pruner import fit
+    from sbf_pruner.errors import Stopped
     from sbf_pruner.training.folder import RunFolder
     from sbf_pruner.training.recipe import load_recipe
+    from sbf_pruner.training.run import Run
     from test_team import SHORT, plain_net
 
     def run(name, **options):
@@ -223,16 +226,26 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
 
     result = run("two")
     print("kept", sorted(result.plan.keep.items()), result.folder.name, result.summary["processes"])
-    append = RunFolder.append
+    after_step, append = Run._after_step, RunFolder.append
+
+    def signalled(held, phase, step, steps):
+        if rank == 1 and held.done == 1 and step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        after_step(held, phase, step, steps)
 
     def cut_off(held, record):
         append(held, record)
         if record["done"] == 3:
             raise KeyboardInterrupt
 
-    RunFolder.append = cut_off
+    Run._after_step = signalled
     try:
         run("cut")
+    except Stopped as stopped:
+        print(stopped.saved)
+    RunFolder.append, Run._after_step = cut_off, after_step
+    try:
+        run("cut", resume=True)
     except KeyboardInterrupt:
         print("cut off")
     RunFolder.append = append
@@ -242,8 +255,8 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
     first, second = (said.splitlines() for said in together(work, tmp_path))
     alone = sbf_pruner.fit(plain_net(), load_recipe("digits", SHORT), run=tmp_path / "one")
     told = f"kept {sorted(alone.plan.keep.items())} two 2"
-    assert first == [*"1234", told, *"12", "cut off", *"34"]
-    assert second == [told, "cut off"], "the others come to the same, and are not told of epochs"
+    assert first == [*"1234", told, *"12", "saved after epoch 2", "cut off", *"34"]
+    assert second == [told, "saved after epoch 2", "cut off"], "the others come to the same, and are told no epochs"
     ours, theirs, resumed = (weights(tmp_path / name) for name in ("one", "two", "cut"))
     for name, held in ours.items():
         torch.testing.assert_close(theirs[name], held, rtol=1e-3, atol=1e-5)

@@ -93,8 +93,8 @@ class Batches(ABC):
         return min(self.batch_size, self.count)
 
     @abstractmethod
-    def epoch(self, index: int) -> Iterator[Batch]:
-        """The batches of epoch number `index`."""
+    def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of epoch number `index`, from number `first` on."""
 
     def regrouped(self, batch_size: int, augment: Augment) -> Self:
         """The same images in training batches of another size, or augmented otherwise."""
@@ -102,9 +102,9 @@ class Batches(ABC):
         found.batch_size, found.augment = batch_size, augment
         return found
 
-    def parts(self, index: int, team: Team) -> Iterator[Batch]:
-        """What one process of a team sees of an epoch."""
-        for images, labels in self.epoch(index):
+    def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
+        """What one process of a team sees of an epoch, from batch number `first` on."""
+        for images, labels in self.epoch(index, first):
             yield team.part(images), team.part(labels)
 
     def draw(self, index: int) -> dict[str, Tensor]:
@@ -175,14 +175,14 @@ class Resident(Batches):
         self.images = split.images.to(self.device)
         self.labels = split.labels.to(self.device)
 
-    def epoch(self, index: int) -> Iterator[Batch]:
+    def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
         if self.augment is None:
-            for start in range(0, self.count, self.batch_size):
+            for start in range(first * self.batch_size, self.count, self.batch_size):
                 chosen = slice(start, start + self.batch_size)
                 yield self.normalised(self.images[chosen]), self.labels[chosen]
             return
         drawn = {name: choice.to(self.device) for name, choice in self.draw(index).items()}
-        for step in range(len(self)):
+        for step in range(first, len(self)):
             part = slice(step * self.batch_size, (step + 1) * self.batch_size)
             yield self.take(**{name: choice[part] for name, choice in drawn.items()})
 

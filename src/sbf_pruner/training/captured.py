@@ -25,7 +25,7 @@ from .batches import Batches, Resident
 from .compiled import compiled
 from .convolutions import TunableConvolutions
 from .counters import Counters
-from .engine import Engine, Tally
+from .engine import BEGINNING, Begun, Engine, Tally
 from .machine import Machine
 from .replay import Changed, Evaluation, Step, Work
 from .teacher import Teacher
@@ -75,6 +75,7 @@ class CapturedEngine(Engine):
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
+        begun: Begun = BEGINNING,
     ) -> Tally:
         self.network.train()
         if optimizer not in self._steps:
@@ -88,12 +89,14 @@ class CapturedEngine(Engine):
                 more += _score_tensors(scored)
             changed = Changed(self.network, optimizers, more)
             self._steps.clear()  # an old graph would hold on to its memory while the new one is captured
-            self._steps[optimizer] = Step(batches, work, changed, rate, self._inside(folded), self.team)
-        tally = self._steps[optimizer].epoch(epoch, rates, self.after_step)
+            self._steps[optimizer] = Step(batches, work, changed, self.sums, rate, self._inside(folded), self.team)
+        tally = self._steps[optimizer].epoch(epoch, rates, self.after_step, begun)
         self._agree(average)
         return tally
 
-    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
+    def score_epoch(
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
+    ) -> Tally:
         assert self.pruner is not None and self.pruner.optimizer is not None
         self.network.train()
         optimizer = self.pruner.optimizer
@@ -103,8 +106,8 @@ class CapturedEngine(Engine):
             changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
             self._steps.clear()
-            self._steps[optimizer] = Step(batches, work, changed, None, self._inside(folded), self.team)
-        return self._steps[optimizer].epoch(epoch, after_step=self.after_step)
+            self._steps[optimizer] = Step(batches, work, changed, self.sums, None, self._inside(folded), self.team)
+        return self._steps[optimizer].epoch(epoch, after_step=self.after_step, begun=begun)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:

@@ -29,6 +29,21 @@ AfterStep = Callable[[int, int], None]  # is told how many steps of how many are
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The part of an epoch of training that was done before the run was stopped."""
+
+    steps: int = 0
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """of loss, hits and penalty, over these steps"""
+    seconds: float = 0.0
+    random: tuple[Tensor, ...] = ()
+    """the states of torch's random streams, of the CPU and of the GPU in use"""
+
+
+BEGINNING = Begun()
+
+
+@dataclass(frozen=True)
 class Tally:
     """What an epoch came to: mean loss (without the penalty), accuracy in percent, the scores' penalty."""
 
@@ -67,6 +82,9 @@ class Engine:
         self.team = team or Team.present()
         """the processes that share every batch"""
         self.after_step: AfterStep | None = None
+        self.before_evaluation_batch: Callable[[], None] | None = None
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        """of loss, hits and penalty, over the steps of the present epoch of training"""
 
     def train_epoch(
         self,
@@ -77,17 +95,19 @@ class Engine:
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
+        begun: Begun = BEGINNING,
     ) -> Tally:
-        """Train the weights for one epoch; `rates` holds the learning rate of each step.
+        """Train the weights for one epoch, or what is left of it; `rates` holds the learning rate of each step.
 
         An optimiser is always used with the same smoothing, teacher and average.  Inside
         `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
         self.network.train()
         scored = self._scored()
-        sums = _Sums(self.device)
+        sums = _Sums(self.sums, begun, batches)
+        parts = batches.parts(epoch, self.team, begun.steps)
         for step, ((images, labels), rate) in enumerate(
-            zip(batches.parts(epoch, self.team), rates, strict=True), 1
+            zip(parts, rates[begun.steps :], strict=True), 1 + begun.steps
         ):
             set_rate(optimizer, rate)
             optimizer.zero_grad(set_to_none=True)
@@ -109,13 +129,15 @@ class Engine:
         self._agree(average)
         return sums.tally(self.team)
 
-    def score_epoch(self, batches: Batches, epoch: int, teacher: Teacher | None = None) -> Tally:
-        """Train the scores for one epoch, inside `pruner.scoring()`."""
+    def score_epoch(
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
+    ) -> Tally:
+        """Train the scores for one epoch, or what is left of it, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
         self.network.train()
-        sums = _Sums(self.device)
-        for step, (images, labels) in enumerate(batches.parts(epoch, self.team), 1):
+        sums = _Sums(self.sums, begun, batches)
+        for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), 1 + begun.steps):
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels)
             if teacher is not None:
@@ -132,8 +154,10 @@ class Engine:
     def evaluate(self, batches: Batches) -> Tally:
         """Loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
-        sums = _Sums(self.device)
+        sums = _Sums(torch.zeros_like(self.sums))
         for images, labels in batches.parts(0, self.team):
+            if self.before_evaluation_batch is not None:
+                self.before_evaluation_batch()
             if len(labels):  # the last batch may be smaller than the team
                 outputs = self._forward(images)
                 sums.add(outputs, labels, F.cross_entropy(outputs, labels))
@@ -188,9 +212,9 @@ def hits(outputs: Tensor, labels: Tensor) -> Tensor:
 class _Sums:
     """Running sums on the device: loss, hits and penalty, each weighted by the batch."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.held = torch.zeros(3, dtype=torch.float64, device=device)
-        self.seen = 0
+    def __init__(self, held: Tensor, begun: Begun = BEGINNING, batches: Batches | None = None) -> None:
+        self.held = held.copy_(torch.tensor(begun.sums, dtype=held.dtype))
+        self.seen = 0 if batches is None else begun.steps * batches.each
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)

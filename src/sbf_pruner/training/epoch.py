@@ -1,15 +1,14 @@
-"""One epoch of a phase: the batches go through the engine, the network is judged where that is due.
+"""One epoch of a phase: training, evaluation where it is due, and the record for `metrics.jsonl`.
 
-A phase and the number of an epoch enter; the record that `metrics.jsonl` gets leaves.  What holds: an epoch follows
-from the seed and its number alone; a loss, or a weight, that is no number stops the run before anything of it is
-saved.
+An epoch follows from the seed and its number alone, so one that was stopped after any step can be continued.  A
+loss or a weight that is not finite stops the run before anything of it is saved.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..errors import RunError
 from ..phases import Phase
 from .checkpoint import NAME
-from .engine import Engine, Tally
+from .engine import BEGINNING, Begun, Engine, Tally
 from .feed import Feed
 from .optimizer import Descent
 from .recipe import Recipe
@@ -34,15 +33,27 @@ class Epochs:
 
     def __init__(self, recipe: Recipe, feed: Feed, kept: Path, rank: int = 0) -> None:
         self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
+        self._began = 0.0
 
     def run(
-        self, phase: Phase, number: int, engine: Engine, descent: Descent | None, teacher: Teacher | None
+        self,
+        phase: Phase,
+        number: int,
+        engine: Engine,
+        descent: Descent | None,
+        teacher: Teacher | None,
+        begun: Begun = BEGINNING,
     ) -> dict[str, Any]:
-        """Train epoch `number` of the run and tell what it came to; without a `descent` it is one of scores."""
-        began = time.perf_counter()
+        """Train epoch `number` of the run, or what is left of it, and return its record.
+
+        Without a `descent` it is one of scores.
+        """
+        self._began = time.perf_counter() - begun.seconds
         epoch, last = number - phase.first, number + 1 == phase.end
         torch.manual_seed(_mixed(self._recipe.seed, number, self._rank))
-        tally, rate = self._train(phase, number, engine, descent, teacher)
+        if begun.steps:
+            _set_random(begun.random, engine.device)
+        tally, rate = self._train(phase, number, engine, descent, teacher, begun)
         test = held_out = None
         if last or (epoch + 1) % self._recipe.evaluate_every == 0:
             average = None if descent is None else descent.average
@@ -51,8 +62,7 @@ class Epochs:
         if not (tally.finite and (test is None or test.finite)):
             self._stop("the loss is", phase, epoch, engine)
         # What the last step broke shows in no loss of training, and a test is not always due.
-        if not _finite(_trained(engine, descent)):
-            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
+        self._check_finite(phase, epoch, engine, descent)
         return {
             "done": number + 1,
             "total": total_epochs(self._recipe),
@@ -66,8 +76,16 @@ class Epochs:
             "validation_accuracy": held_out.accuracy if held_out else None,
             "test_accuracy": test.accuracy if test else None,
             "lr": rate,
-            "seconds": round(time.perf_counter() - began, 3),
+            "seconds": round(time.perf_counter() - self._began, 3),
         }
+
+    def begun(self, phase: Phase, number: int, engine: Engine, descent: Descent | None, steps: int) -> Begun:
+        """The part of the present epoch that is done, which is so many steps; an error if it is not finite."""
+        sums = tuple(engine.sums.tolist())
+        if not all(map(math.isfinite, sums)):
+            self._stop("the loss is", phase, number - phase.first, engine)
+        self._check_finite(phase, number - phase.first, engine, descent)
+        return Begun(steps, sums, time.perf_counter() - self._began, _random(engine.device))
 
     def _train(
         self,
@@ -76,6 +94,7 @@ class Epochs:
         engine: Engine,
         descent: Descent | None,
         teacher: Teacher | None,
+        begun: Begun,
     ) -> tuple[Tally, float]:
         """What the steps of an epoch came to, and the learning rate of the first."""
         batches = self._feed.of(phase)
@@ -85,17 +104,22 @@ class Epochs:
             teacher.alpha.fill_(taught_part(self._recipe, phase, epoch))
         if descent is None:
             assert engine.pruner is not None
-            return engine.score_epoch(batches, number, teacher), engine.pruner.lr
+            return engine.score_epoch(batches, number, teacher, begun), engine.pruner.lr
         config, each = optimizer_config(self._recipe, phase), len(batches)
         first = epoch * each
         rates = [learning_rate(config, step, each * phase.epochs, each) for step in range(first, first + each)]
         optimizer, average = descent.optimizer, descent.average
-        tally = engine.train_epoch(batches, number, optimizer, rates, config.label_smoothing, teacher, average)
+        smoothing = config.label_smoothing
+        tally = engine.train_epoch(batches, number, optimizer, rates, smoothing, teacher, average, begun)
         if number + 1 == phase.end:
             descent.settle()
             if config.recalibrate:
                 engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
+
+    def _check_finite(self, phase: Phase, epoch: int, engine: Engine, descent: Descent | None) -> None:
+        if not _finite(_trained(engine, descent)):
+            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
 
     def _stop(self, broken: str, phase: Phase, epoch: int, engine: Engine) -> NoReturn:
         """End the run before numbers that are none are saved."""
@@ -130,6 +154,17 @@ def _finite(tensors: Iterable[Tensor]) -> bool:
     """Are they all numbers?  The largest of each tells, and the device is waited for once."""
     largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf)
     return bool(torch.stack([norm.isfinite() for norm in largest]).all())
+
+
+def _random(device: torch.device) -> tuple[Tensor, ...]:
+    """The states of torch's random streams."""
+    return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _set_random(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:  # a run may go on where there is no GPU
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _mixed(seed: int, epoch: int, rank: int) -> int:

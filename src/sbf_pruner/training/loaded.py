@@ -7,6 +7,7 @@ however many processes read; an item that cannot be read is one sentence, not a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -41,18 +42,18 @@ class Loaded(Batches):
         super().__init__(stream, batch_size, mean, std, **how)
         self.stream, self.workers = stream, workers
 
-    def epoch(self, index: int) -> Iterator[Batch]:
-        return self._read(index, Team())
+    def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
+        return self._read(index, Team(), first)
 
-    def parts(self, index: int, team: Team) -> Iterator[Batch]:
+    def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
         if self.augment and self.augment.mixup:  # blends reach across the batch, which must be whole for them
-            return super().parts(index, team)
-        return self._read(index, team)
+            return super().parts(index, team, first)
+        return self._read(index, team, first)
 
-    def _read(self, index: int, team: Team) -> Iterator[Batch]:
+    def _read(self, index: int, team: Team, first: int) -> Iterator[Batch]:
         """The batches of an epoch, or a team's part of each."""
         drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
-        starts = range(0, len(self) * self.batch_size, self.batch_size)
+        starts = range(first * self.batch_size, len(self) * self.batch_size, self.batch_size)
         rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
         mine = [part for part in map(team.part, rows) if len(part)]  # the last may be smaller than the team
         order, windows = drawn.pop("order"), drawn.pop("window", None)
@@ -84,6 +85,7 @@ class Loaded(Batches):
             num_workers=min(self.workers, len(keys)),
             collate_fn=_as_it_is,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_outlast_signals,
             generator=torch.Generator(),  # or it would draw from the one that the user has
         )
         try:
@@ -147,6 +149,16 @@ class _Reading(Dataset[Any]):
 
     def _item(self, row: int) -> str:
         return f"{self.stream.where}, item {row}"
+
+
+def _outlast_signals(worker: int) -> None:
+    """Ignore the first SIGINT and SIGTERM in a worker.
+
+    Terminals and schedulers send them to all processes of a group.  The run stops after its present step, for which
+    it may need another batch, and ends its workers then.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, frame: signal.signal(given, signal.SIG_DFL))
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -28,6 +28,7 @@ from .folder import RunFolder
 from .machine import choose_machine, cpu_threads, own_arithmetic
 from .recipe import Recipe, load_recipe
 from .run import Report, Run
+from .signals import Signals
 from .together import books, check_shared, join, same_weights
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,10 @@ def fit(
     Called by every process that torchrun has started, it shares each batch among them; the first one writes the
     folder and calls `report`.
 
+    SIGINT (Ctrl-C) and SIGTERM stop a run after its present step, with a checkpoint that `resume` goes on from, and
+    raise `errors.Stopped`, a KeyboardInterrupt; a second one ends the process at once.  Several processes stop at
+    the end of the epoch.
+
     >>> import tempfile
     >>> from .recipe import load_recipe
     >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
@@ -84,7 +89,7 @@ def fit(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     team, asked = join(), RunFolder.of(recipe, run)
     check = partial(asked.check, recipe, resume=resume, force=force)
-    with books(team, asked, check, resume=resume) as folder:
+    with Signals() as signals, books(team, asked, check, resume=resume) as folder:
         if resume and folder.finished:
             small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
@@ -106,7 +111,7 @@ def fit(
             data = data or load_data(recipe.data, classes, recipe.seed, origin)
             check_shared(recipe, len(data.train), team)
             told = report if team.leads else None
-            ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team)
+            ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
             with folder.taken():
                 # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
                 folder.check(recipe, resume=resume, force=force)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import PruningError, RunError
 from ..team import Team
 from .batches import Batches, Resident
-from .engine import AfterStep, Tally, hits
+from .engine import BEGINNING, AfterStep, Begun, Tally, hits
 from .supply import Handed, Laid
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
@@ -94,6 +94,7 @@ class Step:
         batches: Batches,
         work: Work,
         changed: Changed,
+        sums: Tensor,
         rate: Tensor | None = None,
         inside: AbstractContextManager[Any] | None = None,
         team: Team | None = None,
@@ -104,7 +105,7 @@ class Step:
         self.seen = self.steps * batches.each
         self.rates = torch.zeros(self.steps, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.sums = sums
         kind = Laid if isinstance(batches, Resident) else Handed
         self.images = kind(batches, self.at, self.team)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -113,19 +114,25 @@ class Step:
                 self.graph = capture(self._once, self.at.zero_)
             changed.undo()
 
-    def epoch(self, index: int, rates: Sequence[float] = (), after_step: AfterStep | None = None) -> Tally:
-        """Run all steps of an epoch.
+    def epoch(
+        self,
+        index: int,
+        rates: Sequence[float] = (),
+        after_step: AfterStep | None = None,
+        begun: Begun = BEGINNING,
+    ) -> Tally:
+        """Run all steps of an epoch, or those that are left.
 
         The only waits for the device are for the three sums at its end, and whatever `after_step` asks of it.
         """
-        self.images.begin(index)
+        self.images.begin(index, begun.steps)
         if self.rate is not None:
             self.rates.copy_(torch.tensor(rates))
-        self.at.zero_()
-        self.sums.zero_()
+        self.at.fill_(begun.steps)
+        self.sums.copy_(torch.tensor(begun.sums, dtype=self.sums.dtype))
         once = self._once if self.graph is None else self.graph.replay
         with self.inside if self.graph is None else nullcontext():
-            for step in range(1, self.steps + 1):
+            for step in range(1 + begun.steps, self.steps + 1):
                 self.images.advance()
                 once()
                 if after_step is not None:

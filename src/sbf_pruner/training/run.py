@@ -1,24 +1,27 @@
 """A run in progress: warm-up, cycles of scores and gated weights, removal, fine-tuning, and a dense control.
 
-A network, a recipe and data enter; the small network and a summary leave, with all files of the run folder.  What
-holds: every epoch follows from the seed and its number alone, and a checkpoint holds all that passes from one to
-the next, so a run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.
+Every epoch follows from the seed and its number alone, and a checkpoint holds all that passes from one to the next,
+so a run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.  A signal stops a run
+after the present step, with a checkpoint that also holds the part of the epoch that is done.  Several processes,
+whose norms and random streams differ within an epoch, stop at its end.
 """
 
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..environment import environment
-from ..errors import RunError
+from ..errors import RunError, Stopped
 from ..export import save
 from ..methods import METHODS
 from ..methods.ranking import REHEARSED, ranked, rehearse, shown
@@ -31,7 +34,7 @@ from .captured import make_engine
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Data
 from .dense_stage import DenseStage
-from .engine import Engine
+from .engine import BEGINNING, Begun, Engine
 from .epoch import Epochs, judge
 from .feed import Feed
 from .folder import DENSE, INITIAL, SCORED, RunFolder
@@ -41,12 +44,17 @@ from .optimizer import Descent
 from .recipe import Recipe
 from .recording import Recording
 from .schedule import cycles_end, is_scored, is_soft, optimizer_config, phases
+from .signals import Signals
 from .summary import summarise
 from .teacher import Teacher
 
 Report = Callable[[dict[str, Any]], None]
 
 SAVING_SHARE = 0.05  # of a run's time at most goes into checkpoints, but for those at the end of a phase
+
+
+class _Interrupted(Exception):
+    """A signal was received, and the state is that after a whole step."""
 
 
 class Run:
@@ -62,8 +70,10 @@ class Run:
         report: Report | None,
         goes_on: bool = False,
         team: Team | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.recipe, self.folder, self.team = recipe, folder, team or Team()
+        self.signals = signals or Signals()
         self.report = report or (lambda record: None)
         device = machine.device
         self.told, self.counts, self.feed = data.told(), data.counts, Feed(recipe, data, device, model)
@@ -77,6 +87,8 @@ class Run:
         self.warmup_accuracy: float | None = None
         self.dense_from: str | None = None  # the run whose dense stage this one took over
         self.done = 0
+        self.steps = 0  # of the present epoch that are done
+        self.begun = BEGINNING  # the part of an epoch that was done before the run was stopped within it
         self.unfinished: tuple[Any, Any] = None, None  # optimiser and average of a phase that was cut short
         self.spent = 0.0  # seconds before it was resumed
         self.started = self.saved = time.perf_counter()
@@ -129,6 +141,7 @@ class Run:
         self.recording.begin()
         self.done, self.spent = state["done"], state["seconds"]
         self.unfinished = state["optimizer"], state.get("average")
+        self.begun = Begun(**state.get("begun", {}))
         self.warmup_accuracy, self.dense_from = state["warmup_accuracy"], state.get("dense_from")
         self.given_accuracy = state.get("given_accuracy")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
@@ -138,9 +151,10 @@ class Run:
 
     def go(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run what is left of the schedule and write the results: the small network, and what it came to."""
-        for phase in phases(self.recipe):
-            if self.done < phase.end:
-                self._run_phase(phase)
+        with self.signals.deferred():
+            for phase in phases(self.recipe):
+                if self.done < phase.end:
+                    self._run_phase(phase)
         self._forget_engines()
         small = self.networks.pruned()
         return small, self.team.from_first(partial(self._leave, small))
@@ -164,8 +178,7 @@ class Run:
             if pruner is not None:
                 frozen.enter_context(self._trained(phase, pruner, engine))
             while self.done < phase.end:
-                engine.after_step = partial(self.networks.after_step, phase, self.done) if scored else None
-                record = self.epochs.run(phase, self.done, engine, descent, self.teacher)
+                record = self._run_epoch(phase, engine, descent)
                 self.done += 1
                 if scored:
                     self.networks.closes_in(phase, self.done - phase.first)
@@ -190,8 +203,44 @@ class Run:
                 if phase.cycle and is_soft(self.recipe):
                     self._soften()
                 self._choose()
-                self._save(descent, closed=self.done == phase.end)
+                stopping = self._is_stopping()
+                self._save(descent, closed=self.done == phase.end or stopping)
                 self.report(record)
+                if stopping:
+                    raise Stopped(self.signals.received or signal.SIGTERM, f"saved after epoch {self.done}")
+
+    def _run_epoch(self, phase: Phase, engine: Engine, descent: Descent | None) -> dict[str, Any]:
+        """Train what is left of an epoch and return its record; after a signal, save and raise `Stopped`."""
+        begun, self.begun = self.begun, BEGINNING
+        self.steps = begun.steps
+        engine.after_step = partial(self._after_step, phase)
+        engine.before_evaluation_batch = self._check_signals
+        try:
+            return self.epochs.run(phase, self.done, engine, descent, self.teacher, begun)
+        except _Interrupted:
+            begun = self.epochs.begun(phase, self.done, engine, descent, self.steps)
+            self._save(descent, closed=True, begun=begun)
+            assert self.signals.received is not None
+            where = f"saved after step {self.steps} of epoch {self.done + 1}"
+            raise Stopped(self.signals.received, where) from None
+
+    def _after_step(self, phase: Phase, step: int, steps: int) -> None:
+        if phase.trains_scores:
+            self.networks.after_step(phase, self.done, step, steps)
+        self.steps = step
+        self._check_signals()
+
+    def _check_signals(self) -> None:
+        if self.team.alone and self.signals.received is not None:
+            raise _Interrupted
+
+    def _is_stopping(self) -> bool:
+        """Return True if any process has received a signal; all processes must call this."""
+        if self.team.alone:
+            return self.signals.received is not None
+        received = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
+        self.team.add_up(received)
+        return bool(received)
 
     def _trained(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
         """Freeze what a phase does not train.
@@ -268,7 +317,7 @@ class Run:
         distill = self.recipe.distill
         self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
-    def _save(self, descent: Descent | None, *, closed: bool) -> None:
+    def _save(self, descent: Descent | None, *, closed: bool, begun: Begun = BEGINNING) -> None:
         """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
@@ -277,6 +326,7 @@ class Run:
             "recipe": self.recipe.to_dict(),
             "images": self.counts,
             "done": self.done,
+            "begun": asdict(begun),
             "seconds": self._seconds(),
             "given_accuracy": self.given_accuracy,
             "warmup_accuracy": self.warmup_accuracy,

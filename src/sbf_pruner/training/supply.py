@@ -26,8 +26,8 @@ class Laid:
         self.drawn = {name: choice.to(batches.device) for name, choice in self._draw(0).items()}
         self.next: tuple[int, dict[str, Tensor]] | None = None
 
-    def begin(self, index: int) -> None:
-        """Lay out what epoch number `index` has drawn."""
+    def begin(self, index: int, first: int = 0) -> None:
+        """Lay out what epoch number `index` has drawn; `at` says which step is the first."""
         drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
         for name, held in self.drawn.items():
             held.copy_(drawn[name], non_blocking=True)
@@ -67,9 +67,9 @@ class Handed:
             self.labels = torch.zeros(rows, batches.num_classes, device=batches.device)
         self.coming: Iterator[Batch] = iter(())
 
-    def begin(self, index: int) -> None:
-        """Have the batches of epoch number `index` read."""
-        self.coming = self.batches.parts(index, self.team)
+    def begin(self, index: int, first: int = 0) -> None:
+        """Have the batches of epoch number `index` read, from number `first` on."""
+        self.coming = self.batches.parts(index, self.team, first)
 
     def advance(self) -> None:
         """Hand over the next batch."""
