@@ -128,7 +128,8 @@ def command(*words: str, **options: Any) -> subprocess.Popen[str]:
 def test_run_prints_a_line_per_epoch_and_a_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml"]) == 0
     said = capsys.readouterr()
-    lines = said.err.splitlines()
+    told, *lines = said.err.splitlines()
+    assert told.startswith("sbf: running statistics of batch norms lag (momentum 0.1, 4 steps)")
     assert len(lines) == EPOCHS
     assert lines[0].startswith("[1/8] warmup, epoch 1/2") and "filters 14/14" in lines[0]
     assert lines[2].startswith("[3/8] score 1, epoch 1/1") and "left" in lines[2]
@@ -295,7 +296,7 @@ def test_live_and_tensorboard_beside_the_progress(here: Path, capsys: pytest.Cap
         assert said == "sbf: live at http://127.0.0.1:8321/\n"
     assert main(["run", "tiny.toml", "--live", port, "--tensorboard", "--force"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"sbf: live at http://127.0.0.1:{port}/" and len(said) == 1 + EPOCHS
+    assert said[0] == f"sbf: live at http://127.0.0.1:{port}/" and len(said) == 2 + EPOCHS, "and norms lag"
     assert len(list((here / "runs/tiny-seed0/tensorboard").iterdir())) == 1
 
 
@@ -941,7 +942,7 @@ def test_the_core_dependencies_are_enough(here: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert json.loads(out)["pruned"]["params"] > 0
-    assert len(err.splitlines()) == EPOCHS and "Traceback" not in err
+    assert sum(line.startswith("[") for line in err.splitlines()) == EPOCHS and "Traceback" not in err
 
 
 def test_a_reader_that_stops_early_is_no_failure_of_ours(here: Path) -> None:
@@ -968,6 +969,7 @@ RECORD = {
     "epoch": 1,
     "epochs": 1,
     "loss": 0.5,
+    "train_accuracy": 93.5,
     "validation_accuracy": None,
     "test_accuracy": 91.25,
     "filters": 12,
@@ -984,7 +986,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         report(RECORD)
     text = stream.getvalue()
     assert "score 1, epoch 1/1" in text and "3/8" in text
-    assert "loss 0.500" in text and "accuracy 91.25 %" in text and "filters 12/14" in text
+    assert "loss 0.500  train 93.50 %  test 91.25 %  filters 12/14" in text
 
 
 def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -995,7 +997,7 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
         report({**RECORD, "done": 4, "validation_accuracy": 90.0})
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and lines[0].startswith("[3/8] score 1, epoch 1/1")
-    assert "accuracy 90.00 %" in lines[1] and lines[1].endswith("left")
+    assert "train 93.50 %  validation 90.00 %" in lines[1] and lines[1].endswith("left")
 
 
 def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:

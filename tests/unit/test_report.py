@@ -278,6 +278,7 @@ def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
     assert len(parsed.of_class("tile")) == len(run.layers)
     assert figure.table is not None
     now = run.scores[-1]["scores"]["stem"]
+    top = max(1.1, *(score for line in run.scores for held in line["scores"].values() for score in held))
     assert figure.table.rows[0][:3] == ["stem", "8", str(sum(score >= 0.5 for score in now))]
     for path in parsed.of_class("span"):
         if "d" in path:
@@ -285,7 +286,7 @@ def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
             across, down = (list(accumulate(numbers[start::2])) for start in (0, 1))
             assert min(across) == 0 and max(across) == 300, "from the start to the last epoch there will be"
             assert min(down) >= 0 and max(down) <= 140
-            assert down[0] == down[-1] == pytest.approx(140 * (1 - 1 / 1.1), abs=1), "all scores start at 1"
+            assert down[0] == down[-1] == pytest.approx(140 * (1 - 1 / top), abs=1), "all scores start at 1"
 
 
 def test_scores_an_older_version_did_not_store_are_left_out_and_told(run: Run) -> None:

@@ -1,16 +1,21 @@
 """Statistics of norms taken anew, and score phases that begin with them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from runs import small_recipe
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.statistics import fresh_statistics
+from sbf_pruner.scoring.statistics import fresh_statistics, lagging
 from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.loop import fit
+from sbf_pruner.training.epoch import CALIBRATED_ON
+from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import load_recipe
 
 IMAGES = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -109,7 +114,7 @@ def test_a_run_tunes_the_score_phases_after_a_landing(
     more = ["dense_control=false", "budget.settled=1", "scores.recalibrate=2", *changes]
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     fit(net, load_recipe("digits", [*short, *more]), run=tmp_path / "run")
-    assert seen == looks
+    assert [count for count in seen if count != CALIBRATED_ON] == looks
 
 
 def test_modes_follow_the_model_through_a_tuned_phase() -> None:
@@ -143,3 +148,69 @@ def test_a_phase_that_is_cut_short_gives_the_statistics_back() -> None:
         assert not torch.equal(norms(pruner.model)[3].running_var, before[3])
         raise ZeroDivisionError
     assert all(torch.equal(norm.running_var, var) for norm, var in zip(norms(pruner.model), before, strict=True))
+
+
+# -- statistics that lag behind training ------------------------------------------------------------------------
+
+
+def test_statistics_lag_until_little_is_left_of_what_they_began_with() -> None:
+    slow, usual = nn.BatchNorm2d(1, momentum=0.01), nn.BatchNorm2d(1)
+    still, own = nn.BatchNorm2d(1, momentum=0.0), nn.BatchNorm2d(1, track_running_stats=False)
+    net = nn.Sequential(slow, usual, still, own, nn.InstanceNorm2d(1, track_running_stats=True))
+    assert lagging(net, {}) is None, "nothing was trained"
+    for steps, found in ((1, (0.01, 1)), (298, (0.01, 298)), (299, None)):
+        for norm in (slow, usual, still):
+            norm.num_batches_tracked.fill_(steps)
+        assert lagging(net, {}) == found
+    began = {"0.num_batches_tracked": torch.tensor(200)}  # trained before, perhaps on other images
+    assert lagging(net, began) == (0.01, 99)
+    slow.num_batches_tracked.fill_(20)  # and then recalibrated
+    assert lagging(net, began) == (0.01, 20)
+    assert lagging(nn.ReLU(), {}) is None
+
+
+def brighter(test_labels: Tensor | None = None) -> dict[str, Any]:
+    """Images of four classes, each brighter than the one before."""
+    labels = torch.arange(64) % 4
+    images = 3 * labels.view(-1, 1, 1, 1) + torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    parts = {"train": labels, "test": labels if test_labels is None else test_labels}
+    return {name: TensorDataset(images, held) for name, held in parts.items()}
+
+
+def trained_shortly(data: dict[str, Any], folder: Path, momentum: float) -> tuple[Result, list[float]]:
+    """A dense network after 24 steps, and its accuracies on the test images, epoch by epoch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    recipe = small_recipe(
+        data={"name": "bright", "batch_size": 16, "workers": 0},
+        phases={"warmup": 6, "cycles": 0, "finetune": 0},
+        dense_control=False,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+        result = fit(net, recipe, data=data, run=folder)
+    return result, [json.loads(line)["test_accuracy"] for line in (folder / "metrics.jsonl").open()]
+
+
+def test_a_network_is_judged_and_saved_with_statistics_that_have_arrived(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sbf_pruner.training")
+    result, judged = trained_shortly(brighter(), tmp_path / "slow", momentum=0.001)
+    told = "running statistics of batch norms lag (momentum 0.001, 4 steps), so they are recalibrated on up to 20"
+    assert sum(told in record.getMessage() for record in caplog.records) == 1
+    assert judged[-1] > 90 and result.summary["pruned"]["accuracy"] == judged[-1]
+    batch = result.model.state_dict()["1.num_batches_tracked"]
+    assert batch == 4, "the batches that the saved statistics are from"
+
+
+def test_a_network_that_guesses_on_the_test_images_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_shortly(brighter(test_labels=torch.arange(64).roll(1) % 4), tmp_path / "wrong", momentum=0.5)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("after phase warmup the training accuracy is ") and "of guessing among 4 classes" in told

@@ -7,7 +7,7 @@ that the user keeps in another mode than the model, and all of them after an exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -53,6 +53,38 @@ def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
             norm.train(model.training)  # which may have changed meanwhile
             if not norm.num_batches_tracked:
                 _put_back(norm, statistics)
+
+
+LEFT = 0.05  # of what running statistics began with: as long as more is left, they tell little of the network
+
+
+def lagging(model: nn.Module, began: Mapping[str, Tensor]) -> tuple[float, int] | None:
+    """Return the momentum and the training steps of the norm whose running statistics lag most, if any do.
+
+    Each step leaves `1 - momentum` of what statistics began with, and `num_batches_tracked` counts steps.  `began`
+    is the state dict that training began with: steps count from there, or from the last recalibration.
+
+    >>> net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.01))
+    >>> _ = net(torch.rand(2, 1))
+    >>> lagging(net, {})
+    (0.01, 1)
+    """
+    norms = {
+        name: norm
+        for name, norm in model.named_modules()
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.momentum
+    }
+    if not norms:
+        return None
+    counters = [norm.num_batches_tracked for norm in norms.values() if norm.num_batches_tracked is not None]
+    slowest, most = None, LEFT
+    for (name, norm), count in zip(norms.items(), torch.stack(counters).tolist(), strict=True):
+        before = int(began.get(f"{name}.num_batches_tracked".lstrip("."), torch.tensor(0)))
+        steps, momentum = count - before if count >= before else count, norm.momentum
+        assert momentum is not None
+        if steps and (left := (1 - momentum) ** steps) > most:
+            slowest, most = (momentum, steps), left
+    return slowest
 
 
 def _statistics(norm: _NormBase) -> dict[str, Tensor]:

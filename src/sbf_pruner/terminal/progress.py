@@ -139,10 +139,10 @@ def _stage(record: Record) -> str:
 
 
 def _facts(record: Record) -> str:
-    held_out = record["validation_accuracy"]
-    accuracy = record["test_accuracy"] if held_out is None else held_out
+    which = "test" if record["validation_accuracy"] is None else "validation"
+    accuracy = f"train {percent(record['train_accuracy'])}  {which} {percent(record[f'{which}_accuracy'])}"
     filters = f"{record['filters']}/{record['filters_total']}"
-    return f"loss {record['loss']:.3f}  accuracy {percent(accuracy)}  filters {filters}"
+    return f"loss {record['loss']:.3f}  {accuracy}  filters {filters}"
 
 
 def _clock(seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 A compiled step adds one to every norm's counter by a kernel of its own: 55 of the 311 kernels of a forward of
 ResNet-56, each for one number.  While entered, norms that do not need their count leave it alone, and `count`
-adds to all of them.  A norm that runs twice in a step counts it once; nothing is computed from these numbers.
+adds to all of them.  A norm that runs twice in a step counts it once; the numbers only tell whether running
+statistics lag.
 """
 
 from __future__ import annotations

@@ -163,11 +163,12 @@ class Engine:
                 sums.add(outputs, labels, F.cross_entropy(outputs, labels))
         return sums.tally(self.team)
 
-    def recalibrate(self, batches: Batches, epoch: int, count: int) -> None:
-        """Take batch-norm statistics anew, from the first `count` batches of an epoch."""
+    def recalibrate(self, batches: Batches, epoch: int, count: int) -> Callable[[], None]:
+        """Take batch-norm statistics anew, from the first `count` batches of an epoch; returns what undoes it."""
         self.network.eval()
-        with fresh_statistics(self.network):
+        with fresh_statistics(self.network) as undo:
             self.look(batches, epoch, count)
+        return undo
 
     def look(self, batches: Batches, epoch: int, count: int) -> None:
         """Pass the first `count` batches of an epoch through the network, for the norms to see."""

@@ -6,10 +6,11 @@ loss or a weight that is not finite stops the run before anything of it is saved
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..phases import Phase
+from ..scoring.statistics import lagging
 from .checkpoint import NAME
 from .engine import BEGINNING, Begun, Engine, Tally
 from .feed import Feed
@@ -27,6 +29,10 @@ from .recipe import Recipe
 from .schedule import is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
 from .teacher import Teacher
 
+CALIBRATED_ON = 20  # batches, for statistics that have not arrived
+
+_log = logging.getLogger(__name__)
+
 
 class Epochs:
     """The epochs of a run, one at a time; `kept` is where its checkpoints lie."""
@@ -34,6 +40,7 @@ class Epochs:
     def __init__(self, recipe: Recipe, feed: Feed, kept: Path, rank: int = 0) -> None:
         self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
         self._began = 0.0
+        self._told_of_norms = False
 
     def run(
         self,
@@ -42,11 +49,12 @@ class Epochs:
         engine: Engine,
         descent: Descent | None,
         teacher: Teacher | None,
+        initial: dict[str, Tensor],
         begun: Begun = BEGINNING,
     ) -> dict[str, Any]:
         """Train epoch `number` of the run, or what is left of it, and return its record.
 
-        Without a `descent` it is one of scores.
+        Without a `descent` it is one of scores.  `initial` is the state dict that the run began with.
         """
         self._began = time.perf_counter() - begun.seconds
         epoch, last = number - phase.first, number + 1 == phase.end
@@ -56,13 +64,19 @@ class Epochs:
         tally, rate = self._train(phase, number, engine, descent, teacher, begun)
         test = held_out = None
         if last or (epoch + 1) % self._recipe.evaluate_every == 0:
-            average = None if descent is None else descent.average
-            with nullcontext() if average is None else average.applied():
+            with ExitStack() as undone:
+                if descent is not None and descent.average is not None:
+                    undone.enter_context(descent.average.applied())
+                undo = self._settle_norms(phase, number, engine, descent, initial)
+                if undo is not None and not last:  # what a phase leaves has the statistics it was judged by
+                    undone.callback(undo)
                 test, held_out = judge(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
             self._stop("the loss is", phase, epoch, engine)
         # What the last step broke shows in no loss of training, and a test is not always due.
         self._check_finite(phase, epoch, engine, descent)
+        if last and test is not None and descent is not None:
+            self._warn_of_guessing(phase, tally.accuracy, test.accuracy)
         return {
             "done": number + 1,
             "total": total_epochs(self._recipe),
@@ -86,6 +100,40 @@ class Epochs:
             self._stop("the loss is", phase, number - phase.first, engine)
         self._check_finite(phase, number - phase.first, engine, descent)
         return Begun(steps, sums, time.perf_counter() - self._began, _random(engine.device))
+
+    def _settle_norms(
+        self, phase: Phase, number: int, engine: Engine, descent: Descent | None, initial: dict[str, Tensor]
+    ) -> Callable[[], None] | None:
+        """Recalibrate batch norms whose running statistics lag behind training; returns what undoes it."""
+        if descent is None:
+            done = self._recipe.scores.freeze_norms
+        else:
+            done = number + 1 == phase.end and optimizer_config(self._recipe, phase).recalibrate > 0
+        slow = None if done else lagging(engine.network, initial)
+        if slow is None:
+            return None
+        if not self._told_of_norms:
+            self._told_of_norms = True
+            _log.info(
+                "running statistics of batch norms lag (momentum %g, %d steps), so they are recalibrated on up to "
+                "%d training batches before each evaluation",
+                *slow,
+                CALIBRATED_ON,
+            )
+        return engine.recalibrate(self._feed.whole(phase), number, CALIBRATED_ON)
+
+    def _warn_of_guessing(self, phase: Phase, train: float, test: float) -> None:
+        """Say that a network has learned the training images and guesses the test images."""
+        guessed = 150 / self._feed.test.num_classes  # at most, with some luck
+        if test < guessed <= train and train >= 2 * test:
+            _log.warning(
+                "after phase %s the training accuracy is %.2f %% and the test accuracy %.2f %%, about that of "
+                "guessing among %d classes; check that test images are prepared and labelled as in training",
+                phase,
+                train,
+                test,
+                self._feed.test.num_classes,
+            )
 
     def _train(
         self,

@@ -216,7 +216,8 @@ class Run:
         engine.after_step = partial(self._after_step, phase)
         engine.before_evaluation_batch = self._check_signals
         try:
-            return self.epochs.run(phase, self.done, engine, descent, self.teacher, begun)
+            initial = self.networks.initial
+            return self.epochs.run(phase, self.done, engine, descent, self.teacher, initial, begun)
         except _Interrupted:
             begun = self.epochs.begun(phase, self.done, engine, descent, self.steps)
             self._save(descent, closed=True, begun=begun)
