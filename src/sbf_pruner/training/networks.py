@@ -23,8 +23,8 @@ from ..plan import Plan
 from ..proof import prove
 from ..pruner import Pruner
 from ..stored import tensors_of
-from .checkpoint import ELSEWHERE
 from ..surgery import extract
+from .checkpoint import ELSEWHERE
 from .data import Data
 from .feed import Feed
 from .machine import lay_out
