@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from sbf_pruner.training.machine import Machine
 from sbf_pruner.training.recipe import Recipe
 
 EPOCHS = 10
+HOSTILE = """<script>alert(1)</script>"'><img src=x onerror=alert(1)>"""
+FOLDER = """<img src=x onerror=alert(1)>"'"""  # without a slash, so that a file can have this name
 
 
 class Block(nn.Module):
@@ -75,3 +80,37 @@ def made_by(kind: type[Engine]) -> Callable[..., Engine]:
         return kind(network, machine.device, pruner, team, order=machine.order)
 
     return make
+
+
+def hostile(held: Any, words: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> Any:
+    """Plain values with markup around every string but those of `words`, and around the keys of `names`."""
+    if isinstance(held, str):
+        return f"{HOSTILE}{held}{HOSTILE}"
+    if isinstance(held, list):
+        return [hostile(item, words, names) for item in held]
+    if not isinstance(held, dict):
+        return held
+    found = {key: item if key in words else hostile(item, words, names) for key, item in held.items()}
+    return {
+        key: {hostile(name): inner for name, inner in item.items()}
+        if key in names and isinstance(item, dict)
+        else item
+        for key, item in found.items()
+    }
+
+
+def foreign_copy(folder: Path, to: Path, **summary: Any) -> Path:
+    """A copy of a finished run in which every string that may be free text holds markup."""
+    shutil.copytree(folder, to)
+    named = ("layers", "skipped", "environment", "machine", "macs_left", "scores", "kept", "keep")
+    for path in (to / "network.json", to / "plan.json", to / "summary.json"):
+        held = json.loads(path.read_text())
+        if path.name == "summary.json":
+            held |= summary
+        path.write_text(json.dumps(hostile(held, names=named)))
+    for path in (to / "metrics.jsonl", to / "scores.jsonl"):
+        lines = map(json.loads, path.read_text().splitlines())
+        path.write_text("".join(f"{json.dumps(hostile(line, ('phase',), named))}\n" for line in lines))
+    recipe = (to / "recipe.toml").read_text()
+    (to / "recipe.toml").write_text(re.sub(r'"([^"\n]*)"', lambda text: json.dumps(hostile(text[1])), recipe))
+    return to

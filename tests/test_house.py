@@ -84,6 +84,18 @@ def test_files_open_with_what_they_do(path):
         assert ast.get_docstring(ast.parse(text)), "a file opens with what it is for"
 
 
+MARKUP = [path for path in FILES if room(path) in ("drawing", "report", "frontier") and path.name != "markup.py"]
+
+
+@pytest.mark.parametrize("path", MARKUP, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_html_is_made_by_element_which_escapes(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert not [text for text in texts if re.search(r"</|<[a-z]+[ />]|&\w+;", text)]
+
+
 # A network may hold what deepcopy refuses, and real_copy knows that; a graph that was captured holds nothing such.
 COPIERS = ("copies.py", "deploy/forms.py")
 

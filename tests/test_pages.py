@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from runs import EPOCHS, small_run
+from runs import EPOCHS, FOLDER, foreign_copy, small_run
+from sbf_pruner.drawing import draw
 from sbf_pruner.frontier.picture import draw_frontier
 from sbf_pruner.frontier.sweep import Request, frontier
+from sbf_pruner.models import resolve
+from sbf_pruner.overview import inspect
 from sbf_pruner.report import write_report
 from sbf_pruner.report.data import Run, read_run
 from test_cli import MODULE, RECIPE, command
@@ -263,6 +267,37 @@ def test_runs_side_by_side(visit: Open, comparison: Path, run: Run) -> None:
     page.locator("#kept-B .hit").first.hover()
     assert tip(page).startswith("stem")
     assert "scores.penalty" in page.locator("#settings").inner_text()
+
+
+# -- foreign folders -----------------------------------------------------------------------------------------
+
+
+def test_no_script_of_a_foreign_folder_runs(
+    visit: Open, complaints: list[str], folder: Path, tmp_path: Path
+) -> None:
+    foreign = foreign_copy(folder, tmp_path / FOLDER)
+    for made in (write_report([foreign]), write_report([folder, foreign], tmp_path / "both.html")):
+        page = visit(made)
+        assert page.locator("script").count() == 1 and page.locator("img").count() == 0
+        page.locator("#kept .hit, #kept-B .hit").first.hover()
+        assert "<script>alert(1)</script>" in tip(page)
+    assert complaints == []
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    assert page.evaluate("window.ran") is None, "the policy allows the page's own script alone"
+    assert len(complaints) == 1 and "Content Security Policy" in complaints.pop()
+
+
+def test_a_channel_graph_is_asked_and_searched(visit: Open, tmp_path: Path) -> None:
+    path = tmp_path / "graph.html"
+    path.write_text(draw(inspect(resolve("resnet20"), torch.zeros(1, 3, 32, 32)), ".html"), encoding="utf-8")
+    page = visit(path)
+    resting = page.locator("#details").inner_text()
+    assert resting.startswith("The channel graph")
+    page.locator("#find").fill("layer2.0.conv1")
+    assert page.locator("#found").inner_text() == "1 of 1"
+    assert page.locator("#details h2").inner_text() == "layer2.0.conv1"
+    page.keyboard.press("Escape")
+    assert page.locator("#details").inner_text() == resting
 
 
 # -- accuracy against size -----------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
+import re
 import shutil
 import socket
 import threading
@@ -71,6 +73,9 @@ def test_the_page_is_served_and_only_to_be_read(served: int) -> None:
     status, headers, page = ask(served)
     assert status == 200 and "Epoch 4 of 20 has ended" in page and 'data-live="/parts.json"' in page
     assert headers["Cache-Control"] == "no-store" and headers["X-Content-Type-Options"] == "nosniff"
+    (policy,) = re.findall(r'Security-Policy" content="([^"]*)"', page)
+    assert headers["Content-Security-Policy"] == f"{html.unescape(policy)}; frame-ancestors 'none'"
+    assert "script-src 'sha256-" in headers["Content-Security-Policy"]
     status, headers, body = ask(served, method="HEAD")
     assert status == 200 and body == "" and int(headers["Content-Length"]) > 10_000
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):

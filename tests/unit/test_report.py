@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
 import tomllib
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from importlib import resources
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runs import EPOCHS, small_run
+from runs import EPOCHS, FOLDER, HOSTILE, foreign_copy, small_run
 from sbf_pruner import files
+from sbf_pruner.drawing import draw
+from sbf_pruner.drawing.markup import element, together
 from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
 from sbf_pruner.errors import RunError
+from sbf_pruner.frontier.picture import draw_frontier
+from sbf_pruner.overview import inspect
 from sbf_pruner.phases import planned
 from sbf_pruner.report import leave_report, write_report
 from sbf_pruner.report.against import Point, against
@@ -29,6 +37,7 @@ from sbf_pruner.report.course import course
 from sbf_pruner.report.data import LayerKept, Run, checkpointed_plan, read_run
 from sbf_pruner.report.headline import headline, sentence
 from sbf_pruner.report.kept import kept
+from sbf_pruner.report.live import _View
 from sbf_pruner.report.network import marked, network
 from sbf_pruner.report.numbers import DASH, MINUS
 from sbf_pruner.report.page import FIGURES, SECTIONS, WIDE, run_page, run_parts
@@ -82,7 +91,7 @@ def copy_of(folder: Path, to: Path, *without: str) -> Path:
 class Parsed(HTMLParser):
     """Elements with their attributes, and whether they are closed in order."""
 
-    VOID = frozenset(["meta", "link", "br"])
+    VOID = frozenset(["meta", "link", "br", "input"])
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -160,7 +169,7 @@ def test_a_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path) -> No
     for reason in run.missing.values():
         assert reason in page.replace("&#x27;", "'")
     assert "dense: not stored" in page
-    assert "class=kept" in page, "the widths are in the summary"
+    assert 'class="kept"' in page, "the widths are in the summary"
 
 
 def test_the_plan_is_read_from_the_checkpoint_where_no_scores_tell_it(unfinished: Path, tmp_path: Path) -> None:
@@ -315,7 +324,7 @@ def test_refinement_that_could_not_be_measured_says_why(folder: Path, unfinished
     over = copy_of(folder, tmp_path / "over")
     summary = json.loads((over / "summary.json").read_text())
     (over / "summary.json").write_text(json.dumps(summary | {"unmeasured": {"pruned": "it <adds>"}}))
-    assert "At the end nothing could be measured: it &lt;adds&gt;." in refinement(read_run(over)).caption
+    assert "At the end nothing could be measured: it &lt;adds&gt;." in refinement(read_run(over)).html()
     both = {"refinement": [], "unmeasured": {"scored": "it <adds>", "pruned": "no pen"}}
     (over / "summary.json").write_text(json.dumps(summary | both))
     run = read_run(over)
@@ -399,14 +408,6 @@ def test_scales() -> None:
     for low, high in ((0, 0.004), (80, 100), (0, 1), (93.1, 93.4)):
         ticks = Scale(low, high, 1).ticks()
         assert 2 <= len(ticks) <= 11 and all(low - 1e-9 <= value <= high + 1e-9 for value in ticks)
-
-
-def test_names_are_escaped(run: Run) -> None:
-    run.name = "<script>alert(1)</script>"
-    run.skipped = {"<b>": "why & how"}
-    page = run_page(run)
-    assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "<dt>&lt;b&gt;</dt>" in page
-    assert "<td>&lt;i&gt;</td>" in Table(["a", "b"], [["x", "<i>"]]).html()
 
 
 # -- the time that was asked for -----------------------------------------------------------------------------
@@ -565,8 +566,8 @@ def test_runs_are_compared(folder: Path, unfinished: Path, tmp_path: Path) -> No
     points = [p for p in parsed.of_class("point") if "cx" in p]
     dense = [p for p in points if "dense" in (p["class"] or "").split()]
     assert len(points) == 2 * 4 and len(dense) == 2, "three runs and one control, against MACs and parameters"
-    assert "<th scope=row>scores.penalty</th><td>0.02</td><td>0.1</td><td>0.02</td>" in page
-    assert "<th scope=row>phases.warmup</th>" not in page, "only what differs"
+    assert '<th scope="row">scores.penalty</th><td>0.02</td><td>0.1</td><td>0.02</td>' in page
+    assert "phases.warmup</th>" not in page, "only what differs"
     assert all(f'id="kept-{sign}"' in page for sign in "ABC")
     assert len(page.encode()) < 200_000
 
@@ -577,3 +578,97 @@ def test_points_in_one_place_share_their_signs() -> None:
     ]
     drawn = against("key", "parameters", points, "said").picture
     assert re.findall(r'class="sign"[^>]*>([^<]*)<', drawn) == ["A, B", "C"] and drawn.count("<circle") == 3
+
+
+# -- strings of a foreign run folder --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def foreign(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("foreign") / FOLDER
+    return foreign_copy(folder, path, latency=TIME, unmeasured={"pruned": "no images"}, dense_from="elsewhere")
+
+
+def assert_harmless(text: str, script: str = "") -> None:
+    """No element or attribute of the page was made of text, and no script but `script` can run."""
+    parsed = Parsed(text)
+    assert HOSTILE not in text and FOLDER not in text
+    assert not {tag for tag, _ in parsed.found} & {"img", "iframe", "object", "embed", "base", "form"}
+    for _, attrs in parsed.found:
+        assert not [name for name in attrs if name.startswith("on")]
+        assert "javascript:" not in "".join(filter(None, attrs.values())).lower()
+    scripts = re.findall(r"<script[^>]*>(.*?)</script", text, re.S | re.I)
+    assert scripts == ([script] if script else [])
+    if script:
+        policies = [attrs["content"] for _, attrs in parsed.found if "Security" in (attrs.get("http-equiv") or "")]
+        (allowed,) = re.findall(r"script-src ([^;]*);", " ".join(filter(None, policies)))
+        assert allowed == f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def script_of(package: str) -> str:
+    return resources.files(package).joinpath("page.js").read_text("utf-8")
+
+
+def test_a_page_holds_no_element_that_a_foreign_folder_put_there(foreign: Path, tmp_path: Path) -> None:
+    page, script = run_page(read_run(foreign)), script_of("sbf_pruner.report")
+    assert_harmless(page, script)
+    assert page.count("&lt;script&gt;alert(1)") > 200
+    assert_harmless(comparison_page([read_run(foreign), read_run(foreign)]), script)
+    going = copy_of(foreign, tmp_path / FOLDER, "summary.json")
+    assert_harmless(run_page(read_run(going)), script)
+    view = _View(going, 0.0)
+    assert_harmless(view.page(), script)
+    for part in view.news("")["parts"].values():
+        assert_harmless(part)
+    (going / "recipe.toml").write_text("name = [")
+    said = view.news("")["parts"]["headline"]
+    assert "cannot be read" in said
+    assert_harmless(said)
+
+
+def test_a_box_of_an_unknown_kind_is_drawn_like_any(folder: Path, tmp_path: Path) -> None:
+    path = copy_of(folder, tmp_path / "run")
+    network, script = json.loads((path / "network.json").read_text()), script_of("sbf_pruner.report")
+    for key in ("kind", "label", "note", "gate", "layer"):
+        box = {**network["boxes"][1], key: HOSTILE}
+        (path / "network.json").write_text(
+            json.dumps({**network, "boxes": [network["boxes"][0], box, *network["boxes"][2:]]})
+        )
+        assert_harmless(run_page(read_run(path)), script)
+
+
+def test_pictures_hold_no_element_that_a_name_put_there() -> None:
+    point = {"accuracy": 50.0, "macs": 10, "params": 5, "latency_ms": 1.0, "share": 0.5, "reached": True}
+    result = {
+        "name": HOSTILE,
+        "seed": HOSTILE,
+        "of": "macs",
+        "judged_images": 9,
+        "judged_on": HOSTILE,
+        "said": HOSTILE,
+        "clock": {"runtime": HOSTILE, "batch": HOSTILE, "mean_error": 0.1, "worst_error": 0.2, "measured": 0.5},
+        "points": [point],
+        "dense": {**point, "control_accuracy": 60.0, "warmup_accuracy": None},
+        "own": {**point, "finetuned_accuracy": 55.0},
+    }
+    assert_harmless(draw_frontier(result, ".html"), script_of("sbf_pruner.report"))
+    assert_harmless(draw_frontier(result, ".svg"))
+    ElementTree.fromstring(draw_frontier(result, ".svg"))
+    net = torch.nn.Sequential()
+    net.add_module(HOSTILE.replace(".", ""), torch.nn.Conv2d(3, 4, 1))
+    net.add_module("last", torch.nn.Conv2d(4, 2, 1))
+    seen = inspect(net, torch.zeros(1, 3, 8, 8))
+    seen.facts["model"] = HOSTILE
+    assert_harmless(draw(seen, ".html"), script_of("sbf_pruner.drawing"))
+    assert_harmless(draw(seen, ".svg"))
+    ElementTree.fromstring(draw(seen, ".svg"))
+
+
+def test_text_is_escaped_however_it_gets_into_an_element() -> None:
+    cell = element("td", "<i>", title='"><i>')
+    assert cell == '<td title="&quot;&gt;&lt;i&gt;">&lt;i&gt;</td>'
+    assert together(cell, "<i>") == cell + "&lt;i&gt;" == together([cell], ["<i>"])
+    for glued in (f"{cell}", cell + "", "".join([cell])):  # markup only as it was made
+        assert together(glued) == cell.replace("&", "&amp;").translate({60: "&lt;", 62: "&gt;", 34: "&quot;"})
+    assert element("b", "\x00\ud800\x1b") == "<b>\ufffd\ufffd\ufffd</b>"
+    assert "<td>&lt;i&gt;</td>" in Table(["a", "b"], [["x", "<i>"]]).html()

@@ -5,7 +5,7 @@ const find = document.getElementById("find"), found = document.getElementById("f
 const boxes = [...document.querySelectorAll("#scene .box")], wires = [...document.querySelectorAll("#scene .wire")];
 const size = { w: +scene.dataset.width, h: +scene.dataset.height };
 const at = { x: 0, y: 0, k: 1 };
-const resting = panel.innerHTML;
+const resting = [...panel.childNodes];
 let chosen = null, hits = [], hit = -1, fitted = true;
 
 boxes.forEach((box) => {
@@ -44,7 +44,7 @@ function bring(box) {
 function ask(box) {
   document.querySelectorAll(".near").forEach((e) => e.classList.remove("near"));
   view.classList.toggle("asked", !!box);
-  if (!box) { panel.innerHTML = resting; return; }
+  if (!box) { panel.replaceChildren(...resting); return; }
   const id = box.id.slice(1), group = box.dataset.group;
   box.classList.add("near");
   wires.forEach((wire) => {

@@ -6,12 +6,11 @@ The drawing is that of the SVG; page.html, page.css and page.js beside this file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
-from string import Template
 from typing import Any
 
 from .colours import SHAPES, colours
+from .markup import Markup, document, element
 from .scene import Box
 from .svg import drawing, heading, legend
 
@@ -21,20 +20,26 @@ def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
     body, width, height = drawing(boxes)
     model, _, rest = heading(facts).partition(": ")
     colour = colours("") + colours(':root[data-theme="dark"]', dark=True)
-    swatches = "".join(
-        f'<p class="key"><svg width="20" height="18"><g transform="translate(0 -38)">{sign}</g></svg>{words}</p>'
+    swatches = [
+        element(
+            "p",
+            element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18),
+            words,
+            class_="key",
+        )
         for sign, words, _ in legend(2.0)
-    )
-    return Template(_read("page.html")).substitute(
-        title=escape(f"{model}: channel graph"),
-        model=escape(model),
-        heading=escape(rest),
-        style=_read("page.css") + SHAPES + colour,
+    ]
+    return document(
+        _read("page.html"),
+        _read("page.js"),
+        title=f"{model}: channel graph",
+        model=model,
+        heading=rest,
+        style=Markup(_read("page.css") + SHAPES + colour),
         width=f"{width:.0f}",
         height=f"{height:.0f}",
         body=body,
         legend=swatches,
-        script=_read("page.js"),
     )
 
 

@@ -7,11 +7,11 @@ committed beside a document.  The page for the browser (`page`) embeds the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from math import log2
 from typing import Any
 
 from .colours import HUES, style
+from .markup import Markup, element, together
 from .place import MARGIN, arrange
 from .rows import Cell
 from .scene import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box
@@ -33,13 +33,22 @@ def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
     """The whole picture, with a heading, as one file."""
     body, width, height = drawing(boxes)
     aside = max(_NARROWEST - width, 0) / 2
-    width += 2 * aside
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + _HEAD:.0f}" '
-        f'width="{width:.0f}" height="{height + _HEAD:.0f}" role="img" aria-label="{escape(heading(facts))}">'
-        f"<style>{style()}</style>"
-        f'<rect class="paper" width="100%" height="100%"/>{_head(facts)}'
-        f'<g transform="translate({aside:.0f} {_HEAD:.0f})">{body}</g></svg>\n'
+    width, height = width + 2 * aside, height + _HEAD
+    return together(
+        element(
+            "svg",
+            element("style", Markup(style())),
+            element("rect", class_="paper", width="100%", height="100%"),
+            _head(facts),
+            element("g", body, transform=f"translate({aside:.0f} {_HEAD:.0f})"),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width:.0f} {height:.0f}",
+            width=f"{width:.0f}",
+            height=f"{height:.0f}",
+            role="img",
+            aria_label=heading(facts),
+        ),
+        "\n",
     )
 
 
@@ -49,7 +58,7 @@ def heading(facts: Mapping[str, Any]) -> str:
     return f"{facts['model']}: {counts}; {facts['params']:,} parameters, {facts['macs']:,} MACs"
 
 
-def drawing(boxes: Sequence[Box]) -> tuple[str, float, float]:
+def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
     """The elements of the drawing, its width and its height."""
     picture = arrange(boxes, _size)
     number = {box: place for place, box in enumerate(boxes)}
@@ -59,11 +68,12 @@ def drawing(boxes: Sequence[Box]) -> tuple[str, float, float]:
         upper, lower = wire.cells[0].box, wire.cells[-1].box
         assert upper is not None and lower is not None
         hue = _hue(upper.group) if upper.group == lower.group else ""
-        ends = f'data-ends="{number[upper]} {number[lower]}"'
         gone = " gone" if 0 in (upper.kept, lower.kept) else ""
-        parts.append(f'<path class="wire{hue}{gone}" {ends} d="{path}"/>')
+        parts.append(
+            element("path", class_=f"wire{hue}{gone}", data_ends=f"{number[upper]} {number[lower]}", d=path)
+        )
     parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
-    return "".join(parts), picture.width, picture.height
+    return together(parts), picture.width, picture.height
 
 
 def _size(box: Box) -> tuple[float, float]:
@@ -77,80 +87,88 @@ def _size(box: Box) -> tuple[float, float]:
     return max(letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
 
 
-def _box(cell: Cell, number: int, most: int) -> str:
+def _box(cell: Cell, number: int, most: int) -> Markup:
     box = cell.box
     assert box is not None
-    x, y, w, h = cell.x - cell.width / 2, cell.y, cell.width, cell.height
-    tip = escape("\n".join(box.tip))
-    group = "" if box.group is None else f' data-group="{box.group}"'
     kind = f"{box.kind} gone" if box.kept == 0 else box.kind
-    open_tag = f'<g class="box {kind}{_hue(box.group)}" id="b{number}"{group}><title>{tip}</title>'
-    return f"{open_tag}{_shape(box, x, y, w, h, most)}</g>"
+    return element(
+        "g",
+        element("title", "\n".join(box.tip)),
+        _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most),
+        class_=f"box {kind}{_hue(box.group)}",
+        id=f"b{number}",
+        data_group=box.group,
+    )
 
 
-def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> str:
+def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Markup:
     middle = x + w / 2
-    where = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+    where = {"x": x, "y": y, "width": w, "height": h}
     if box.kind in (JOINT, INPUT, OUTPUT):
-        shape = f'<rect class="shape" {where} rx="{h / 2:.1f}" stroke-width="1.4"/>'
-        return f'{shape}<text x="{middle:.1f}" y="{y + h / 2 + 3.8:.1f}">{escape(box.label)}</text>'
+        shape = element("rect", class_="shape", **where, rx=h / 2, stroke_width="1.4")
+        return together(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
     if box.kind in (GATE, OPAQUE):
         at = middle + 7 if box.kind == GATE else middle
-        text = f'<text class="note" x="{at:.1f}" y="{y + 12.5:.1f}">{escape(short(box.label))}</text>'
+        text = element("text", short(box.label), class_="note", x=at, y=y + 12.5)
         if box.kind == GATE:
-            back = f'<rect class="back pill" {where} rx="9"/>'
-            return f'{back}<path class="shape" d="{_diamond(x + 9.5, y + 9, 4.5)}"/>{text}'
-        return f'<rect class="back" {where} rx="4"/><rect class="shape" {where} rx="4" fill-opacity=".25"/>{text}'
+            back = element("rect", class_="back pill", **where, rx=9)
+            return together(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
+        back = element("rect", class_="back", **where, rx=4)
+        return together(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
     strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
     if box.kind == SKIPPED:
         strength = 0.18
     if box.kept is not None:
         strength = 0.07  # the part that is kept is drawn over it
     parts = [
-        f'<rect class="back" {where} rx="6"/>',
-        f'<rect class="shape" {where} rx="6" fill-opacity="{min(strength, 0.62):.2f}"/>',
+        element("rect", class_="back", **where, rx=6),
+        element("rect", class_="shape", **where, rx=6, fill_opacity=f"{min(strength, 0.62):.2f}"),
     ]
     if box.kept:
-        left = f'x="{x:.1f}" y="{y:.1f}" width="{w * box.kept / box.filters:.1f}" height="{h:.1f}"'
-        parts.append(f'<rect class="kept" {left} rx="6" fill-opacity=".38"/>')
+        left = {**where, "width": w * box.kept / box.filters}
+        parts.append(element("rect", class_="kept", **left, rx=6, fill_opacity=".38"))
     if box.group is not None:
-        parts.append(f'<rect class="stripe" x="{x:.1f}" y="{y + 5:.1f}" width="4" height="{h - 10:.1f}" rx="2"/>')
-    parts.append(f'<text class="name" x="{middle:.1f}" y="{y + 15:.1f}">{escape(short(box.label))}</text>')
-    parts.append(f'<text class="note" x="{middle:.1f}" y="{y + 28:.1f}">{escape(box.note)}</text>')
+        parts.append(element("rect", class_="stripe", x=x, y=y + 5, width=4, height=h - 10, rx=2))
+    parts.append(element("text", short(box.label), class_="name", x=middle, y=y + 15))
+    parts.append(element("text", box.note, class_="note", x=middle, y=y + 28))
     if box.gate:
-        hollow = " map" if box.gate != "affine" else ""
-        parts.append(f'<path class="mark{hollow}" d="{_diamond(middle, y + h, 4.5)}"/>')
-    return "".join(parts)
+        parts.append(
+            element("path", class_="mark" if box.gate == "affine" else "mark map", d=_diamond(middle, y + h, 4.5))
+        )
+    return together(parts)
 
 
 def _diamond(x: float, y: float, r: float) -> str:
     return f"M{x - r:.1f} {y:.1f}l{r:.1f} {-r:.1f} {r:.1f} {r:.1f} {-r:.1f} {r:.1f}z"
 
 
-def _head(facts: Mapping[str, Any]) -> str:
+def _head(facts: Mapping[str, Any]) -> Markup:
     name, _, rest = heading(facts).partition(": ")
-    parts = [f'<text class="title" x="{MARGIN:.0f}" y="26">{escape(name)}</text>']
-    parts.append(f'<text class="note left" x="{MARGIN + 9 * len(name) + 14:.0f}" y="26">{escape(rest)}</text>')
+    parts = [
+        element("text", name, class_="title", x=f"{MARGIN:.0f}", y=26),
+        element("text", rest, class_="note left", x=f"{MARGIN + 9 * len(name) + 14:.0f}", y=26),
+    ]
     at = MARGIN
     for sign, words, room in legend():
-        parts.append(f'<g transform="translate({at:.0f} 0)">{sign}')
-        parts.append(f'<text class="note left" x="21" y="50.5">{words}</text></g>')
+        said = element("text", words, class_="note left", x=21, y=50.5)
+        parts.append(element("g", sign, said, transform=f"translate({at:.0f} 0)"))
         at += room
-    return "".join(parts)
+    return together(parts)
 
 
-def legend(x: float = 0.0) -> list[tuple[str, str, float]]:
+def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
     """The signs at a given place, each with what it means and the room both take."""
-    found: list[tuple[str, str, float]] = []
+    found: list[tuple[Markup, str, float]] = []
     for kind, words, room in _LEGEND:
         if kind == GATE:
-            sign = f'<g class="gate"><path class="shape" d="{_diamond(x + 8, 47, 5)}"/></g>'
+            sign = element("g", element("path", class_="shape", d=_diamond(x + 8, 47, 5)), class_="gate")
         elif kind == LAYOUT:
-            sign = f'<g class="g0"><rect class="stripe" x="{x + 8:.0f}" y="40" width="4" height="14" rx="2"/></g>'
+            stripe = element("rect", class_="stripe", x=f"{x + 8:.0f}", y=40, width=4, height=14, rx=2)
+            sign = element("g", stripe, class_="g0")
         else:
             opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
-            box = f'<rect class="shape" x="{x:.0f}" y="41" width="16" height="12" rx="3" fill-opacity="{opacity}"/>'
-            sign = f'<g class="{kind}">{box}</g>'
+            at = {"x": f"{x:.0f}", "y": 41, "width": 16, "height": 12}
+            sign = element("g", element("rect", class_="shape", **at, rx=3, fill_opacity=opacity), class_=kind)
         found.append((sign, words, room))
     return found
 

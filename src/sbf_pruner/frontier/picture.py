@@ -7,9 +7,9 @@ run is finished, after fine-tuning, and so does the dense network as it was trai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
+from ..drawing.markup import element, together
 from ..figures import rounded
 from ..report.against import Point, against, standalone
 from ..report.chart import Figure, tick
@@ -35,7 +35,9 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
     figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
     facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
-    head = f"<p class=facts>{escape(facts)}</p><h1>{escape(title)}</h1><p class=lead>{escape(result['said'])}</p>"
+    head = together(
+        element("p", facts, class_="facts"), element("h1", title), element("p", result["said"], class_="lead")
+    )
     return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
 
 
@@ -77,7 +79,7 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
         legend.append(("dot tuned", "the same, fine-tuned"))
     caption = (
         "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
-        "training after the cut; what fine-tuning does is shown for the run&#x27;s own filters alone."
+        "training after the cut; what fine-tuning does is shown for the run's own filters alone."
     )
     if key.removesuffix("_ms") != result["of"]:  # 30 % of the MACs do not stand at 30 % of the parameters
         caption += f" The percentages are what was asked for, of the {_ASKED[result['of']]}."
@@ -88,12 +90,12 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
 
 
 def _trusted(clock: Mapping[str, Any]) -> str:
-    """How far the foretold times can be trusted, as HTML."""
+    """How far the foretold times can be trusted."""
     said = ""
     if clock["mean_error"] is not None:
         mean, worst = (f"{rounded(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
         said += f" Such times were off by {mean} on average and {worst} at most."
     if clock["measured"] is not None:
         part = f"{rounded(100 * clock['measured'])} %"
-        said += f" Cut for real, the run&#x27;s own network took {part} of the dense one&#x27;s time."
+        said += f" Cut for real, the run's own network took {part} of the dense one's time."
     return said

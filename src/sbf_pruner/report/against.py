@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from ..drawing.colours import tones
+from ..drawing.markup import Markup, element, together
 from .chart import WIDE, Figure, Scale, Table, curve, frame, grid, picture
 from .numbers import count, percent, short
 
@@ -55,22 +55,23 @@ def against(
     widest = max(point.size for point in points) * 1.08
     parts = [grid(down, 0, " %")]
     for value in Scale(0, widest, 1).ticks(5):
-        at = 100 * value / widest
-        parts.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{_HEIGHT:.0f}"/>')
-        parts.append(f'<text class="tick middle" x="{at:.2f}%" y="{_HEIGHT + 16:.0f}">{spelled[0](value)}</text>')
+        at = f"{100 * value / widest:.2f}%"
+        parts.append(element("line", class_="grid", x1=at, x2=at, y1=0, y2=f"{_HEIGHT:.0f}"))
+        parts.append(element("text", spelled[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
     lines = [curve(kind, [(WIDE * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined]
     if lines:
-        parts.append(frame(0, _HEIGHT, "".join(lines)))
+        parts.append(frame(0, _HEIGHT, lines))
     above = _shared(points, down, widest)
     for row, point in enumerate(points):
         x, y = f"{100 * point.size / widest:.2f}%", down(point.accuracy)
-        parts.append(f'<circle class="hit point {point.kind}" data-row="{row}" cx="{x}" cy="{y:.1f}" r="6"/>')
-        place = f'class="sign beside" dx="8" y="{y + 15:.1f}"' if point.beside else f'class="sign" y="{y - 10:.1f}"'
+        parts.append(element("circle", class_=f"hit point {point.kind}", data_row=row, cx=x, cy=y, r=6))
         sign = above[row] if not point.beside else "" if _crowded(points[:row], point, down, widest) else point.sign
-        if sign:
-            parts.append(f'<text {place} x="{x}">{escape(sign)}</text>')
+        if sign and point.beside:
+            parts.append(element("text", sign, class_="sign beside", dx=8, y=y + 15, x=x))
+        elif sign:
+            parts.append(element("text", sign, class_="sign", y=y - 10, x=x))
     rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
-    drawn = picture("against", _HEIGHT, "".join(parts), title)
+    drawn = picture("against", _HEIGHT, title, parts)
     return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
 
 
@@ -99,19 +100,29 @@ def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) 
 def standalone(figure: Figure, title: str, axis: str) -> str:
     """A figure of this kind as an SVG file: light and dark, without a script."""
     height = _TOP + _HEIGHT + _BELOW
-    signs = [f'<text class="title" x="{_LEFT}" y="28">{escape(title)}</text>']
+    signs = [element("text", title, class_="title", x=_LEFT, y=28)]
     for number, (sign, words) in enumerate(figure.legend):
         x, y = _LEFT + 5 + 220 * (number // 2), 48 + 17 * (number % 2)
-        signs.append(f'<circle class="point {sign.rpartition(" ")[2]}" cx="{x}" cy="{y}" r="5"/>')
-        signs.append(f'<text class="start" x="{x + 11}" y="{y + 4}">{escape(words)}</text>')
-    place = f'x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - 24}" height="{_HEIGHT:.0f}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
-        f'height="{height:.0f}" role="img" aria-label="{escape(title)}"><style>{_style()}</style>'
-        f'<rect class="paper" width="100%" height="100%"/>{"".join(signs)}'
-        f'<svg class="plot" {place}>{figure.picture}</svg>'
-        f'<text class="middle" x="{(_LEFT + _WIDTH - 24) / 2:.0f}" y="{height - 14:.0f}">{escape(axis)}</text>'
-        "</svg>\n"
+        signs.append(element("circle", class_=f"point {sign.rpartition(' ')[2]}", cx=x, cy=y, r=5))
+        signs.append(element("text", words, class_="start", x=x + 11, y=y + 4))
+    plot = {"x": _LEFT, "y": _TOP, "width": _WIDTH - _LEFT - 24, "height": f"{_HEIGHT:.0f}"}
+    across, down = f"{(_LEFT + _WIDTH - 24) / 2:.0f}", f"{height - 14:.0f}"
+    return together(
+        element(
+            "svg",
+            element("style", Markup(_style())),
+            element("rect", class_="paper", width="100%", height="100%"),
+            signs,
+            element("svg", figure.picture, class_="plot", **plot),
+            element("text", axis, class_="middle", x=across, y=down),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {_WIDTH} {height:.0f}",
+            width=_WIDTH,
+            height=f"{height:.0f}",
+            role="img",
+            aria_label=title,
+        ),
+        "\n",
     )
 
 

@@ -8,10 +8,11 @@ one row for each mark: what a mark says when it is asked stands in its row, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import pairwise
+
+from ..drawing.markup import NOTHING, Content, Markup, element, together
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 WIDE = 1000.0  # units across a frame of curves
@@ -25,17 +26,15 @@ class Table:
     rows: Sequence[Sequence[str]]
     words: int = 1  # how many columns from the left
 
-    def html(self) -> str:
+    def html(self) -> Markup:
         """The table as HTML; the first cell of a row names it."""
-        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.head)
         rows = []
         for first, *rest in self.rows:
-            cells = "".join(
-                f"<td class=w>{escape(cell)}</td>" if place < self.words - 1 else f"<td>{escape(cell)}</td>"
-                for place, cell in enumerate(rest)
-            )
-            rows.append(f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>")
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            kinds = ("w" if place < self.words - 1 else None for place in range(len(rest)))
+            cells = (element("td", cell, class_=kind) for cell, kind in zip(rest, kinds, strict=True))
+            rows.append(element("tr", element("th", first, scope="row"), cells))
+        head = element("tr", (element("th", cell, scope="col") for cell in self.head))
+        return element("table", element("thead", head), element("tbody", rows))
 
 
 @dataclass(frozen=True)
@@ -44,35 +43,39 @@ class Figure:
 
     key: str
     title: str
-    caption: str = ""  # HTML of one paragraph
-    picture: str = ""  # HTML or SVG, with an element of class "hit" and data-row for each row of the table
+    caption: str = ""  # one paragraph
+    picture: Markup = NOTHING  # with an element of class "hit" and data-row for each row of the table
     table: Table | None = None
     legend: Sequence[tuple[str, str]] = field(default=())  # class of the sign, words
     missing: str = ""  # why there is no picture
     wide: bool = False  # it takes the whole width of the page
-    text: str = ""  # HTML of whole paragraphs and lists
+    text: Markup = NOTHING  # whole paragraphs and lists
 
-    def html(self) -> str:
+    def html(self) -> Markup:
         """What stands inside the figure's section."""
-        parts = [f'<h2 id="{self.key}-title">{escape(self.title)}</h2>']
+        name = f"{self.key}-title"
+        parts = [element("h2", self.title, id=name)]
         if self.missing:
-            return f'{parts[0]}<p class="missing">{escape(self.missing)}</p>'
+            return together(parts, element("p", self.missing, class_="missing"))
         if self.caption:
-            parts.append(f"<p class=caption>{self.caption}</p>")
+            parts.append(element("p", self.caption, class_="caption"))
         if self.text:
-            parts.append(f"<div class=caption>{self.text}</div>")
+            parts.append(element("div", self.text, class_="caption"))
         if self.legend:
-            signs = "".join(f'<li><i class="{sign}"></i>{escape(words)}</li>' for sign, words in self.legend)
-            parts.append(f"<ul class=legend>{signs}</ul>")
+            signs = (element("li", element("i", class_=sign), words) for sign, words in self.legend)
+            parts.append(element("ul", signs, class_="legend"))
         if self.picture:
-            parts.append(f'<figure data-marks aria-labelledby="{self.key}-title">{self.picture}</figure>')
+            parts.append(element("figure", self.picture, data_marks="", aria_labelledby=name))
         if self.table is not None:
-            label = f'tabindex=0 role=region aria-label="{escape(self.title)}: the numbers"'
-            parts.append(
-                f'<details data-key="{self.key}-numbers"><summary>The numbers</summary>'
-                f"<div class=scroll {label}>{self.table.html()}</div></details>"
-            )
-        return "".join(parts)
+            scrolled = scroll(self.table.html(), f"{self.title}: the numbers")
+            summary = element("summary", "The numbers")
+            parts.append(element("details", summary, scrolled, data_key=f"{self.key}-numbers"))
+        return together(parts)
+
+
+def scroll(inside: Content, label: str) -> Markup:
+    """A part of the page that may be wider than it and is scrolled on its own."""
+    return element("div", inside, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,14 @@ class Scale:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> str:
+def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> Markup:
     """Lines across a figure, with their values at the left."""
     parts = []
     for value in scale.ticks(most):
         y = top + scale(value)
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="-8" y="{y + 3.5:.1f}">{tick(value)}{unit}</text>')
-    return "".join(parts)
+        parts.append(element("line", class_="grid", x1=0, x2="100%", y1=y, y2=y))
+        parts.append(element("text", f"{tick(value)}{unit}", class_="tick", x=-8, y=y + 3.5))
+    return together(parts)
 
 
 def tick(value: float) -> str:
@@ -129,11 +132,11 @@ def tick(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
-def curve(kind: str, points: Sequence[tuple[float, float]]) -> str:
+def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
     """A line through points: units across a frame, pixels down.  A single point is a dot."""
     if not points:
-        return ""
-    return f'<path class="curve {kind}" d="{way(points, 1)}{"h.01" if len(points) == 1 else ""}"/>'
+        return NOTHING
+    return element("path", class_=f"curve {kind}", d=f"{way(points, 1)}{'h.01' if len(points) == 1 else ''}")
 
 
 def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
@@ -152,26 +155,38 @@ def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
     return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
 
 
-def frame(top: float, height: float, inside: str) -> str:
+def frame(top: float, height: float, *inside: Content) -> Markup:
     """A part of the figure that stretches with its width; what goes beyond it is cut off."""
-    box = f'viewBox="0 0 {WIDE:.0f} {height:.0f}" preserveAspectRatio="none"'
-    return f'<svg y="{top:.0f}" width="100%" height="{height:.0f}" {box}>{inside}</svg>'
-
-
-def picture(kind: str, height: float, inside: str, label: str) -> str:
-    """A whole figure, as wide as there is room; below it there is room for one line of text."""
-    return (
-        f'<svg class="plot {kind}" height="{height:.0f}" role="group" aria-label="{escape(label)}">{inside}</svg>'
+    return element(
+        "svg",
+        *inside,
+        y=f"{top:.0f}",
+        width="100%",
+        height=f"{height:.0f}",
+        viewBox=f"0 0 {WIDE:.0f} {height:.0f}",
+        preserveAspectRatio="none",
     )
 
 
-def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> str:
+def picture(kind: str, height: float, label: str, *inside: Content) -> Markup:
+    """A whole figure, as wide as there is room; below it there is room for one line of text."""
+    return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
+
+
+def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
     """The mark of a table's row: a column of the figure, in percent across and pixels down."""
-    place = f'x="{left:.2f}%" y="{top:.0f}" width="{width:.2f}%" height="{height:.0f}"'
-    return f'<rect class="hit{kind and " "}{kind}" data-row={row} {place}/>'
+    return element(
+        "rect",
+        class_=f"hit {kind}".rstrip(),
+        data_row=row,
+        x=f"{left:.2f}%",
+        y=f"{top:.0f}",
+        width=f"{width:.2f}%",
+        height=f"{height:.0f}",
+    )
 
 
-def parts_of_the_network(names: Sequence[str], height: float) -> str:
+def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
     """Below a figure with a column per name: which of them belong together, as modules are nested."""
     spans: list[tuple[str, int, int]] = []
     for place, name in enumerate(names):
@@ -182,9 +197,15 @@ def parts_of_the_network(names: Sequence[str], height: float) -> str:
             spans.append((part, place, place + 1))
     found, each = [], 100 / len(names)
     for part, first, end in spans:
-        left, right, y = each * (first + 0.12), each * (end - 0.12), height + 5
-        found.append(f'<line class=axis x1="{left:.3f}%" x2="{right:.3f}%" y1="{y:.0f}" y2="{y:.0f}"/>')
+        left, right, y = each * (first + 0.12), each * (end - 0.12), f"{height + 5:.0f}"
+        found.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
         if right - left > 9:
-            at = f'x="{(left + right) / 2:.3f}%" y="{height + 18:.0f}"'
-            found.append(f'<text class="tick middle" {at}>{escape(part)}</text>')
-    return "".join(found)
+            at = f"{(left + right) / 2:.3f}%"
+            found.append(element("text", part, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
+    return together(found)
+
+
+def pairs(told: Iterable[tuple[str, str]]) -> Markup:
+    """Names with what is said of each."""
+    rows = ((element("dt", name), element("dd", said)) for name, said in told)
+    return element("dl", (part for row in rows for part in row), class_="pairs")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+from ..drawing.markup import element, together
 from ..files import flat
 from .against import Point, against
-from .chart import Figure, Table
+from .chart import Figure, Table, scroll
 from .data import Run
 from .kept import bars, numbers
 from .numbers import DASH, change, count, milliseconds, percent, short, tiny
@@ -48,8 +48,12 @@ def comparison_page(runs: Sequence[Run]) -> str:
     ]
     title = f"{len(runs)} runs beside each other"
     said = _sentence(entries)
-    head = f"<p class=facts>{escape(' · '.join(dict.fromkeys(run.title for run in runs)))}</p><h1>{title}</h1>"
-    parts = {HEADLINE: f"{head}<p class=lead>{escape(said)}</p>"} | figure_parts(figures)
+    head = together(
+        element("p", " · ".join(dict.fromkeys(run.title for run in runs)), class_="facts"),
+        element("h1", title),
+        element("p", said, class_="lead"),
+    )
+    parts = {HEADLINE: head} | figure_parts(figures)
     return page(title, said, parts, {figure.key for figure in figures if figure.wide})
 
 
@@ -132,8 +136,7 @@ def _table(entries: Sequence[Entry]) -> Figure:
             ]
         )
     table = Table(head, rows, words=2)
-    body = f'<div class=scroll tabindex=0 role=region aria-label="All runs">{table.html()}</div>'
-    return Figure("table", "All runs", picture=body, wide=True)
+    return Figure("table", "All runs", picture=scroll(table.html(), "All runs"), wide=True)
 
 
 def _time(run: Run) -> list[str]:
@@ -170,7 +173,7 @@ def _kept(entries: Sequence[Entry]) -> list[Figure]:
             continue
         before, after = (sum(getattr(layer, when) for layer in one.run.layers) for when in ("before", "after"))
         gone = sum(not layer.after for layer in one.run.layers)
-        said = f"{escape(one.name)}: {after:,} of {before:,}" + (f", {gone} layers gone." if gone else ".")
+        said = f"{one.name}: {after:,} of {before:,}" + (f", {gone} layers gone." if gone else ".")
         found.append(Figure(key, title, said, bars(one.run.layers, title, 130), numbers(one.run.layers)))
     return found
 
@@ -183,5 +186,4 @@ def _settings(entries: Sequence[Entry]) -> Figure:
         return Figure("settings", title, missing="None: these are runs of one and the same recipe.", wide=True)
     rows = [[key, *(table.get(key, DASH) for table in told)] for key in keys]
     table = Table(["setting", *(one.sign for one in entries)], rows).html()
-    body = f'<div class=scroll tabindex=0 role=region aria-label="{title}">{table}</div>'
-    return Figure("settings", title, picture=body, wide=True)
+    return Figure("settings", title, picture=scroll(table, title), wide=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from ..drawing.markup import Markup, element, together
 from ..methods import METHODS
 from .chart import WIDE, Figure, Scale, Table, column, curve, frame, grid, picture
 from .data import Record, Run
@@ -42,12 +43,12 @@ def course(run: Run) -> Figure:
     top, inside = 0.0, []
     for name, (curves, scale_of), height, unit in panels:
         scale = scale_of(height)
-        drawn = "".join(
+        drawn = [
             curve(kind, [(across.middle(epoch), scale(value)) for epoch, value in points])
             for kind, points in curves
-        )
-        inside.append(grid(scale, top, unit, 4 if height > 100 else 3) + frame(top, height, drawn))
-        inside.append(f'<text class="panel" x=0 y="{top - 7:.0f}">{name}</text>')
+        ]
+        inside += [grid(scale, top, unit, 4 if height > 100 else 3), frame(top, height, drawn)]
+        inside.append(element("text", name, class_="panel", x=0, y=f"{top - 7:.0f}"))
         top += height + _GAP
     height = top - _GAP
     marks = (
@@ -62,8 +63,10 @@ def course(run: Run) -> Figure:
         key,
         title,
         _caption(run),
-        picture(key, height, _phases(run, across, height) + "".join(inside) + "".join(marks), title)
-        + _stages(run, across),
+        together(
+            picture(key, height, title, _phases(run, across, height), inside, marks),
+            _stages(run, across),
+        ),
         _table(run),
         legend,
     )
@@ -111,29 +114,40 @@ def _filters(run: Run) -> Panel:
     return [("accent", _points(run.records, "filters"))], lambda height: Scale(0, total * 1.04, height)
 
 
-def _phases(run: Run, across: _Across, height: float) -> str:
+def _phases(run: Run, across: _Across, height: float) -> Markup:
     shades = {"score": "score", "joint": "score", "finetune": "tune"}
-    return "".join(
-        f'<rect class="shade {shades[phase.kind]}" x="{across.left(phase.first + 1):.3f}%" y=0 '
-        f'width="{100 * phase.epochs / across.epochs:.3f}%" height="{height:.0f}"/>'
+    return together(
+        element(
+            "rect",
+            class_=f"shade {shades[phase.kind]}",
+            x=f"{across.left(phase.first + 1):.3f}%",
+            y=0,
+            width=f"{100 * phase.epochs / across.epochs:.3f}%",
+            height=f"{height:.0f}",
+        )
         for phase in run.schedule
         if phase.kind in shades
     )
 
 
-def _stages(run: Run, across: _Across) -> str:
+def _stages(run: Run, across: _Across) -> Markup:
     """The three stages, named below the figure in their places."""
     spans: dict[str, list[int]] = {}
     for phase in run.schedule:
         if phase.kind != "control":
             stage = "cycles" if phase.cycle else STAGES[phase.kind]
             spans.setdefault(stage, [phase.first, 0])[1] = phase.end
-    parts = [
-        f'<span style="flex:{(end - first) / across.epochs:.4f}">'
-        f"<b>{stage}</b> <i>{first + 1}{DASH}{end}</i></span>"
+    parts = (
+        element(
+            "span",
+            element("b", stage),
+            " ",
+            element("i", f"{first + 1}{DASH}{end}"),
+            style=f"flex:{(end - first) / across.epochs:.4f}",
+        )
         for stage, (first, end) in spans.items()
-    ]
-    return f"<div class=stages aria-hidden=true>{''.join(parts)}</div>"
+    )
+    return element("div", parts, class_="stages", aria_hidden="true")
 
 
 def _caption(run: Run) -> str:

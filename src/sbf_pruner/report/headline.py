@@ -6,10 +6,10 @@ A run enters; HTML leaves.  Of a run that is not finished it tells how far it is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 
 from ..budget.targets import is_missed
+from ..drawing.markup import NOTHING, Markup, element, together
 from ..methods import OWN
 from .course import STAGES
 from .data import Run
@@ -58,12 +58,12 @@ def _so_far(run: Run) -> str:
     )
 
 
-def headline(run: Run) -> str:
+def headline(run: Run) -> Markup:
     """The sentence and the cards."""
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
     if (method := run.recipe.get("method", OWN)) != OWN:
         facts.insert(1, f"filters chosen by {method}")
-    state, progress, last = "finished", "", run.last
+    state, progress, last = "finished", NOTHING, run.last
     if run.summary is not None:
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
         facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
@@ -72,31 +72,36 @@ def headline(run: Run) -> str:
     else:
         state = "not finished"
         share = 100 * last["done"] / last["total"] if last is not None else 0
-        progress = f'<progress max=100 value="{share:.1f}" aria-label="epochs done">{percent(share, 0)}</progress>'
+        progress = element("progress", percent(share, 0), max=100, value=f"{share:.1f}", aria_label="epochs done")
     cards = _finished(run) if run.finished else _unfinished(run)
-    told = escape(" · ".join(filter(None, facts)))
-    return (
-        f'<p class=facts><span class="state {state.split()[0]}">{state}</span> {told}</p>'
-        f"<h1>{escape(run.name)}</h1><p class=lead>{escape(sentence(run))}</p>{progress}"
-        f"<dl class=cards>{''.join(cards)}</dl>"
+    shown = element("span", state, class_=f"state {state.split()[0]}")
+    return together(
+        element("p", shown, " ", " · ".join(filter(None, facts)), class_="facts"),
+        element("h1", run.name),
+        element("p", sentence(run), class_="lead"),
+        progress,
+        element("dl", cards, class_="cards"),
     )
 
 
 def _card(
     label: str, value: str, was: str, note: str = "", share: float | None = None, good: bool | None = None
-) -> str:
+) -> Markup:
     mood = "" if good is None else " good" if good else " bad"
-    meter = ""
+    meter = NOTHING
     if share is not None:
-        bar = f'<i style="width:{min(100 * share, 100):.1f}%"></i>'
-        meter = f"<span class=meter aria-hidden=true>{bar}</span>"
-    return (
-        f"<div class=card><dt>{escape(label)}</dt><dd><b>{escape(value)}</b>"
-        f'<span class="note{mood}">{escape(note)}</span>{meter}<small>{escape(was)}</small></dd></div>'
+        bar = element("i", style=f"width:{min(100 * share, 100):.1f}%")
+        meter = element("span", bar, class_="meter", aria_hidden="true")
+    told = element("span", note, class_=f"note{mood}")
+    return element(
+        "div",
+        element("dt", label),
+        element("dd", element("b", value), told, meter, element("small", was)),
+        class_="card",
     )
 
 
-def _finished(run: Run) -> list[str]:
+def _finished(run: Run) -> list[Markup]:
     assert run.summary is not None
     dense, pruned = run.summary["dense"], run.summary["pruned"]
     judged, note = dense["accuracy"], ""
@@ -142,7 +147,7 @@ def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
     return f" · at most {percent(100 * most, 1) if most < 1 else spell(most)} asked for"
 
 
-def _timed(run: Run) -> list[str]:
+def _timed(run: Run) -> list[Markup]:
     """What became of a time that was asked for."""
     if run.time is None:
         return []
@@ -160,7 +165,7 @@ def _stored_bytes(run: Run) -> int | None:
     return stored.stat().st_size if stored.is_file() else None
 
 
-def _unfinished(run: Run) -> list[str]:
+def _unfinished(run: Run) -> list[Markup]:
     if not run.records:
         return []
     start, now = run.records[0], run.records[-1]

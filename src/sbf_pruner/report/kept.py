@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..drawing.markup import Markup, element
 from ..methods import METHODS, told
 from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
 from .data import LayerKept, Run
@@ -42,7 +43,7 @@ def _chosen(run: Run) -> str:
     return f"They were chosen by {told(run.method)}, {by}, as many as the size asked for allows."
 
 
-def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> str:
+def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Markup:
     """A bar per layer."""
     each = 100 / len(layers)
     scale = Scale(0, max(one.before for one in layers) * 1.06, height)
@@ -50,19 +51,19 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> st
     for place, one in enumerate(layers):
         left, width = each * (place + 0.12), each * 0.76
         whole, rest = scale(one.before), scale(one.after)
-        across = f'x="{left:.3f}%" width="{width:.3f}%"'
-        parts.append(f'<rect class=before {across} y="{whole:.1f}" height="{height - whole:.1f}"/>')
+        across = {"x": f"{left:.3f}%", "width": f"{width:.3f}%"}
+        middle = f"{left + width / 2:.3f}%"
+        parts.append(element("rect", class_="before", **across, y=whole, height=height - whole))
         if one.after:
-            parts.append(f'<rect class=kept {across} y="{rest:.1f}" height="{height - rest:.1f}"/>')
+            parts.append(element("rect", class_="kept", **across, y=rest, height=height - rest))
             if len(layers) <= _LABELLED:
-                middle = f'x="{left + width / 2:.3f}%" y="{rest - 4:.1f}"'
-                parts.append(f"<text class=value {middle}>{one.after}</text>")
+                parts.append(element("text", str(one.after), class_="value", x=middle, y=rest - 4))
         else:
-            parts.append(f'<text class=cross x="{left + width / 2:.3f}%" y="{height - 4:.1f}">\u00d7</text>')
+            parts.append(element("text", "\u00d7", class_="cross", x=middle, y=height - 4))
     for place in range(len(layers)):
         parts.append(column("", place, each * place, each, 0, height))
     parts.append(parts_of_the_network([one.name for one in layers], height))
-    return picture("bars", height, "".join(parts), label)
+    return picture("bars", height, label, parts)
 
 
 def numbers(layers: Sequence[LayerKept]) -> Table:

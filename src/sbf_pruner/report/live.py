@@ -12,23 +12,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..drawing.markup import NOTHING, Markup, element, together
 from ..errors import PruningError, RunError
 from .data import read_run
-from .page import HEADLINE, SECTIONS, page, page_title, run_parts
+from .page import HEADLINE, SECTIONS, live_policy, page, page_title, run_parts
 
 PORT = 8321
 _NEWS = "/parts.json"
 _FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "latency.json", "summary.json")
 _PATIENCE = 4.0  # seconds at most to let an open page see the end
 _ALONE = "this address is for this machine alone\n"
-_WAITING = '<p class=facts><span class="state not">not finished</span></p><h1>{}</h1><p class=lead>{}</p>'
 
 
 @contextmanager
@@ -64,7 +63,7 @@ class _View:
         self.folder, self.since = folder, since
         self.lock = threading.Lock()
         self.stamp: Any = None
-        self.drawn: dict[str, str] = {}
+        self.drawn: dict[str, Markup] = {}
         self.title, self.finished = "", False
         self.history: dict[str, dict[str, int]] = {}  # a hash of every part, by version
         self.asked, self.shown = 0.0, False
@@ -73,7 +72,7 @@ class _View:
         """The page as it is now."""
         with self.lock:
             self._refresh()
-            parts = dict.fromkeys((HEADLINE, *SECTIONS), "") | self.drawn
+            parts = dict.fromkeys((HEADLINE, *SECTIONS), NOTHING) | self.drawn
             return page(self.title, "", parts, live=_NEWS, version=self._version())
 
     def news(self, seen: str) -> dict[str, Any]:
@@ -117,8 +116,15 @@ class _View:
             self.stamp = stamp
         except Exception as error:  # a file that is being written, or was changed by hand: the next look may tell
             said = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
-            self.drawn = {HEADLINE: _WAITING.format(escape(self.folder.name), escape(said))}
+            self.drawn = {HEADLINE: _waiting(self.folder.name, said)}
             self.title, self.finished = self.folder.name, False
+
+
+def _waiting(name: str, said: str) -> Markup:
+    """The headline of a run that cannot be shown yet."""
+    state = element("span", "not finished", class_="state not")
+    lead = element("p", said, class_="lead")
+    return together(element("p", state, class_="facts"), element("h1", name), lead)
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
@@ -176,6 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(body)),
             "Cache-Control": "no-store",
+            "Content-Security-Policy": f"{live_policy()}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer",

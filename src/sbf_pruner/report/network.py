@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..drawing.markup import element
 from ..drawing.scene import Box
 from ..drawing.svg import drawing
-from .chart import Figure
+from .chart import Figure, scroll
 from .data import Run
 
 
@@ -25,12 +26,16 @@ def network(run: Run) -> Figure:
     said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
     if gone:
         said += f" {len(gone)} layers are gone (dashed): what stood beside them goes on alone."
-    box = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     # Drawn at its own size and scrolled if it must be, but never larger than the page leaves room for.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
-    picture = (
-        f'<div class=scroll tabindex=0 role=region aria-label="{title}"><svg class=graph {box} '
-        f'style="min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px">{body}</svg></div>'
+    picture = element(
+        "svg",
+        body,
+        class_="graph",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+        style=f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px",
     )
     legend = [
         ("block kept", "filters kept"),
@@ -38,7 +43,7 @@ def network(run: Run) -> Figure:
         ("block skipped", "left alone"),
         ("diamond", "gate"),
     ]
-    return Figure(key, title, said, picture, legend=legend, wide=True)
+    return Figure(key, title, said, scroll(picture, title), legend=legend, wide=True)
 
 
 def _kept(run: Run) -> dict[str, int]:

@@ -85,7 +85,7 @@ function replacePart(key, html) {
   const scrolled = [...part.querySelectorAll(".scroll")].map((e) => [e.scrollLeft, e.scrollTop]);
   const active = document.activeElement, focused = part.contains(active) ? [...part.querySelectorAll(".hit")].indexOf(active) : -1;
   const other = part.contains(active) && focused < 0 ? active.tagName : "";
-  part.innerHTML = html;
+  part.innerHTML = html; // from the page's own server, which escapes all text; the page's policy lets none of it run
   part.querySelectorAll("details").forEach((d) => { d.open = open.has(d.dataset.key); });
   part.querySelectorAll(".scroll").forEach((e, i) => { if (scrolled[i]) [e.scrollLeft, e.scrollTop] = scrolled[i]; });
   prepare(part);

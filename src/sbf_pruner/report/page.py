@@ -7,11 +7,10 @@ own, so that a live page can put a new one in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from html import escape
 from importlib.resources import files
-from string import Template
 
 from ..drawing.colours import DARK_HUES, HUES, colours, scoped
+from ..drawing.markup import NOTHING, Markup, document, element, policy
 from .chart import Figure
 from .course import course
 from .data import Run
@@ -36,13 +35,14 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "recipe": recipe,
 }
 SECTIONS = tuple(FIGURES)
+_FROM_ITSELF = "'self'"  # what a live page fetches
 WIDE = ("scores", "network", "recipe")  # a live page must know before any of them is drawn
 
 
-def run_parts(run: Run) -> dict[str, str]:
+def run_parts(run: Run) -> dict[str, Markup]:
     """The inside of every section of a run's page, in order."""
     figures = {key: draw(run) for key, draw in FIGURES.items()}
-    return {HEADLINE: headline(run)} | {key: "" if one is None else one.html() for key, one in figures.items()}
+    return {HEADLINE: headline(run)} | {key: NOTHING if one is None else one.html() for key, one in figures.items()}
 
 
 def run_page(run: Run) -> str:
@@ -58,7 +58,7 @@ def page_title(run: Run) -> str:
 def page(
     title: str,
     description: str,
-    parts: Mapping[str, str],
+    parts: Mapping[str, Markup],
     wide: Collection[str] = WIDE,
     *,
     live: str = "",
@@ -66,25 +66,29 @@ def page(
 ) -> str:
     """The page as text; `live` is where, on the page's own server, newer parts than `version` are to be had."""
     head, *rest = parts
-    sections = "".join(
-        f'<section id="{key}"{" class=wide" if key in wide else ""}>{parts[key]}</section>' for key in rest
-    )
+    sections = [element("section", parts[key], id=key, class_="wide" if key in wide else None) for key in rest]
     dark = colours(".graph", dark=True) + _points(DARK_HUES)
     style = _read("page.css") + scoped(".graph") + colours(".graph") + _points(HUES)
-    return Template(_read("page.html")).substitute(
-        title=escape(title),
-        description=escape(description),
-        style=f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}",
-        connect="'self'" if live else "'none'",
-        live=escape(live),
-        version=escape(version),
+    return document(
+        _read("page.html"),
+        _read("page.js"),
+        _FROM_ITSELF if live else "'none'",
+        title=title,
+        description=description,
+        style=Markup(f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}"),
+        live=live,
+        version=version,
         headline=parts[head],
         sections=sections,
-        script=_read("page.js"),
     )
 
 
-def figure_parts(figures: Sequence[Figure]) -> dict[str, str]:
+def live_policy() -> str:
+    """The Content-Security-Policy of a live page."""
+    return policy(_read("page.js"), _FROM_ITSELF)
+
+
+def figure_parts(figures: Sequence[Figure]) -> dict[str, Markup]:
     """The inside of the figures' sections."""
     return {figure.key: figure.html() for figure in figures}
 

@@ -8,9 +8,9 @@ and the greatest score of the branch's last layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
+from ..drawing.markup import element
 from .chart import Figure, Scale, Table, column, grid, parts_of_the_network, picture
 from .data import Run
 from .numbers import DASH
@@ -37,21 +37,23 @@ def refinement(run: Run) -> Figure:
     each = 100 / len(blocks)
     parts = [grid(scale, 0)]
     for place, block in enumerate(blocks):
-        middle = each * (place + 0.5)
+        middle = f"{each * (place + 0.5):.3f}%"
         low, high, bare = _bounds(block)
         if high is not None and low is not None and bare is not None:
             top, bottom = scale(high), scale(max(low, scale.low))
             width = min(each * 0.6, 4.0)
-            across = f'x="{middle - width / 2:.3f}%" width="{width:.3f}%"'
-            parts.append(f'<rect class=bounds {across} y="{top:.1f}" height="{max(bottom - top, 1):.1f}" rx=3 />')
-            ends = f'x1="{middle - width / 2:.3f}%" x2="{middle + width / 2:.3f}%"'
-            parts.append(f'<line class=bare {ends} y1="{scale(bare):.1f}" y2="{scale(bare):.1f}"/>')
-            parts.append(f'<circle class=scored cx="{middle:.3f}%" cy="{scale(block["scored"]):.1f}" r=3.5 />')
+            left, right = (f"{each * (place + 0.5) + side * width / 2:.3f}%" for side in (-1, 1))
+            height = max(bottom - top, 1)
+            parts.append(
+                element("rect", class_="bounds", x=left, width=f"{width:.3f}%", y=top, height=height, rx=3)
+            )
+            parts.append(element("line", class_="bare", x1=left, x2=right, y1=scale(bare), y2=scale(bare)))
+            parts.append(element("circle", class_="scored", cx=middle, cy=scale(block["scored"]), r=3.5))
         pruned = block.get("pruned")
         if pruned:
-            parts.append(f'<circle class=final cx="{middle:.3f}%" cy="{scale(pruned):.1f}" r=3.5 />')
+            parts.append(element("circle", class_="final", cx=middle, cy=scale(pruned), r=3.5))
         elif pruned == 0:
-            parts.append(f'<text class=cross x="{middle:.3f}%" y="{_HEIGHT - 3:.0f}">\u00d7</text>')
+            parts.append(element("text", "\u00d7", class_="cross", x=middle, y=f"{_HEIGHT - 3:.0f}"))
     parts += [column("", row, each * row, each, 0, _HEIGHT) for row in range(len(blocks))]
     parts.append(parts_of_the_network([block["block"] for block in blocks], _HEIGHT))
     legend = [
@@ -64,9 +66,9 @@ def refinement(run: Run) -> Figure:
     if any(block.get("pruned") == 0 for block in blocks):
         legend += [("cross", "block gone")]
     caption = _CAPTION + "".join(
-        f" {_WHEN[which]} nothing could be measured: {escape(why)}." for which, why in run.unmeasured.items()
+        f" {_WHEN[which]} nothing could be measured: {why}." for which, why in run.unmeasured.items()
     )
-    return Figure(key, title, caption, picture(key, _HEIGHT, "".join(parts), title), _table(run), legend)
+    return Figure(key, title, caption, picture(key, _HEIGHT, title, parts), _table(run), legend)
 
 
 def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:

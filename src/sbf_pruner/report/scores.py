@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from html import escape
 
 import numpy as np
 
 from ..budget.targets import Budget
+from ..drawing.markup import Markup, element
 from ..phases import SCORED
 from .chart import Figure, Table, tick, way
 from .data import Run
@@ -42,9 +42,9 @@ def scores(run: Run) -> Figure:
         over = sum(score >= threshold for score in last["scores"][name])
         width = len(last["scores"][name])
         after = f"{kept[name].after}/{width}" if name in kept else f"{over}/{width}"
+        tile = _tile(held[name], times, missed, high, threshold)
         tiles.append(
-            f'<div class="tile hit" data-row={row}>{_tile(held[name], times, missed, high, threshold)}'
-            f"<b>{escape(name)}</b><span>{after}</span></div>"
+            element("div", tile, element("b", name), element("span", after), class_="tile hit", data_row=row)
         )
         rows.append([name, str(width), str(over), *(f"{level:.2f}" for level in now)])
     said = (
@@ -59,10 +59,10 @@ def scores(run: Run) -> Figure:
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
     table = Table([*head, "upper quarter", "highest"], rows)
     legend = [("block span", "all scores"), ("block half", "the middle half"), ("line accent", "median")]
-    return Figure(key, title, said, f"<div class=tiles>{''.join(tiles)}</div>", table, legend, wide=True)
+    return Figure(key, title, said, element("div", tiles, class_="tiles"), table, legend, wide=True)
 
 
-def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> str:
+def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> Markup:
     # Every score starts at 1, if the start is known.
     held, first = (levels, missed + 1) if missed else ([[1.0] * len(_LEVELS), *levels], 0)
     across = [_WIDE * (first + time) / times for time in range(len(held))]
@@ -70,10 +70,13 @@ def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: floa
     def edge(level: int) -> list[tuple[float, float]]:
         return [(x, _HIGH * (1 - line[level] / high)) for x, line in zip(across, held, strict=True)]
 
-    return (
-        f'<svg viewBox="0 0 {_WIDE:.0f} {_HIGH:.0f}" preserveAspectRatio="none" aria-hidden=true>'
-        f'<path class=span d="{way([*edge(4), *reversed(edge(0))])}z"/>'
-        f'<path class=half d="{way([*edge(3), *reversed(edge(1))])}z"/>'
-        f'<path class="curve accent" d="{way(edge(2))}"/>'
-        f'<path class=threshold d="M0 {_HIGH * (1 - threshold / high):.0f}h{_WIDE:.0f}"/></svg>'
+    return element(
+        "svg",
+        element("path", class_="span", d=f"{way([*edge(4), *reversed(edge(0))])}z"),
+        element("path", class_="half", d=f"{way([*edge(3), *reversed(edge(1))])}z"),
+        element("path", class_="curve accent", d=way(edge(2))),
+        element("path", class_="threshold", d=f"M0 {_HIGH * (1 - threshold / high):.0f}h{_WIDE:.0f}"),
+        viewBox=f"0 0 {_WIDE:.0f} {_HIGH:.0f}",
+        preserveAspectRatio="none",
+        aria_hidden="true",
     )

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .chart import Figure, Table
+from .chart import Figure, Table, scroll
 from .data import Run
 from .numbers import percent
 
@@ -28,7 +28,7 @@ def over_seeds(runs: Sequence[Run]) -> Figure | None:
     rows = [_row(group) for group in sorted(found, key=lambda group: -_mean(_accuracies(group)))]
     head = ["recipe", "seeds", "accuracy", "deviation", "parameters left", "MACs left"]
     table = Table(head, rows)
-    body = f'<div class=scroll tabindex=0 role=region aria-label="Over seeds">{table.html()}</div>'
+    body = scroll(table.html(), "Over seeds")
     return Figure("seeds", "Over seeds", "Means of runs that differ in nothing but the seed.", body, wide=True)
 
 

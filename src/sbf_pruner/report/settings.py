@@ -6,10 +6,10 @@ A run enters; figures without pictures leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from .chart import Figure
+from ..drawing.markup import Markup, element, together
+from .chart import Figure, pairs
 from .data import Run
 
 
@@ -19,12 +19,12 @@ def skipped(run: Run) -> Figure:
     rows += [(name, f"follows {', '.join(leaders)}") for name, leaders in run.followers.items()]
     if not rows and "network" in run.missing and not run.summary:
         return Figure("skipped", "Left alone", missing="Which layers are left alone is not stored in this folder.")
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(reason)}</dd>" for name, reason in rows)
-    body = f"<dl class=pairs>{listed}</dl>" if rows else "<p>Nothing: every layer with filters can be pruned.</p>"
+    parts = [pairs(rows) if rows else element("p", "Nothing: every layer with filters can be pruned.")]
     missing = [why for part, why in run.missing.items() if part != "network"]
     if missing:
-        body += f"<h3>Not in this report</h3><ul>{''.join(f'<li>{escape(why)}</li>' for why in missing)}</ul>"
-    return Figure("skipped", "Left alone", text=body)
+        parts.append(element("h3", "Not in this report"))
+        parts.append(element("ul", (element("li", why) for why in missing)))
+    return Figure("skipped", "Left alone", text=together(parts))
 
 
 def environment(run: Run) -> Figure:
@@ -33,12 +33,8 @@ def environment(run: Run) -> Figure:
         return Figure(
             "environment", "Environment", missing="It is stored when a run ends, and this one has not ended."
         )
-    rows = "".join(
-        f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
-        for key, value in run.environment.items()
-        if value is not None
-    )
-    return Figure("environment", "Environment", text=f"<dl class=pairs>{rows}</dl>")
+    rows = [(str(key), str(value)) for key, value in run.environment.items() if value is not None]
+    return Figure("environment", "Environment", text=pairs(rows))
 
 
 def recipe(run: Run) -> Figure:
@@ -46,13 +42,12 @@ def recipe(run: Run) -> Figure:
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}
     parts = [_section("", plain)]
     parts += [_section(key, value) for key, value in run.recipe.items() if isinstance(value, Mapping)]
-    return Figure("recipe", "Recipe", text=f"<div class=sections>{''.join(parts)}</div>", wide=True)
+    return Figure("recipe", "Recipe", text=element("div", parts, class_="sections"), wide=True)
 
 
-def _section(name: str, values: Mapping[str, Any]) -> str:
-    heading = f"<h3>{escape(name)}</h3>" if name else ""
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(spelled(value))}</dd>" for key, value in values.items())
-    return f"<div>{heading}<dl class=pairs>{rows}</dl></div>"
+def _section(name: str, values: Mapping[str, Any]) -> Markup:
+    rows = pairs((key, spelled(value)) for key, value in values.items())
+    return element("div", element("h3", name) if name else "", rows)
 
 
 def spelled(value: Any) -> str:

@@ -7,10 +7,10 @@ chosen and where the time was taken; None for a run that was asked for no time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from .chart import Figure, Table, column, picture
+from ..drawing.markup import Markup, element, together
+from .chart import Figure, Table, column, pairs, picture
 from .data import Run
 from .numbers import milliseconds, percent
 
@@ -41,12 +41,12 @@ def timed(run: Run) -> Figure | None:
         )
     ]
     at, high = f"{100 * time['asked']:.2f}%", _EACH * len(rows)
-    parts.append(f'<line class="bound" x1="{at}" x2="{at}" y1="0" y2="{high:.0f}"/>')
+    parts.append(element("line", class_="bound", x1=at, x2=at, y1=0, y2=f"{high:.0f}"))
     parts += [column("", row, 0, 100, _EACH * row, _EACH) for row in range(len(rows))]
-    drawn = picture("times", high, "".join(parts), "The time asked for")
+    drawn = picture("times", high, "The time asked for", parts)
     legend = [("line dashed", "asked for")]
     table = Table(["a pass of the network", "part of the dense one's time", "time"], rows)
-    return Figure("time", "The time asked for", escape(_said(run, time)), drawn + _facts(time), table, legend)
+    return Figure("time", "The time asked for", _said(run, time), together(drawn, _facts(time)), table, legend)
 
 
 def where(time: Mapping[str, Any]) -> str:
@@ -62,12 +62,13 @@ def found(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
     return time["foretold"], "foretold" if finished else "not landed yet"
 
 
-def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> str:
+def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Markup:
     top = _EACH * place
-    return (
-        f'<text class="start" x="0" y="{top + 14:.0f}">{escape(name)}</text>'
-        f'<text x="100%" y="{top + 14:.0f}">{row[1]} · {row[2]}</text>'
-        f'<rect class="{kind}" x="0" y="{top + 19:.0f}" width="{min(100 * share, 100):.2f}%" height="{_BAR:.0f}"/>'
+    words, bar = {"y": f"{top + 14:.0f}"}, {"y": f"{top + 19:.0f}", "height": f"{_BAR:.0f}"}
+    return together(
+        element("text", name, class_="start", x=0, **words),
+        element("text", f"{row[1]} · {row[2]}", x="100%", **words),
+        element("rect", class_=kind, x=0, width=f"{min(100 * share, 100):.2f}%", **bar),
     )
 
 
@@ -82,7 +83,7 @@ def _said(run: Run, time: Mapping[str, Any]) -> str:
     return f"{said}. That was {ELSEWHERE}; by the table it takes {_part(time['foretold'])}."
 
 
-def _facts(time: Mapping[str, Any]) -> str:
+def _facts(time: Mapping[str, Any]) -> Markup:
     facts = {"way": _way(time)}
     machine = ", ".join(_named(key, value) for key, value in time["machine"].items() if value is not None)
     facts["taken on"] = machine or "a machine that the table does not name"
@@ -92,8 +93,7 @@ def _facts(time: Mapping[str, Any]) -> str:
     if time["landings"]:
         each = [f"{_part(one['measured'])} (foretold {_part(one['foretold'])})" for one in time["landings"]]
         facts["landings"] = ", then ".join(each)
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    return f"<dl class=pairs>{rows}</dl>"
+    return pairs(facts.items())
 
 
 def _way(time: Mapping[str, Any]) -> str:
