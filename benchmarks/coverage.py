@@ -4,7 +4,8 @@ python benchmarks/coverage.py [--only NAME ...] [--missing] [--stale] [--failed]
 
 Each network is traced, then cut by random plans that keep 70, 50 and 20% of every layer, and by plans with
 empty layers.  In float64 and evaluation mode the extracted network must give what the gated one does, to 1e-10
-of the largest output, and must take a training step.  A filter counts as prunable if a plan can name it, or if
+of the largest output, also for images and batches of another size if the network takes them, and must take a
+training step.  A filter counts as prunable if a plan can name it, or if
 it goes with others where every layer keeps but one.  Seconds are those of the process on one thread, so that
 other work on the machine does not count.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from sbf_pruner import Plan, Pruner, extract, measure, trace
 from sbf_pruner.graph.channels import ChannelGraph
+from sbf_pruner.inputs import other_sizes
 from sbf_pruner.layers import Adapted
 
 TOLERANCE = 1e-10
@@ -51,6 +54,8 @@ def work(name: str) -> zoos.Row:
     pruner = Pruner(model, images, graph=graph, projection="free")
     with torch.no_grad():
         whole = leaves(model(images))
+    others = other_images(model, images)
+    row["other_size"] = None if others is None else list(others.shape)
     for label, plan in _plans(graph):
         start = time.process_time()
         small = extract(model, images, plan, graph)
@@ -58,8 +63,11 @@ def work(name: str) -> zoos.Row:
         pruner.gate(plan)
         with torch.no_grad():
             gated, found = leaves(model(images)), leaves(small.eval()(images))
+            errors = [error_between(found, gated)]
+            if others is not None:
+                errors.append(error_between(leaves(small(others)), leaves(model(others))))
         row["plans"][label] = {
-            "error": error_between(found, gated),
+            "error": worst(errors),
             "change": error_between(gated, whole),
             "seconds": seconds,
         }
@@ -69,7 +77,7 @@ def work(name: str) -> zoos.Row:
         if label in ("50%", "empty"):
             train_a_step(small, images)
         del small
-    row["error"] = max(p["error"] for p in row["plans"].values())
+    row["error"] = worst([p["error"] for p in row["plans"].values()])
     row["seconds"] = traced + row["plans"]["50%"]["seconds"]
     row["ok"] = bool(row["error"] <= TOLERANCE)
     if not row["ok"]:
@@ -195,7 +203,21 @@ def error_between(found: list[Tensor], wanted: list[Tensor]) -> float:
     errors = [
         float((f - w).abs().max() / w.abs().max().clamp(min=1e-300)) for f, w in zip(found, wanted, strict=True)
     ]
+    return worst(errors)
+
+
+def worst(errors: list[float]) -> float:
     return max(errors, key=lambda e: float("inf") if e != e else e)
+
+
+@torch.no_grad()
+def other_images(model: nn.Module, images: Tensor) -> Tensor | None:
+    """Images and a batch of another size, or None if the network takes images of one size only."""
+    for others in other_sizes(images):
+        with suppress(Exception):
+            model(others)
+            return torch.randn_like(others)
+    return None
 
 
 def train_a_step(small: nn.Module, images: Tensor) -> None:

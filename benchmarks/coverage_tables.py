@@ -48,8 +48,13 @@ def coverage(result: dict[str, Any] | None) -> str:
         "trained for a step.",
         f"The worst relative difference is {told['worst_error']:.0e}; analysis and extraction take "
         f"{told['median_seconds']:.2f} s (median, one thread).",
-        "",
     ]
+    if all("other_size" in row for row in good.values()):
+        elsewhere = sum(row["other_size"] is not None for row in good.values())
+        lines.append(
+            f"{elsewhere} were also compared at another image and batch size; the others take images of one size."
+        )
+    lines.append("")
     if told["failures"]:
         lines += ["What does not pass:", ""]
         lines += [f"- `{name}`: {_plain(reason)}" for name, reason in told["failures"].items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sbf_pruner.copies import real_copy
 from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.inputs import call
+from sbf_pruner.inputs import call, other_sizes
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -143,6 +144,24 @@ def assert_equal_networks(
         assert_close(found, wanted.detach(), f"gradient of {name}", tolerance, size)
     for name, wanted in expected.named_buffers():
         assert_close(small.get_buffer(name), wanted, name, tolerance)
+
+
+@torch.no_grad()
+def other_inputs(model: nn.Module, inputs: Any) -> Any:
+    """Inputs of another size and number, or None where the model takes those of one size only."""
+    for others in other_sizes(inputs):
+        with suppress(RuntimeError):
+            call(model.eval(), others)
+            return fresh_inputs(others)
+    return None
+
+
+@torch.no_grad()
+def assert_equal_outputs(model: nn.Module, small: nn.Module, inputs: Any, tolerance: float = 1e-10) -> None:
+    """Two networks agree in evaluation mode."""
+    outputs = [leaves(call(net.eval(), inputs)) for net in (small, model)]
+    for number, (found, wanted) in enumerate(zip(*outputs, strict=True)):
+        assert_close(found, wanted, f"output {number}", tolerance)
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import assert_equal_networks, reconnected
+from cases import assert_equal_networks, assert_equal_outputs, other_inputs, reconnected
 from sbf_pruner.export import load, save
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.channels import ChannelGraph
@@ -295,6 +295,8 @@ def masked_equals_extracted(drawn, ratio, seed):
     small = pruner.extract()
     for training in (False, True):
         assert_equal_networks(pruner, small, training, seed, tolerance=1e-9)
+    if (inputs := other_inputs(pruner.model, INPUTS)) is not None:
+        assert_equal_outputs(pruner.model, small, inputs, tolerance=1e-9)
     dense, left = measure(pruner.model, INPUTS), measure(small, INPUTS)
     assert left.params <= dense.params
     assert left.macs <= dense.macs

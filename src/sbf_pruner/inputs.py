@@ -8,8 +8,10 @@ is passed as the one argument it is; neither the model nor the inputs are change
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,6 +52,53 @@ def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
     {'x': [tensor([1., 1.])], 'n': 3}
     """
     return pytree.tree_map_only(Tensor, fn, inputs)
+
+
+def one_more(inputs: Any) -> Any:
+    """The same inputs with one more sample, which is the first one again."""
+    return map_tensors(inputs, lambda t: _tiled(t, [len(t) + 1, *t.shape[1:]]) if t.dim() else t)
+
+
+def other_sizes(inputs: Any) -> Iterator[Any]:
+    """Yield inputs with one more sample and maps of another size, tiled with the given ones.
+
+    The first are not square.  Small maps grow by about a third and large ones shrink, which takes less time; sizes
+    stay divisible by a large power of two if they were.  The second have twice the size, or half of it.
+
+    >>> [list(x.shape) for x in other_sizes(torch.zeros(2, 3, 64, 64))]
+    [[3, 3, 96, 128], [3, 3, 128, 128]]
+    >>> [list(x.shape) for x in other_sizes(torch.zeros(1, 3, 224, 224))]
+    [[2, 3, 160, 128], [2, 3, 112, 112]]
+    """
+    if any(isinstance(t, Tensor) and t.dim() > 2 for t in pytree.tree_leaves(inputs)):
+        for change in (_changed, _doubled):
+            yield map_tensors(one_more(inputs), partial(_resized, change=change))
+
+
+_SMALL = 128  # pixels along a side
+
+
+def _changed(size: int, place: int) -> int:
+    unit = size & -size
+    if unit == size > 1:
+        unit //= 2 if size <= _SMALL else 4
+    step = unit * (max(1, round(size / 3 / unit)) + place)
+    return size + step if size <= _SMALL else size - step
+
+
+def _doubled(size: int, place: int) -> int:
+    return size * 2 if size <= _SMALL else size // 2
+
+
+def _resized(tensor: Tensor, change: Callable[[int, int], int]) -> Tensor:
+    return _tiled(tensor, [*tensor.shape[:2], *map(change, tensor.shape[2:], count())])
+
+
+def _tiled(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(sizes):
+        if tensor.shape[dim] not in (0, size):
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    return tensor
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format:

@@ -1,8 +1,8 @@
 """Do a gated network and the one that was cut from it give the same numbers?
 
-Both networks and inputs enter; how far their outputs lie apart leaves, as a part of the largest one.  Copies run in
-float64, where rounding is all that a right cut changes.  What holds: a network that is not sure of its own outputs
-(random numbers, numbers rounded on the way, a path that a rounding decides) is not accused.
+Copies run in float64, where rounding is all that a right cut changes.  Differences are parts of the largest output.
+A network that is not sure of its own outputs (random numbers, numbers rounded on the way, a path that a rounding
+decides) is not accused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .graph.masks import Flow
 from .graph.recorder import as_tree
 from .graph.trace import same_chance
 from .graph.where import cause
-from .inputs import call, map_tensors
+from .inputs import call, map_tensors, one_more, other_sizes
 from .scoring.gates import Gates
 
 _log = logging.getLogger("sbf_pruner")
@@ -46,9 +46,13 @@ def gated_copy(model: nn.Module, graph: ChannelGraph, flow: Flow) -> nn.Module:
 
 
 def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
-    """Refuse a network that gives other numbers than the gated one in either mode.
+    """Raise a PruningError if the outputs of the two networks differ.
 
-    How far they lie apart in evaluation mode, or None if that cannot be told; the log then says so.
+    They are compared in both modes on the example inputs and, in evaluation mode, on inputs of another size with
+    one more sample.  If the gated network takes no other size, as one that flattens its maps, the log says so and
+    only the number of samples changes.
+
+    Returns the largest difference in evaluation mode, or None if that cannot be told; the log then says why.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1))
     >>> prove(net, net, torch.rand(1, 3, 5, 5))
@@ -57,19 +61,44 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
     found: dict[str, float | None] = {}
     for mode in ("evaluation", "training"):
         training = mode == "training"
-        apart = found[mode] = cut_error(gated, small, example_inputs, training)
-        if apart is None:
+        found[mode] = _compared(
+            gated, small, example_inputs, training, ": some line looks at a width, or at a mode, unseen"
+        )
+        if found[mode] is None:
             why = _why_none(gated, example_inputs, training)
             _log.warning(
                 "in %s mode the cut is not proved: the gated network gives no float64 numbers (%s)", mode, why
             )
-        elif not apart <= _TOLERANCE and not _unsure(gated, example_inputs, training, apart):
-            raise PruningError(
-                f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
-                "output: some line looks at a width, or at a mode, unseen; leave the layers that feed it alone "
-                "(ignore), and please report the model"
-            )
-    return found["evaluation"]
+    apart = found["evaluation"]
+    if apart is not None:
+        apart = max(apart, _compared_elsewhere(gated, small, example_inputs) or 0.0)
+    return apart
+
+
+def _compared_elsewhere(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
+    for inputs in other_sizes(example_inputs):
+        apart = _compared(gated, small, inputs, False, _of_sizes(inputs))
+        if apart is not None:
+            return apart
+    _log.info("the cut is proved for inputs of one size: the gated network takes no other that was tried")
+    inputs = one_more(example_inputs)
+    return _compared(gated, small, inputs, False, _of_sizes(inputs))
+
+
+def _of_sizes(inputs: Any) -> str:
+    shapes = [str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    return f" for inputs of {', '.join(shapes)}: some line looks at their sizes, unseen"
+
+
+def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, why: str) -> float | None:
+    apart = cut_error(gated, small, inputs, training)
+    if apart is not None and not apart <= _TOLERANCE and not _unsure(gated, inputs, training, apart):
+        mode = "training" if training else "evaluation"
+        raise PruningError(
+            f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
+            f"output{why}; leave the layers that feed it alone (ignore), and please report the model"
+        )
+    return apart
 
 
 def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training: bool = False) -> float | None:

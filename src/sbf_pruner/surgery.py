@@ -49,8 +49,8 @@ def extract(
     """A new module without the filters the plan drops, that computes what the model with those gated off does.
 
     Where the model's own code writes sizes down (a view, a split), the channels it counts on stay there as zeros;
-    the result's `sbf_fixed_sizes` names those lines.  With `prove`, both networks run on the example inputs, in
-    float64 and in both modes, and a cut that changes a number is refused.
+    the result's `sbf_fixed_sizes` names those lines.  With `prove`, both networks run in float64: on the example
+    inputs in both modes, and on inputs of another size.  A cut that changes a number is refused.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]

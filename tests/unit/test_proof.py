@@ -141,6 +141,42 @@ def test_what_cannot_be_proved_is_said(name: str, caplog: pytest.LogCaptureFixtu
         assert why in said
 
 
+class Turns(Two):
+    """Which channels stand where depends on the size of the map, or on the number of samples."""
+
+    def __init__(self, axis: int, side: int | None = None) -> None:
+        super().__init__()
+        self.axis, self.side = axis, side
+
+    def changed(self, x: Tensor) -> Tensor:
+        if self.side and x.shape[2] != self.side:
+            raise ValueError(f"{self.side} pixels a side")
+        return x.roll(x.shape[self.axis] * 3 // 2, 1)
+
+
+SEEN = {"height": (2, None, "3, 3, 12, 16"), "width": (3, None, "3, 3, 12, 16"), "samples": (0, 8, "3, 3, 8, 8")}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_cut_that_holds_for_one_size_alone_is_refused(name: str) -> None:
+    axis, side, sizes = SEEN[name]
+    model = randomise(Turns(axis, side))
+    sbf.extract(model, IMAGE, HALF)
+    with pytest.raises(PruningError, match=rf"for inputs of \({sizes}\): some line looks at their sizes, unseen;"):
+        sbf.extract(model, IMAGE, HALF, prove=True)
+
+
+@pytest.mark.parametrize(("side", "told"), [(None, []), (8, ["the cut is proved for inputs of one size"])])
+def test_a_network_that_takes_one_size_is_compared_at_that(
+    side: int | None, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = randomise(Turns(1, side))
+    with caplog.at_level(logging.INFO, "sbf_pruner"):
+        sbf.extract(model, IMAGE, HALF, prove=True)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the cut")]
+    assert [line.partition(":")[0] for line in said] == told
+
+
 def test_a_small_network_that_fails_or_gives_no_number_is_no_proof() -> None:
     model = made(Two)
     with pytest.raises(PruningError, match="the extracted network does not run where the gated one does"):
