@@ -45,11 +45,11 @@ def work(name: str) -> zoos.Row:
     traced = time.process_time() - start
     row: zoos.Row = {"size": images.shape[-1], "family": zoos.family(name), "trace_seconds": traced}
     dense = measure(model, images[:1])
-    row |= {"params": dense.params, "macs": dense.macs, "layers": len(graph.layers), "skipped": len(graph.skipped)}
+    row |= {"params": dense.params, "macs": dense.macs, "layers": len(graph.layers), "skipped": len(graph.unscored)}
     row |= _share(model, images, graph, dense.by_module, dense.macs)
     row["plans"] = {}
     if not graph.layers:
-        reason, count = Counter(graph.skipped.values()).most_common(1)[0]
+        reason, count = Counter(graph.unscored.values()).most_common(1)[0]
         return row | {"ok": False, "error": f"nothing can be pruned; {count} layers: {reason}"}
     pruner = Pruner(model, images, graph=graph, projection="free")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: Mapping[
     reasons: Counter[str] = Counter()
     prunable = 0.0
     for name, module in model.named_modules():
-        if not isinstance(module, (_ConvNd, nn.Linear)) or graph.skipped.get(name) == OUTPUTS:
+        if not isinstance(module, (_ConvNd, nn.Linear)) or graph.unscored.get(name) == OUTPUTS:
             continue  # how many outputs there are is the user's choice, not the pruner's
         width = module.out_channels if isinstance(module, _ConvNd) else module.out_features
         left = width if name in graph.layers else gone.get(name, 0)
@@ -150,7 +150,7 @@ def _share(model: nn.Module, images: Tensor, graph: ChannelGraph, macs: Mapping[
             filters["all"] += width
             filters["prunable"] += left
             if left < width:
-                reasons[graph.skipped.get(name, "it does not run in evaluation mode")] += width - left
+                reasons[graph.unscored[name]] += width - left
     return {
         "filters": filters["all"],
         "filters_prunable": filters["prunable"] / max(1, filters["all"]),

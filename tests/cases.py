@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from sbf_pruner.copies import real_copy
 from sbf_pruner.graph.channels import ChannelGraph
+from sbf_pruner.graph.weighted import Contract
 from sbf_pruner.inputs import call, other_sizes
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
@@ -144,6 +146,16 @@ def assert_equal_networks(
         assert_close(found, wanted.detach(), f"gradient of {name}", tolerance, size)
     for name, wanted in expected.named_buffers():
         assert_close(small.get_buffer(name), wanted, name, tolerance)
+
+
+def assert_every_layer_is_in_one_list(model: nn.Module, graph: ChannelGraph) -> None:
+    """Prunable, following or left alone: each layer is one of these, whether it ran or not."""
+    named = [*graph.layers, *graph.followers, *graph.skipped]
+    assert len(named) == len({*named})
+    layers = {name for name, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+    ran = {node.layer for node in graph.nodes if isinstance(node, Contract)}
+    assert layers | ran <= {*named}
+    assert all(graph.unscored.values())
 
 
 @torch.no_grad()

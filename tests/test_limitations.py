@@ -167,6 +167,9 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "empty": Net(
         lambda net, x: net.out(x.new_ones(1, 8, 1, 1) * net.conv(x)[x[:, :1].expand(2, 8, 8, 8) > 9].sum())
     ),
+    "added to another weight": Net(
+        lambda net, x: net.out(F.conv2d(x, net.conv.weight + net.other.weight)), other=nn.Conv2d(3, 8, 1)
+    ),
     "not reached": Net(lambda net, x: net.out(net.other(x)), other=nn.Conv2d(3, 8, 1)),
 }
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 MISSING = [name for name in ("torchvision", "timm") if importlib.util.find_spec(name) is None]
 if MISSING:
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import coverage  # noqa: E402
 import zoos  # noqa: E402
 
+from cases import assert_every_layer_is_in_one_list  # noqa: E402
+from sbf_pruner import trace  # noqa: E402
 from shares import mostly_slow  # noqa: E402
 
 # Networks, and the share of their convolutions' filters that can be pruned at least.
@@ -44,6 +47,16 @@ def test_a_network_of_the_zoos_is_cut_exactly(name: str) -> None:
     assert row["filters_prunable"] >= FAST[name], row["reasons"]
     assert all(plan["change"] > 1e-6 for plan in row["plans"].values()), "a plan that changes nothing shows nothing"
     assert row["macs_left"] < 1
+
+
+@pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
+def test_every_layer_of_a_network_is_in_one_list(name: str) -> None:
+    """The auxiliary heads of GoogLeNet, too, which run in training mode alone."""
+    options = {"init_weights": False} if name == "googlenet" else {}
+    model = zoos.torchvision().models.get_model(name, weights=None, **options)
+    graph = trace(model, torch.zeros(2, 3, 64, 64))
+    assert_every_layer_is_in_one_list(model, graph)
+    assert bool(graph.followers) == (name != "googlenet")
 
 
 def test_the_list_covers_what_it_promises() -> None:

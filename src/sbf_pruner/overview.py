@@ -49,7 +49,7 @@ def overview(model: nn.Module, example_inputs: Any) -> Facts:
 def inspect(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
     """Trace a model, unless its graph is known, measure it, and say how its layers hang together."""
     graph = graph if graph is not None else trace(model, example_inputs)
-    relations = Relations(graph)
+    relations = graph.relations
     cost = measure(model, example_inputs)
     describe, appraiser = _Describer(model, relations, cost), Appraiser(graph)
     prunable, followers, skipped = [], [], []
@@ -71,8 +71,7 @@ def inspect(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = 
             }
         )
     for name, reason in graph.skipped.items():
-        if name not in relations.followers:
-            skipped.append({**describe(name), "reason": reason})
+        skipped.append({**describe(name), "reason": reason})
     facts = {
         "model": type(model).__name__,
         "inputs": [list(value.shape) for value in graph.trace.inputs],

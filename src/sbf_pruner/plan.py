@@ -66,8 +66,8 @@ class Plan:
     def masks(self, graph: ChannelGraph) -> dict[str, NDArray[np.bool_]]:
         """One boolean mask per layer of a network; raises PlanError if the plan does not fit it."""
         for name, kept in self.keep.items():
-            if name in graph.skipped:
-                raise PlanError(f"{name} cannot be pruned: {graph.skipped[name]}; leave it out of the plan")
+            if name in graph.unscored:
+                raise PlanError(f"{name} cannot be pruned: {graph.unscored[name]}; leave it out of the plan")
             if name not in graph.layers:
                 raise PlanError(f"the plan names a layer the network does not have: {name!r}; "
                                 + nearest(name, graph.layers))  # fmt: skip

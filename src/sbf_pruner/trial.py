@@ -36,7 +36,7 @@ def prunable_graph(
     if graph is not None and ignore:
         raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
     if not found.layers:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(found.skipped.items())[:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
         raise PruningError(f"no layer of the model can be pruned ({reasons})")
     if graph is None and sized:
         with suppress(PruningError):  # which says no more than that nothing is known

@@ -31,7 +31,7 @@ def test_the_keys_stay_and_every_layer_is_in_one_list(name):
             assert list(layer) == COMMON + more
     graph = sbf.trace(model, inputs)
     named = [layer["name"] for kind in ("layers", "followers", "skipped") for layer in facts[kind]]
-    assert sorted(named) == sorted([*graph.layers, *graph.skipped])
+    assert sorted(named) == sorted([*graph.layers, *graph.followers, *graph.skipped])
 
 
 def test_costs_add_up():

@@ -10,18 +10,17 @@ from torch import nn
 
 import sbf_pruner as sbf
 from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.relations import Relations
 from sbf_pruner.graph.worth import Appraiser
 from sbf_pruner.models import resolve
 from zoo import ZOO
 
 
 def relations(name):
-    return Relations(trace(*ZOO[name]()))
+    return trace(*ZOO[name]()).relations
 
 
 def test_layers_of_a_residual_stage_share_a_layout():
-    found = Relations(trace(resolve("resnet20"), torch.zeros(1, 3, 32, 32)))
+    found = trace(resolve("resnet20"), torch.zeros(1, 3, 32, 32)).relations
     assert [group.meet for group in found.groups] == [("add",)] * 3
     assert found.groups[0].layers == ("conv1", "layer1.0.conv2", "layer1.1.conv2", "layer1.2.conv2")
     assert found.followers == {} and found.later_gates == {}
@@ -52,9 +51,9 @@ def test_followers_are_named_with_those_they_follow(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_every_relation_names_layers_of_the_graph(name):
     graph = trace(*ZOO[name]())
-    found = Relations(graph)
-    known = {*graph.layers, *graph.skipped}
-    assert set(found.followers) <= set(graph.skipped)
+    found = graph.relations
+    known = {*graph.layers, *graph.unscored}
+    assert set(found.followers) <= set(graph.unscored)
     assert all(set(leaders) <= set(graph.layers) for leaders in found.followers.values())
     assert all(set(group.layers) <= known and len(group.layers) > 1 for group in found.groups)
     assert set(found.later_gates) <= set(graph.layers)
@@ -83,7 +82,7 @@ def test_a_first_filter_is_worth_what_extraction_saves(name):
 def test_all_of_a_deep_network_is_appraised_quickly():
     graph = trace(resolve("resnet56"), torch.zeros(1, 3, 32, 32))
     began = time.perf_counter()
-    found, appraiser = Relations(graph), Appraiser(graph)
+    found, appraiser = graph.relations, Appraiser(graph)
     worths = [appraiser.first_filter(name) for name in graph.layers]
     assert time.perf_counter() - began < 2  # some 0.1 s on a quiet machine
     assert len(found.groups) == 3 and all(worth.macs > 0 for worth in worths)

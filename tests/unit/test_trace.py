@@ -13,6 +13,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
+from cases import assert_every_layer_is_in_one_list
 from sbf_pruner.errors import PruningError, TraceError
 from sbf_pruner.graph.build import trace
 from sbf_pruner.graph.records import STALE
@@ -384,6 +385,68 @@ def test_a_layer_that_does_not_run_is_named():
     """A head for training alone that does not fit the example inputs, say."""
     net = Heads(lambda net, x: net.head(net.stem(x)))
     assert trace(net, IMAGE).skipped["spare"] == "it does not run on the example inputs"
+
+
+class Merging(nn.Module):
+    """For evaluation, layers one after the other and beside each other are merged into one, as in SPAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(6, 8, 1, bias=False), nn.Conv2d(8, 5, 3, bias=False)
+        self.beside, self.merged = nn.Conv2d(6, 5, 1, bias=False), nn.Conv2d(6, 5, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        if self.training:
+            return self.second(self.first(F.pad(x, (1, 1, 1, 1)))) + self.beside(x)
+        weight = F.conv2d(self.second.weight.data, self.first.weight.data.transpose(0, 1))
+        self.merged.weight.data = weight + F.pad(self.beside.weight.data, (1, 1, 1, 1))
+        return self.merged(x)
+
+
+def two_weights(net, x):
+    return net.head(net.stem(x)) + F.conv2d(x, net.one.weight + net.other.weight)
+
+
+def tied(net, x):
+    net.other.weight = net.one.weight
+    return net.head(net.stem(x)) + net.one(x) + net.other(x)
+
+
+# What else can become of the layers `one` and `other`: weights of which no operator makes a layer, or another one.
+UNUSUAL = {
+    "merged": lambda net, x: net.head(net.stem(x)) + net.last(net.merging(net.stem(x))),
+    "never run": lambda net, x: net.head(net.stem(x)),
+    "added up": two_weights,
+    "tied": tied,
+    "a number of its own": lambda net, x: net.head(net.stem(x)) * net.one.weight.mean(),
+    "transposed": lambda net, x: net.head(net.stem(x)) + F.conv_transpose2d(x, net.one.weight.transpose(0, 1)),
+    "without a batch": lambda net, x: net.head(net.stem(x)) + torch.stack([F.conv2d(y, net.one.weight) for y in x]),
+    "linear": lambda net, x: (
+        net.head(net.stem(x)) + F.linear(x.movedim(1, 3), net.one.weight[:, :, 0, 0]).movedim(3, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_layers_that_are_used_in_unusual_ways_are_in_one_list(name):
+    net = Heads(UNUSUAL[name])
+    net.one, net.other = (nn.Conv2d(3, 2, 1, bias=False) for _ in range(2))
+    net.merging, net.last = Merging(), nn.Conv2d(5, 2, 1)
+    graph = trace(net, IMAGE)
+    assert_every_layer_is_in_one_list(net, graph)
+    assert "stem" in graph.layers or name == "merged"
+
+
+def test_a_weight_that_the_forward_assigns_is_a_computed_one():
+    """Its filters cannot be cut: they are computed anew in every call."""
+    net = nn.Sequential(nn.Conv2d(3, 6, 1), Merging(), nn.Conv2d(5, 2, 1))
+    skipped = trace(net, IMAGE).skipped
+    line = r"test_trace\.py:\d+"
+    assert re.fullmatch(
+        rf"aten\.convolution at {line}, which computes its weight, mixes its filters", skipped["1.merged"]
+    )
+    for name in ("1.second", "1.beside"):
+        assert re.fullmatch(rf"no layer uses its weight; it is read by aten\.\w+ at {line}", skipped[name])
 
 
 class Heads(nn.Module):

@@ -114,9 +114,9 @@ def check_patterns(key: str, asked: Parts, graph: ChannelGraph) -> None:
                 f"{key}: {pattern!r} counts for no layer, because those behind it match all of its layers, and the "
                 "last that matches counts; put it behind them"
             )
-        alone = next((name for name in graph.skipped if fnmatchcase(name, pattern)), None)
+        alone = next((name for name in graph.unscored if fnmatchcase(name, pattern)), None)
         if alone is not None:
-            why = f"{alone}: {graph.skipped[alone]}"
+            why = f"{alone}: {graph.unscored[alone]}"
             raise PruningError(f"{key}: {pattern!r} matches no layer that can be pruned ({why}); leave it out")
         raise PruningError(f"{key}: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")
 

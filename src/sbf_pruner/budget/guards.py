@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..errors import PruningError, nearest
 from ..graph.channels import ChannelGraph
 from ..graph.masks import Mask
-from ..graph.relations import ADD, Relations
+from ..graph.relations import ADD
 from ..graph.residual import residual_blocks
 from .allowed import UNSET, Allowed, Counts, Parts, check_patterns, checked, of_layer, told
 from .landing import Masks
@@ -153,7 +153,7 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
             )
         if couple != "streams":
             return ()
-        met = [group.layers for group in Relations(graph).groups if ADD in group.meet]
+        met = [group.layers for group in graph.relations.groups if ADD in group.meet]
         groups = (group for layers in met for group in _of_one_width(graph, layers))
         order = {name: number for number, name in enumerate(graph.layers)}
         return tuple(sorted((group for group in groups if len(group) > 1), key=lambda group: order[group[0]]))

@@ -71,11 +71,11 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
                 f"ignore: give names or patterns of layers, such as 'layer4.*', not {type(pattern).__name__}"
             )
         matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
-        if not matching and not any(fnmatchcase(name, pattern) for name in graph.skipped):
+        if not matching and not any(fnmatchcase(name, pattern) for name in graph.unscored):
             raise PruningError(f"ignore: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")
         for name in matching:
             del graph.layers[name]
-            graph.skipped[name] = f"ignored as asked ({pattern})"
+            graph.unscored[name] = f"ignored as asked ({pattern})"
     return graph
 
 
@@ -94,7 +94,7 @@ def _leave_divisors(graph: ChannelGraph) -> None:
         if harmed:
             left[name] = harmed[0].at_zero
             del graph.layers[name]
-    graph.skipped = left | graph.skipped
+    graph.unscored = left | graph.unscored
     # What can still do harm is that nothing is left of the layers before.
     nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
     for node in graph.undefined(graph.flow(nothing)):
@@ -131,36 +131,38 @@ class _Finder:
 
     def graph(self) -> ChannelGraph:
         net = self.net
-        layers, skipped = self._find_layers()
+        layers, unscored = self._find_layers()
         sites = [layer.site for layer in layers.values()]
         sites += self.places.followers({s.module for s in sites})
-        return ChannelGraph(layers, skipped, sites, net.nodes, net.grids, net.trace, net.outputs, net.entries)
+        return ChannelGraph(layers, unscored, sites, net.nodes, net.grids, net.trace, net.outputs, net.entries)
 
     def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
         layers: dict[str, Layer] = {}
-        skipped: dict[str, str] = {}
+        unscored: dict[str, str] = {}
         for node in self.net.nodes:
             at = node.op.call.module if node.op.call is not None else ""
             if not isinstance(node, Contract):
-                if node.op.name in LAYERS and owner(node.op) == at:
-                    skipped.setdefault(self.net.plain[at], node.blocks)
+                held_by = owner(node.op) if node.op.name in LAYERS else None
+                if held_by is not None and (name := self._named(held_by)) not in layers:
+                    unscored.setdefault(name, node.blocks)
                 continue
             holder = owner(node.op)
             module = at if holder is None else holder
-            name = node.layer = self.net.plain.get(module, module) or "(model)"
+            name = node.layer = self._named(module)
             if node.stored and at != module and at in self.leaves:
-                node.layer = self.net.plain[at]
-                skipped.setdefault(node.layer, f"it shares its weight with {name}, and follows it")
-            if name in layers or name in skipped:
+                node.layer = self._named(at)
+                if node.layer not in layers:
+                    unscored.setdefault(node.layer, f"it shares its weight with {name}, and follows it")
+            if name in layers or name in unscored:
                 continue
             reason = self._reason_to_skip(node, module)
             if reason:
-                skipped[name] = reason
+                unscored[name] = reason
                 continue
             site = self.places.of(module, name)
             reason = self._reason_channels_stay(site)
             if reason:
-                skipped[name] = reason
+                unscored[name] = reason
                 continue
             mains = self.net.main.get(module) or self.net.inner[module]
             nodes = tuple(n for n in mains if isinstance(n, Contract))
@@ -179,13 +181,21 @@ class _Finder:
                 user.unit = unit
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
         for path, held in self.net.modules.items():
-            if isinstance(held, (_ConvNd, nn.Linear)) and not self._ran(path, held):
-                skipped.setdefault(self.net.plain[path], "it does not run on the example inputs")
-        return layers, skipped
+            if isinstance(held, (_ConvNd, nn.Linear)) and (name := self._named(path)) not in layers:
+                unscored.setdefault(name, self._reason_not_seen(path, held))
+        return layers, unscored
 
-    def _ran(self, path: str, module: nn.Module) -> bool:
-        """Was any of a module's parameters used?"""
-        return any(f"{path}.{name}".lstrip(".") in self.net.trace.states for name, _ in module.named_parameters())
+    def _named(self, module: str) -> str:
+        """What the graph calls the layer that a module is."""
+        return self.net.plain.get(module, module) or "(model)"
+
+    def _reason_not_seen(self, path: str, module: nn.Module) -> str:
+        """Why no layer was recorded that uses a module's weight."""
+        names = {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+        for op in self.net.trace.ops:
+            if any(value.kind == "state" and value.name in names for value in op.inputs):
+                return f"no layer uses its weight; it is read by {op.name} at {op.where}"
+        return "it does not run on the example inputs"
 
     def _reason_to_skip(self, node: Contract, module: str) -> str:
         if node.weight.roots is None:

@@ -18,6 +18,7 @@ from .liveness import Liveness
 from .masks import Flow, Grids, Mask, level, some, whole_groups
 from .nodes import Elementwise, Node, Sum
 from .records import Call, Trace, Value
+from .relations import Relations
 from .ties import Ties
 from .weighted import Contract, Product
 
@@ -70,10 +71,14 @@ class Pinned:
 
 @dataclass
 class ChannelGraph:
-    """What is connected to what; see `trace`."""
+    """What is connected to what; see `trace`.
+
+    Every convolution and linear layer of the model is in exactly one of `layers`, which can be pruned, `followers`,
+    which lose filters when others do, and `skipped`, which are left alone.
+    """
 
     layers: dict[str, Layer]
-    skipped: dict[str, str]  # layer -> why it is left alone
+    unscored: dict[str, str]  # every other layer -> why it has no score of its own
     sites: list[Site]
     nodes: list[Node] = field(repr=False)
     grids: Grids = field(repr=False)
@@ -81,6 +86,21 @@ class ChannelGraph:
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # what goes into every call of a module
     pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # as far as cuts have shown it
+
+    @cached_property
+    def relations(self) -> Relations:
+        """How the layers hang together."""
+        return Relations(self)
+
+    @property
+    def followers(self) -> dict[str, tuple[str, ...]]:
+        """The layers without scores that lose filters when others do, each with those others."""
+        return self.relations.followers
+
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        """The layers that keep all their filters, each with the reason."""
+        return {name: reason for name, reason in self.unscored.items() if name not in self.followers}
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Liveness and need of every channel when each layer has only the given filters."""

@@ -17,13 +17,15 @@ class Memory:
     def __init__(self) -> None:
         self._alive: dict[int, list[Tensor]] = {}  # storage -> every tensor seen, so that no id is used twice
         self._value: dict[int, Value] = {}
+        self._where: dict[int, int] = {}  # id(tensor) -> the storage it had when its value was noted
         self._writes: dict[int, int] = {}  # storage -> how often it was written in place
         self._seen: dict[int, int] = {}  # id(tensor) -> the count above when its value was noted
         self._writer: dict[int, Value] = {}  # storage -> the value written last
 
     def get(self, tensor: Tensor) -> Value | None:
-        """The value noted last, whatever has been written since."""
-        return self._value.get(id(tensor))
+        """The value noted last, whatever has been written since; None if other memory was assigned to `.data`."""
+        known = self._value.get(id(tensor))
+        return known if known is not None and self._where[id(tensor)] == _storage(tensor) else None
 
     def same_place(self, tensor: Tensor) -> Tensor | None:
         """A tensor seen before that is this one by another name: `x.as_subclass(torch.Tensor)`."""
@@ -32,10 +34,11 @@ class Memory:
 
     def note(self, tensor: Tensor, value: Value) -> Value:
         """From now on a tensor is this value."""
-        if id(tensor) not in self._value:
-            self._alive.setdefault(_storage(tensor), []).append(tensor)
-        self._value[id(tensor)] = value
-        self._seen[id(tensor)] = self._writes.get(_storage(tensor), 0)
+        key, storage = id(tensor), _storage(tensor)
+        if key not in self._value:
+            self._alive.setdefault(storage, []).append(tensor)
+        self._value[key], self._where[key] = value, storage
+        self._seen[key] = self._writes.get(storage, 0)
         return value
 
     def write(self, tensor: Tensor, value: Value) -> None:

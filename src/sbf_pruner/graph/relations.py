@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .boundary import Boundary
-from .channels import ChannelGraph
 from .masks import Mask
 from .nodes import Elementwise, Map, Node
 from .records import Value
 from .weighted import Contract, Norm, Product
+
+if TYPE_CHECKING:
+    from .channels import ChannelGraph
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
 _MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}
@@ -64,7 +67,7 @@ class Relations:
     >>> from torch import nn
     >>> from .build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-    >>> Relations(trace(net, torch.zeros(1, 3, 8, 8))).followers
+    >>> trace(net, torch.zeros(1, 3, 8, 8)).relations.followers
     {'1': ('0',)}
     """
 
@@ -72,7 +75,7 @@ class Relations:
         self.graph = graph
         self.streams = _streams(graph)
         self._by_weight = {layer.weight: name for name, layer in graph.layers.items()}
-        self._order = {name: place for place, name in enumerate((*graph.layers, *graph.skipped))}
+        self._order = {name: place for place, name in enumerate((*graph.layers, *graph.unscored))}
         self._writers = self._find_writers()
         self._parts = self._find_parts()
         self.followers = self._find_followers()
