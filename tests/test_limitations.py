@@ -147,6 +147,9 @@ LEFT_ALONE: dict[str, nn.Module] = {
     "root": between(lambda x: x.relu().sqrt()),
     "divided": between(lambda x: x / x.norm(dim=(2, 3), keepdim=True)),
     "heads": between(by_two_heads),
+    "pixels for channels": between(
+        lambda x: F.max_pool2d(x, 2).flatten(2).transpose(1, 2).contiguous().view(x.shape[0], -1, 4, 4)
+    ),
     "places of maxima": between(lambda x: F.max_pool2d(x, 2, return_indices=True)[1].to(x.dtype)),
     "places": Net(
         lambda net, x: net.out(net.more(F.grid_sample(x, net.conv(x)[:, :2].permute(0, 2, 3, 1)))),
@@ -202,6 +205,11 @@ UNDERSTOOD: dict[str, nn.Module] = {
     "holds its norm": Net(conv=HoldsNorm(3, 8, 1)),
     "turned in its module": Net(conv=Turned(3, 8, 1), out=nn.Linear(8, 4)),
     "attention": between(lambda x: attended(x.flatten(2)).view_as(x)),
+    "flattened": between(lambda x: x.flatten(1).relu().view(x.shape)),
+    "patches": Net(lambda net, x: net.out(net.conv(x).flatten(2).transpose(1, 2)), out=nn.Linear(8, 4)),
+    "windows": between(lambda x: x.view(-1, 8, 2, 4, 2, 4).transpose(3, 4).relu().transpose(3, 4).reshape(x.shape)),
+    "pixel shuffle": Net(lambda net, x: net.out(F.pixel_shuffle(net.conv(x), 2)), out=nn.Conv2d(2, 4, 1)),
+    "channel shuffle": between(lambda x: F.channel_shuffle(x, 2)),
     "called twice": Net(lambda net, x: net.out(net.conv(x) + net.conv(x.relu()))),
     "weight norm": Net(conv=weight_norm(nn.Conv2d(3, 8, 1))),
     "masked": Net(conv=prune.l1_unstructured(nn.Conv2d(3, 8, 1), "weight", 0.5)),

@@ -1424,6 +1424,52 @@ class LinearAttention(NonLocal):
 
 
 @entry(IMAGE)
+class PixelsForChannels(NonLocal):
+    """Attention between pixels that forgets to transpose its result back, as in MAnet: channels and pixels mix."""
+
+    def __init__(self):
+        super().__init__()
+        self.value, self.project = nn.Conv2d(6, 6, 1), conv_bn(6, 6, 1)
+        self.stem[-1] = nn.MaxPool2d((4, 8))  # more channels than pixels are left
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (f(x).flatten(2) for f in (self.query, self.key, self.value))
+        near = torch.softmax(query.transpose(1, 2) @ key, -1)
+        mixed = (near @ value.transpose(1, 2)).reshape(x.shape[0], -1, *x.shape[2:])
+        return self.head(x + self.project(mixed))
+
+
+@entry(IMAGE)
+class Rearranged(nn.Module):
+    """Reshapes that take channels and pixels apart as they were joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.one, self.two, self.out = conv_bn(3, 4), conv_bn(16, 6), conv_bn(6, 8), conv_bn(2, 5)
+        self.head = Head(5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        n, c, h, w = x.shape[0], x.shape[1], x.shape[2] // 2, x.shape[3] // 2
+        x = x.view(n, c, h, 2, w, 2).permute(0, 1, 3, 5, 2, 4).reshape(n, 4 * c, h, w)  # space to depth
+        x = F.relu(self.one(x))
+        c, h, w = x.shape[1], h // 2, w // 2
+        windows = x.permute(0, 2, 3, 1).view(n, h, 2, w, 2, c).transpose(2, 3).reshape(-1, 4, c)
+        x = torch.tanh(windows).view(n, h, w, 2, 2, c).transpose(2, 3).reshape(n, 2 * h, 2 * w, c)
+        x = x.permute(0, 3, 1, 2)
+        # Places within patches as samples, as in MobileViT: rows of patches are joined with the channels at first.
+        places = x.reshape(n * c * h, 2, w, 2).transpose(1, 2).reshape(n, c, h * w, 4).transpose(1, 3)
+        places = F.gelu(places.reshape(n * 4, h * w, c)).view(n, 4, h * w, c).transpose(1, 3)
+        x = places.reshape(n * c * h, w, 2, 2).transpose(1, 2).reshape(n, c, 2 * h, 2 * w)
+        x = F.relu(self.two(x))
+        c, h, w = x.shape[1:]
+        x = torch.tanh(x.view(n * 2, c // 2, h, w)).view(n, c, h, w)  # groups as samples
+        x = x.view(n, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // 4, 2 * h, 2 * w)
+        return self.head(self.out(x))
+
+
+@entry(IMAGE)
 class BilinearPooling(nn.Module):
     """Every channel of one map by every channel of another."""
 

@@ -297,6 +297,78 @@ def test_unknown_operators_say_why_they_block(name):
     assert re.fullmatch(rf"aten\.{operator} at test_rules\.py:\d+ {reason}", node.blocks)
 
 
+# -- reshapes that mix channels with pixels ---------------------------------------------------------------
+
+
+def halves(x, dim):
+    return torch.cat(x.chunk(2, dim)[::-1], dim)
+
+
+def last(x):
+    """Channels behind the pixels."""
+    return x.permute(0, 2, 3, 1)
+
+
+# Of a map of 12 channels and 4x4 pixels: where a channel is afterwards depends on the number of pixels.
+MIXING = {
+    "no transpose": lambda x: last(x).reshape(x.shape),
+    "no transpose, of a part": lambda x: last(x[:, :6]).reshape(-1, 6, 4, 4),
+    "no transpose, of tokens": lambda x: x.flatten(2).transpose(1, 2).unflatten(1, (4, 4)).reshape(x.shape),
+    "tokens for channels": lambda x: x.flatten(2).reshape(-1, 16, 12).transpose(1, 2).reshape(x.shape),
+    "columns for channels": lambda x: last(x).reshape(-1, 4, 12, 4).transpose(1, 2),
+    "flattened between": lambda x: last(x).flatten(1).unflatten(1, x.shape[1:]),
+    "something between": lambda x: torch.tanh(last(x).flatten(1).clone() * 2).view(x.shape),
+    "cut between": lambda x: torch.cat([y.view(-1, 6, 4, 4) for y in last(x).flatten(1).split(96, 1)], 1),
+    "cut within a channel": lambda x: halves(x.flatten(1)[:, :40], 1).view(-1, 10, 4, 1).expand(-1, 10, 4, 4),
+    "rows of all samples": lambda x: last(x).reshape(-1, 12).view(x.shape),
+    "channels as samples": lambda x: last(x).reshape(-1, 1, 4, 4).view(x.shape),
+    "behind a pixel shuffle": lambda x: last(F.pixel_shuffle(x, 2)).reshape(-1, 3, 8, 8),
+}
+
+# There they come apart as they were joined, or are not joined at all.
+APART = {
+    "flattened": lambda x: x.flatten(1)[:, :, None, None],
+    "flattened, and back": lambda x: torch.tanh(x.flatten(1)).view(x.shape),
+    "flattened by pixels, and back": lambda x: last(x).flatten(1).view(-1, 4, 4, 12).permute(0, 3, 1, 2),
+    "cut in halves of the channels": lambda x: halves(x.flatten(1), 1).view(x.shape),
+    "cut in halves of the pixels": lambda x: halves(last(x).flatten(1), 1).view(-1, 4, 4, 12).permute(0, 3, 1, 2),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape),
+    "shuffled channels": lambda x: x.view(-1, 3, 4, 4, 4).transpose(1, 2).reshape(x.shape),
+    "heads": lambda x: (
+        x.view(-1, 3, 4, 16).transpose(2, 3).reshape(-1, 3, 4, 4, 4).transpose(2, 4).reshape(x.shape)
+    ),
+    "groups as samples": lambda x: halves(x.view(-1, 4, 4, 4), 1).view(x.shape),
+    "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "space to depth": lambda x: x.view(-1, 12, 2, 2, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 48, 2, 2),
+    "depth to space": lambda x: x.view(-1, 3, 2, 2, 4, 4).permute(0, 1, 4, 2, 5, 3).reshape(-1, 3, 8, 8),
+    "windows": lambda x: (
+        last(x).view(-1, 2, 2, 2, 2, 12).transpose(2, 3).reshape(-1, 4, 12).transpose(1, 2)[..., None]
+    ),
+}
+
+
+def reshaped(function):
+    """The graph of a network that does this to the channels of its layer `one`."""
+    images = torch.zeros(2, 3, 4, 4)
+    width = function(torch.zeros(2, 12, 4, 4)).shape[1]
+    layers = {"one": nn.Conv2d(3, 12, 1), "two": nn.Conv2d(width, 2, 1)}
+    return trace(Apply(lambda m, x: m.two(function(m.one(x))), **layers), images)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_reshape_that_mixes_channels_with_pixels_leaves_its_layer_alone(name):
+    said = reshaped(MIXING[name]).skipped["one"]
+    assert re.fullmatch(
+        r"aten\.\w+ at test_rules\.py:\d+ mixes channels with pixels, differently at every image size", said
+    )
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_reshape_that_keeps_channels_and_pixels_apart_is_followed(name):
+    assert "one" in reshaped(APART[name]).layers
+
+
 def test_an_operator_without_a_row_is_opaque():
     assert "aten.cumsum" not in RULES
     _, nodes, flow, _ = run(lambda x: x.cumsum(2), A)

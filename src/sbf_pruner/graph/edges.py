@@ -26,6 +26,7 @@ from .boundary import Boundary, common_dim
 from .channels import ChannelGraph
 from .inside import leaving
 from .masks import Grids, along, shrink
+from .moves import Joined
 from .nodes import Across, Node, Opaque, Source, Sum
 from .owners import LAYERS, PRODUCTS, owner, weight_grids
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
@@ -42,6 +43,7 @@ class Wiring:
         self.plain = plain_names(self.modules)
         self.outside = _held_outside(self.modules)
         self.grids: Grids = weight_grids(trace)
+        self._joined = Joined()
         self.nodes: list[Node] = []
         self.outputs: list[Value] = []
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
@@ -262,11 +264,17 @@ class Wiring:
         edge = Boundary(op, self.grids, module=call.module, side=side, dim=dim, walled=call.module in self.padding)
         self.nodes.append(edge)
         self.edges[call.module, side].append(edge)
+        self._joined.holds(edge)
         return out
 
     def _node(self, op: Op) -> Node:
         if op.name not in (REMAP, ZEROS):
-            return build_node(op, self.grids)
+            node = build_node(op, self.grids)
+            if not self._joined.holds(node):
+                self.grids |= {value: (1,) * len(value.shape) for value in node.outputs}
+                why = f"{op.name} at {op.where} mixes channels with pixels, differently at every image size"
+                node = Opaque(op, self.grids, why)
+            return node
         assert op.call is not None
         module = self.modules[op.call.module]
         assert isinstance(module, (Remap, Zeros))

@@ -13,16 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .boundary import Boundary
 from .masks import Grid, Grids
-from .nodes import Halves, Located, Map, Node, Opaque, Sampled, Source, Sum
+from .nodes import Elementwise, Halves, Located, Map, Node, Opaque, Sampled, Source, Sum
 from .records import Op, Value
+from .weighted import Norm
 
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
 _LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # they tell where, too
 RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
+_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # they can put channels and pixels into one dimension
 
 
 def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
@@ -138,6 +142,92 @@ def padded(op: Op, grids: Grids) -> Node:
         return Opaque(op, grids)
     numbers = np.arange(math.prod(grid)).reshape(grid)
     return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
+
+
+class Joined:
+    """Dimensions in which a reshape has joined channels and pixels, and whether they are split as they were joined.
+
+    The position of a channel in such a dimension depends on the image size.  That is harmless if the dimension goes
+    into a linear layer, or is split into the same channels and pixels again.  A reshape of `[batch, pixels,
+    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and other
+    ones at every image size, so what is found at one size does not hold at another.
+
+    Joined dimensions are rare; a network without them costs one comparison of sizes for each operator.
+    """
+
+    def __init__(self) -> None:
+        # For a tensor with a joined dimension: equal numbers are one channel, at several pixels.
+        self._channels: dict[Value, NDArray[np.int64]] = {}
+        self._count = 0  # of the numbers given so far
+
+    def holds(self, node: Node) -> bool:
+        """Note what a node does with joined dimensions; return False if that depends on the image size."""
+        if isinstance(node, Map):
+            return self._moved(node)
+        if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
+            for value in self._channels.keys() & set(node.inputs):
+                same = [out for out in node.outputs if node.grids[out] == node.grids[value]]
+                self._channels |= dict.fromkeys(same, self._channels[value])
+        return True
+
+    def _moved(self, node: Map) -> bool:
+        grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
+        if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
+            return True
+        held = [np.broadcast_to(self._numbers(value, grids[value]), grids[value]) for value in node.operands]
+        flat = np.concatenate([*(numbers.reshape(-1) for numbers in held), [-1]])
+        joined = {}
+        for out, labels in zip(node.outputs, node.labels, strict=True):
+            after = flat[labels]
+            if node.op.name in RESHAPES:
+                if _cut_elsewhere(node.operands[0].shape, out.shape, held[0], after):
+                    return False
+            elif len(held) == 1 and _part_of_a_channel(held[0], after):
+                return False
+            zeros = after < 0
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # none is the same channel as another
+            if len(np.unique(after)) < after.size:
+                joined[out] = after
+        self._channels |= joined
+        return True
+
+    def _numbers(self, value: Value, grid: Grid) -> NDArray[np.int64]:
+        found = self._channels.get(value)
+        return self._new(math.prod(grid)).reshape(grid) if found is None else found
+
+    def _new(self, count: int) -> NDArray[np.int64]:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+
+def _cut_elsewhere(
+    shape: Sequence[int], into: Sequence[int], before: NDArray[np.int64], after: NDArray[np.int64]
+) -> bool:
+    """Return True if a reshape cuts a dimension of channels, and leaves a part of it joined with pixels.
+
+    `before` and `after` say which entries are one channel.  Samples may be joined with channels, because groups and
+    heads are moved into the batch so.
+    """
+    varying = [dim for dim, size in enumerate(before.shape) if size > 1 and np.ptp(before, dim).any()]
+    if 0 not in varying and into[0] % shape[0] == 0 and len(after) == into[0]:
+        after = after[: into[0] // shape[0]]
+    for dim, size in enumerate(after.shape):
+        ends = math.prod(into[:dim]), math.prod(into[: dim + 1])
+        cut = any(math.prod(shape[:d]) < end < math.prod(shape[: d + 1]) for d in varying for end in ends)
+        if cut and size > 1:
+            line = np.sort(after, dim)
+            same = np.diff(line, axis=dim) == 0
+            if same.any() and not same.all():
+                return True
+    return False
+
+
+def _part_of_a_channel(before: NDArray[np.int64], after: NDArray[np.int64]) -> bool:
+    """Return True if some channels keep another share of their pixels than others."""
+    channels, counts = np.unique(before, return_counts=True)
+    places = np.searchsorted(channels, after[after >= 0])
+    left = np.bincount(places, minlength=len(channels))
+    return len(np.unique(left[left > 0] / counts[left > 0])) > 1
 
 
 def _spatial(op: Op, grids: Grids, kept: int) -> Node:
