@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils import _pytree as pytree
 
 from sbf_pruner.copies import real_copy
@@ -70,6 +72,53 @@ def reconnected(graph, masks, rng):
         name = rng.choice(empty)
         masks[name][rng.choice(np.flatnonzero(~masks[name]))] = True
     return masks
+
+
+# -- folding --------------------------------------------------------------------------------------------
+
+
+def foldable(model: nn.Module, inputs: Any) -> list[tuple[str, str]]:
+    """The layers and batch norms of a network in evaluation mode that can be folded into one, by name."""
+    names = {module: name for name, module in model.named_modules()}
+    made: dict[int, str] = {}
+    held, found = [], {}
+
+    def note(module, args, result):
+        held.append(result)  # so that its id stays its own
+        made[id(result)] = names[module]
+
+    def look(module, args):
+        if args and id(args[0]) in made:
+            found[made[id(args[0])], names[module]] = None
+
+    hooks = [m.register_forward_hook(note) for m in names if isinstance(m, (_ConvNd, nn.Linear))]
+    hooks += [m.register_forward_pre_hook(look) for m in names if isinstance(m, _BatchNorm)]
+    with torch.no_grad():
+        expected = leaves(call(model, inputs))
+    for hook in hooks:
+        hook.remove()
+
+    def folds(pair):
+        with suppress(Exception), torch.no_grad():  # it has no statistics, or its layer has another reader
+            return all(map(torch.allclose, leaves(call(folded(model, [pair]), inputs)), expected))
+        return False
+
+    return [pair for pair in found if folds(pair)]
+
+
+def folded(model: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
+    """A copy of a network with batch norms folded into the layers before them by torch's own functions."""
+    twin = real_copy(model)
+    for path, norm_path in pairs:
+        layer, norm = twin.get_submodule(path), twin.get_submodule(norm_path)
+        if hasattr(layer, "in_features"):
+            fused = fuse_linear_bn_eval(layer, norm)
+        else:
+            fused = fuse_conv_bn_eval(layer, norm, transpose=layer.transposed)
+        for name, new in ((path, fused), (norm_path, nn.Identity())):
+            parent, _, child = name.rpartition(".")
+            setattr(twin.get_submodule(parent), child, new)
+    return twin
 
 
 # -- comparison -----------------------------------------------------------------------------------------

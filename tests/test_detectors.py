@@ -1,4 +1,4 @@
-"""Whole detectors of torchvision, boxes and all: what is cut finds what the gated one finds."""
+"""Whole detectors of torchvision and ultralytics: what is cut finds what the gated one finds, and can be fused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 import sbf_pruner as sbf
+from cases import assert_close, leaves, random_plans
+from sbf_pruner.copies import real_copy
+from zoo import randomise
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs pip install --no-deps torchvision", allow_module_level=True)
@@ -65,3 +68,36 @@ def test_a_detector_that_was_cut_finds_the_same(name: str, detection: Any) -> No
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
     counts = [sum(p.numel() for p in each.parameters()) for each in (small, model)]
     assert counts[0] < 0.8 * counts[1]
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The networks of ultralytics, which would write its settings into the home folder and look for updates."""
+    if importlib.util.find_spec("ultralytics") is None:
+        pytest.skip("needs pip install --no-deps ultralytics, and what it imports")
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("YOLO_OFFLINE", "true")
+    zoos.torchvision()
+    from ultralytics.nn import tasks
+
+    return tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["yolov8n", "yolo11n", "yolov8n-seg", "yolo11n-seg"])
+def test_a_yolo_that_was_cut_can_be_fused(name: str, dtype: torch.dtype, tasks: Any) -> None:
+    torch.manual_seed(0)
+    kind = tasks.SegmentationModel if name.endswith("seg") else tasks.DetectionModel
+    model = randomise(kind(f"{name}.yaml", verbose=False)).to(dtype).eval()
+    images = torch.rand(1, 3, 64, 64, dtype=dtype)
+    graph = sbf.trace(model, images)
+    for plan in random_plans(graph, 10):
+        small = sbf.extract(model, images, plan, graph)
+        fused = real_copy(small).fuse(verbose=False)
+        assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in fused.modules())
+        for size in (64, 96):
+            others = torch.rand(2, 3, size, size, dtype=dtype)
+            with torch.no_grad():
+                for found, expected in zip(leaves(fused(others)), leaves(small(others)), strict=True):
+                    assert_close(found, expected, name, 1e-5 if dtype == torch.float32 else 1e-10)

@@ -18,6 +18,8 @@ from cases import (
     assert_equal_outputs,
     assert_every_layer_is_in_one_list,
     assert_untouched,
+    foldable,
+    folded,
     leaves,
     other_inputs,
     random_plans,
@@ -97,6 +99,19 @@ def test_masked_equals_extracted_without_gradients(name, without):
         with without():
             other = fresh_inputs(inputs)
             wanted, found = (leaves(call(network.eval(), other)) for network in (model, real_copy(small)))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@half_of_the_nets
+def test_norms_can_be_folded_into_the_extracted_layers(name):
+    """The remap behind a norm is lost with the norm, and its layer takes over."""
+    _, model, inputs, made = case(name)
+    pairs = foldable(model.eval(), inputs)
+    for number, (_, _, small) in enumerate(made[1:5] if pairs else []):
+        other = fresh_inputs(inputs, seed=number)
+        with torch.no_grad():
+            wanted, found = (leaves(call(net, other)) for net in (small.eval(), folded(small, pairs)))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils import _pytree as pytree
 
 Make = Callable[[], tuple[nn.Module, Any]]
@@ -2156,6 +2157,55 @@ class Compared(nn.Module):
     def forward(self, x):
         y = torch.where(self.mask(x) > 0, self.stem(x), self.other(x))
         return self.head(F.relu(self.middle(y * (y > 0.5) + (self.above(x) > 0).to(y.dtype))))
+
+
+class ConvBlock(nn.Module):
+    """A convolution with its norm, which `fuse` folds into it in place as ultralytics does."""
+
+    def __init__(self, inputs, outputs, kernel=3):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+    def forward_fuse(self, x):
+        return self.act(self.conv(x))
+
+    def fuse(self):
+        conv, bn = self.conv, self.bn
+        conv.weight, conv.bias = fuse_conv_bn_weights(
+            conv.weight, conv.bias, bn.running_mean, bn.running_var, bn.eps, bn.weight, bn.bias
+        )
+        self.conv = conv.requires_grad_(False)
+        delattr(self, "bn")
+        self.forward = self.forward_fuse
+
+
+@entry(IMAGE)
+class CrossStage(nn.Module):
+    """YOLO: one half passes, the other goes through a bottleneck that is added to it; all are joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = ConvBlock(3, 6)
+        self.enter = ConvBlock(6, 8, 1)
+        self.first, self.second = ConvBlock(4, 3), ConvBlock(3, 4)
+        self.leave = ConvBlock(12, 6, 1)
+        self.head = Head(6)
+
+    def forward(self, x):
+        parts = list(self.enter(self.stem(x)).chunk(2, 1))
+        parts.append(parts[-1] + self.second(self.first(parts[-1])))
+        return self.head(self.leave(torch.cat(parts, 1)))
+
+    def fuse(self):
+        for module in self.modules():
+            if isinstance(module, ConvBlock):
+                module.fuse()
+        return self
 
 
 # -- what must be refused -------------------------------------------------------------------------------

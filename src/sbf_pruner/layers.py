@@ -149,8 +149,8 @@ class Zeros(nn.Module):
             for name, value in vars(instead_of).items():
                 if not name.startswith("_"):
                     self.__dict__.setdefault(name, value)
-            for name, parameter in instead_of._parameters.items():
-                empty = None if parameter is None else parameter.detach().new_empty(0)
+            for name, held in (*instead_of._parameters.items(), *instead_of._buffers.items()):
+                empty = None if held is None else held.detach().new_empty(0)
                 self.register_buffer(name, empty, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -173,24 +173,33 @@ class Zeros(nn.Module):
 class Adapted(nn.Module):
     """A user's module between the remaps that fit it to its neighbours.
 
-    Attributes that are not found here are looked up in the module itself, so code that reads
-    `block.conv1.stride` goes on working.
+    Attributes of the module itself can be read, set and deleted here: code that reads `block.conv1.stride`, or
+    assigns `block.conv1.weight`, goes on working.
+
+    `folded` is for a layer without a bias in front of a batch norm that has a remap behind it.  Folding the norm
+    into the layer removes the norm with its remap, and gives the layer a bias; from then on `folded` runs instead.
     """
 
     INNER = "module"
+    _OWN = frozenset({"before", "module", "after", "folded", "training"})
 
     def __init__(self, module: nn.Module, before: Remap | None = None, after: Remap | None = None) -> None:
         super().__init__()
         self.before = before if before is not None else nn.Identity()
         self.module = module
         self.after = after if after is not None else nn.Identity()
+        self.folded: Remap | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts: dict[str, Any] = self._modules  # looking each up by __getattr__ would take longer than calling it
         # One tensor goes in, but perhaps by its name (`input=`), or with settings beside it (`output_size=`).
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return self.after(self.module(self.before(args[0])))
-        args, kwargs = pytree.tree_map_only(Tensor, self.before, (args, kwargs))
-        return self.after(self.module(*args, **kwargs))
+            result = parts["after"](parts["module"](parts["before"](args[0])))
+        else:
+            args, kwargs = pytree.tree_map_only(Tensor, parts["before"], (args, kwargs))
+            result = parts["after"](parts["module"](*args, **kwargs))
+        folded = parts.get("folded")
+        return result if folded is None or self.module.bias is None else folded(result)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -199,6 +208,25 @@ class Adapted(nn.Module):
             if name == self.INNER or name.startswith("__"):
                 raise  # still under construction or being unpickled; and it must be copied as what it is
             return getattr(super().__getattr__(self.INNER), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of the module inside."""
+        self.module.register_parameter(name, param)
+
+    def _owns(self, name: str) -> bool:
+        return name in self._OWN or name.startswith("_")
 
 
 def plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:

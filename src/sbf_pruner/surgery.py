@@ -9,14 +9,16 @@ size, that operator gets all its channels and surgery starts again.  The user's 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from . import proof
 from .attached import without_attached
@@ -201,6 +203,7 @@ class _Surgeon:
                 vanished = self.modules[node.op.call.module]
                 assert isinstance(vanished, Zeros)
                 vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
+        self._prepare_folding(swaps)
         return self._swap(swaps)
 
     # -- modules -------------------------------------------------------------------------------------------
@@ -281,6 +284,77 @@ class _Surgeon:
         assert dim is not None
         return None if source == list(range(width)) else Remap(source, dim, width)
 
+    def _prepare_folding(self, swaps: dict[int, nn.Module]) -> None:
+        """Give layers the remaps behind their batch norms, so that folding a norm into its layer changes nothing.
+
+        Folding (`fuse_conv_bn_eval`, `fuse()` of YOLO) removes the norm together with the remap around it.
+        """
+        for path, module in self.modules.items():
+            # A remap in use belongs to a norm that was folded before this cut; it is swapped like any other.
+            if isinstance(module, Adapted) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
+                module.folded = None
+        for layer, norm in self._foldable():
+            if self._remaps(layer, "after", swaps) or self._remaps(norm, "before", swaps):
+                continue  # the norm has channels that the layer has not, so nobody can fold it
+            behind = self._remaps(norm, "after", swaps)
+            gone = [held for p in (layer, norm) if isinstance(held := swaps.get(id(self.modules[p])), Zeros)]
+            if len(gone) == 2:
+                gone[0].width = len(behind[-1].source) if behind else gone[1].width
+            elif behind and not gone:
+                source = reduce(_then, (remap.source for remap in behind))
+                moved = Remap(source, behind[0].dim, behind[0].inputs)
+                around = [self._wrapped(p, swaps) for p in (layer, norm)]
+                if around[0].bias is None:
+                    around[0].folded = moved
+                else:  # it has a bias, folded or not: it always moves its channels, and the norm moves them back
+                    around[0].after = moved
+                    back = [source.index(i) if i in source else -1 for i in range(moved.inputs)]
+                    around[1].before = Remap(back, moved.dim, len(source))
+                self._settle(around)
+
+    def _foldable(self) -> Iterator[tuple[str, str]]:
+        """Layers whose output only a batch norm reads, each with the norm."""
+        made = {edge.out: edge for edges in self.edges.values() for edge in edges}
+        readers = Counter(value for node in self.graph.nodes for value in node.inputs)
+        readers.update(self.graph.outputs)
+        for norm in [path for path in self.main if isinstance(self.modules.get(path), _BatchNorm)]:
+            layers: set[str] = set()
+            for edge in self.edges[norm, "in"]:
+                while edge.side != "out" and readers[edge.x] == 1 and edge.x in made:
+                    edge = made[edge.x]
+                layers.add(edge.module)
+            layer = layers.pop() if len(layers) == 1 else norm
+            ends = self.edges[layer, "out"]
+            same_calls = len(ends) == len(self.edges[norm, "in"])
+            if isinstance(self.modules.get(layer), (_ConvNd, nn.Linear)) and same_calls and ends[0].free:
+                yield layer, norm
+
+    def _remaps(self, path: str, side: str, swaps: dict[int, nn.Module]) -> list[Remap]:
+        """The remaps that stand on one side of a module, from the module on."""
+        module = swaps.get(id(self.modules[path]), self.modules[path])
+        found = [getattr(module, side)] if isinstance(module, Adapted) else []
+        for outer in self._wrappers(path):
+            held = getattr(outer, side)
+            found.append(swaps.get(id(held), held))
+        return [remap for remap in found if isinstance(remap, Remap)]
+
+    def _wrappers(self, path: str) -> Iterator[Adapted]:
+        """What an earlier cut put around a module, from the inside out."""
+        while path:
+            path, _, name = path.rpartition(".")
+            outer = self.modules[path]
+            if name != Adapted.INNER or not isinstance(outer, Adapted):
+                return
+            yield outer
+
+    def _wrapped(self, path: str, swaps: dict[int, nn.Module]) -> Adapted:
+        """The outermost module that holds a module between remaps; a new one where there is none."""
+        module = self.modules[path]
+        *_, outer = None, swaps.get(id(module)), *self._wrappers(path)
+        if not isinstance(outer, Adapted):
+            outer = swaps[id(module)] = Adapted(module)
+        return outer
+
     def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
         self._settle(swaps.values())
         if id(self.small) in swaps:
@@ -300,6 +374,11 @@ class _Surgeon:
             for inner in module.modules():
                 if isinstance(inner, Remap):
                     inner.to(device)
+
+
+def _then(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The source of one remap after another."""
+    return tuple(first[i] if i >= 0 else -1 for i in second)
 
 
 def _call_what_was_changed(network: nn.Module) -> None:

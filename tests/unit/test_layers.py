@@ -150,6 +150,29 @@ def test_adapted_answers_for_the_module_inside():
         module.nothing_of_this_name  # noqa: B018
 
 
+def test_what_is_written_to_adapted_is_written_to_the_module_inside():
+    module, inner = adapted(), adapted().module
+    module.weight, module.padding_mode, module.marked = inner.weight, "circular", 1
+    assert module.module.weight is inner.weight and module.module.padding_mode == "circular"
+    assert [name for name, _ in module.named_parameters()] == ["module.weight", "module.bias"]
+    del module.marked, module.bias
+    assert not hasattr(module.module, "marked") and not hasattr(module.module, "bias")
+    module.register_parameter("bias", inner.bias)  # as ultralytics 8.3 folds
+    assert module.module.bias is inner.bias and "bias" not in module._parameters
+    module.after = nn.Identity()
+    assert isinstance(module.after, nn.Identity) and not hasattr(module.module, "after")
+    assert not module.eval().training and not module.module.training
+
+
+def test_a_bias_that_was_not_there_lets_channels_move():
+    module, x = Adapted(nn.Conv2d(3, 2, 1, bias=False)), torch.rand(1, 3, 4, 4)
+    module.folded = Remap([1, -1, 0])
+    assert torch.equal(module(x), module.module(x))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        twin.bias = nn.Parameter(torch.rand(2))
+        assert torch.equal(twin(x), twin.folded(twin.module(x))) and twin(x).shape[1] == 3
+
+
 def test_adapted_can_be_copied_and_pickled():
     module, x = adapted(), torch.rand(1, 3, 4, 4)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

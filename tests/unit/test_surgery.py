@@ -10,17 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization import fuse_modules
 from torch.nn.utils import prune
 
+from cases import foldable, folded, random_plans
 from sbf_pruner.copies import real_copy
 from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph.build import trace
+from sbf_pruner.graph.costs import cost
 from sbf_pruner.layers import Adapted, Remap, Zeros
+from sbf_pruner.measuring import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from zoo import ZOO, conv_bn
+from zoo import ZOO, conv_bn, randomise
 
 IMAGE = torch.rand(2, 3, 8, 8)
 
@@ -312,6 +316,87 @@ def test_pruning_again_unwraps_what_the_first_time_put_in():
     once = extract(model, inputs, Plan({"3.conv2": [], "4.conv2": [3], "0": [0, 4]}))
     torch.testing.assert_close(again.eval()(inputs), once.eval()(inputs), rtol=0, atol=1e-12)
     assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in once.parameters())
+
+
+def largest_difference(one, other, inputs):
+    with torch.no_grad():
+        return float((one.eval()(inputs) - other.eval()(inputs)).abs().max())
+
+
+def test_a_network_that_folds_its_own_norms_computes_the_same():
+    model, inputs = ZOO["CrossStage"]()
+    graph = trace(model, inputs)
+    plans = random_plans(graph, 6)
+    for plan in plans:
+        small = extract(model, inputs, plan, graph)
+        fused = real_copy(small).eval().fuse()
+        assert not any(isinstance(module, nn.BatchNorm2d) for module in fused.modules())
+        for size in (8, 12):
+            assert largest_difference(fused, small, torch.randn(3, 3, size, size).double()) < 1e-10
+    small = extract(model, inputs, plans[3], graph)
+    fused = real_copy(small).eval().fuse()
+    for network in (small, fused):  # folded after a second cut, and before it
+        again = trace(network, inputs)
+        for plan in random_plans(again, 3)[1:]:
+            smaller = extract(network, inputs, plan, again, prove=True).eval()
+            if network is small:
+                assert largest_difference(real_copy(smaller).fuse(), smaller, inputs) < 1e-10
+
+
+class Branch(nn.Module):
+    """A residual branch whose convolutions have biases in front of their norms."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+def test_norms_behind_biases_can_be_folded_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(*conv_bn(3, 8), nn.ReLU(), Branch(8), Branch(8), nn.Conv2d(8, 4, 1))
+    model, inputs = randomise(model.double()).eval(), IMAGE.double()
+    graph, pairs = trace(model, inputs), foldable(model, inputs)
+    assert len(pairs) == 5
+    for plan in random_plans(graph, 5)[2:]:
+        small = extract(model, inputs, plan, graph, prove=True).eval()
+        assert largest_difference(folded(small, pairs), small, inputs) < 1e-10
+    again = extract(small, inputs, random_plans(trace(small, inputs), 3)[-1], prove=True).eval()
+    assert largest_difference(folded(again, pairs), again, inputs) < 1e-10
+
+
+def test_a_folded_resnet_computes_the_same_and_has_no_more_to_compute():
+    model = resolve("resnet20").double().eval()
+    randomise(model)
+    inputs = torch.rand(1, 3, 32, 32).double()
+    graph, pairs = trace(model, inputs), foldable(model, inputs)
+    plan = random_plans(graph, 3)[-1]
+    small = extract(model, inputs, plan, graph).eval()
+    fused = folded(small, pairs)
+    assert len(pairs) == 19 and not any(isinstance(m, nn.BatchNorm2d) for m in fused.modules())
+    for size in (32, 40):
+        assert largest_difference(fused, small, torch.rand(2, 3, size, size).double()) < 1e-10
+    counted, expected = measure(small, inputs), cost(graph, plan.masks(graph))
+    assert (counted.params, counted.macs) == (expected.params, expected.macs)
+    assert measure(fused, inputs).macs == counted.macs and measure(fused, inputs).params < counted.params
+
+
+def test_torch_fuses_the_modules_that_stand_free_and_refuses_the_others():
+    model, inputs = ZOO["Residual"]()
+    small = extract(model, inputs, Plan({"3.conv2": [0, 1], "4.conv2": [2, 3]})).eval()
+    fused, refused = real_copy(small), []
+    for layer, norm in foldable(model.eval(), inputs):
+        try:
+            fuse_modules(fused, [layer, norm], inplace=True)
+        except (AssertionError, NotImplementedError) as error:
+            assert "Adapted" in str(error)
+            refused.append(layer)
+    assert refused == ["3.conv2", "4.conv2"]
+    assert len([m for m in fused.modules() if isinstance(m, nn.BatchNorm2d)]) == 2
+    assert largest_difference(fused, small, inputs) < 1e-10
 
 
 def test_lines_that_fix_sizes_are_named(caplog):
