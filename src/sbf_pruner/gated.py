@@ -48,6 +48,8 @@ class Gated:
     def extract(self, *, prove: bool = False) -> nn.Module:
         """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
         self._check_settled("extract")  # it would be frozen too, and cut by the gates of an earlier phase
+        if self._attached:
+            self.gates.check_reach(self.model)  # or what was trained without them is cut by them
         return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
 
     def detach(self) -> nn.Module:
@@ -69,7 +71,8 @@ class Gated:
     def _check_attached(self) -> None:
         if not self._attached:
             raise PruningError("this pruner was detached; make a new one")
-        self.gates.check(self.model)
+        self.gates.check_device(self.model)
+        self.gates.check_reach(self.model)
 
     def _check_settled(self, call: str) -> None:
         if self.gates.soft.requires_grad:

@@ -287,7 +287,7 @@ class Pruner(Gated):
     # -- saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, also in the middle of a score phase."""
+        """All that is needed to go on, also in the middle of a score phase; the model's own has no gates."""
         return {
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),

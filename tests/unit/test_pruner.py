@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sbf_pruner import Budget, Plan, Pruner, PruningError, measure, trace
 from sbf_pruner.models import resolve
@@ -369,6 +371,44 @@ def test_a_gate_that_went_with_its_module_is_missed_and_a_new_pruner_takes_over(
     again.load_state_dict(state)
     assert again.plan() == pruner.plan()
     torch.testing.assert_close(again.extract().eval()(IMAGES), model.eval()(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+def fold_conv1(model: nn.Module) -> None:
+    model.conv1 = fuse_conv_bn_eval(model.conv1.eval(), model.bn1.eval())
+    del model.bn1
+
+
+LOSSES = {
+    "was replaced": lambda model: setattr(model, "bn1", nn.BatchNorm2d(16)),
+    "was removed": fold_conv1,
+    "lost its hooks": lambda model: model.bn1._forward_hooks.clear(),
+    "lost its weight": lambda model: prune.identity(model.bn1, "weight"),
+}
+
+
+@pytest.mark.parametrize("change", LOSSES)
+def test_a_gate_that_is_lost_is_missed_in_every_phase_and_by_extract(change: str) -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    LOSSES[change](model)
+    for phase in (pruner.scoring, pruner.gated):
+        with pytest.raises(PruningError, match=f"bn1 {change} after the pruner was made"), phase():
+            pass
+    with pytest.raises(PruningError, match=f"bn1 {change} after .* load the state_dict"):
+        pruner.extract()
+
+
+def test_gates_are_saved_with_the_pruner_and_not_with_the_model() -> None:
+    model = network().eval()
+    pruner = Pruner(model, IMAGES)
+    pruner.gate(half(pruner))
+    loaded = network().eval()
+    loaded.load_state_dict(model.state_dict())
+    assert not torch.allclose(loaded(IMAGES), model(IMAGES))
+    again = Pruner(loaded, IMAGES)
+    again.load_state_dict(pruner.state_dict())
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
 
 
 def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:

@@ -49,15 +49,16 @@ class Gates:
         self.all_open = True
         self.pairs: list[Pair] = []
         modules = dict(model.named_modules())
-        self._gated = {site.module: modules[site.module] for site in sites}
+        self._folds: list[tuple[str, nn.Module, Fold]] = []
         for number, site in enumerate(sites):
-            span, module, hard = spans.get(site.layer), self._gated[site.module], self._hard_spans[number]
+            span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
             pairs = [Pair(module, name, span, hard) for name in site.parameters]
             ranks = {len(edge.out.shape) for edge in site.edges}
             # From the end, because a batch may be left out, unless calls have maps of several ranks.
             dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
             fold = Fold(self, number, span, dim, pairs)
             self.pairs += pairs
+            self._folds.append((site.module, module, fold))
             if pairs:
                 module.register_forward_pre_hook(fold.enter)
                 module.register_forward_hook(fold.leave, always_call=True)
@@ -65,16 +66,21 @@ class Gates:
                 module.register_forward_hook(fold.multiply)
         self._products = Products(self.soft, list(spans.values()), self.pairs)
 
-    def check(self, model: nn.Module) -> None:
-        """Refuse a model that gates no longer reach."""
+    def check_device(self, model: nn.Module) -> None:
+        """Refuse a model that is on another device than its gates."""
         if self.soft.device != next(model.parameters()).device:
             raise PruningError("the model was moved to another device; move it first, then make the pruner")
+
+    def check_reach(self, model: nn.Module) -> None:
+        """Refuse a model of which a gated module was exchanged, removed, or stripped of its gate."""
         modules = dict(model.named_modules())
-        if gone := next((path for path, module in self._gated.items() if modules.get(path) is not module), None):
-            raise PruningError(
-                f"{gone} was replaced after the pruner was made, and its gates went with it; detach(), make a new "
-                "pruner and load the state_dict() of this one into it"
-            )
+        for path, module, fold in self._folds:
+            if change := fold.lost(module, modules.get(path)):
+                raise PruningError(
+                    f"{path} {change} after the pruner was made, and its gates went with it; put it back (fold "
+                    "norms only in what extract() gives), or detach(), make a new pruner and load the state_dict() "
+                    "of this one into it"
+                )
 
     def set_hard(self, masks: Sequence[Mask]) -> None:
         """Set the switches, one mask per site, in place."""
@@ -109,6 +115,16 @@ class Fold(Attached):
 
     def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
+
+    def lost(self, module: nn.Module, now: nn.Module | None) -> str:
+        """What happened to the gate of a module that is `now` in its place; "" if the gate still works."""
+        if now is not module:
+            return "was removed" if now is None else "was replaced"
+        hooks = [*module._forward_pre_hooks.values()] if self.pairs else []
+        owners = [getattr(hook, "__self__", None) for hook in (*hooks, *module._forward_hooks.values())]
+        if owners.count(self) < (2 if self.pairs else 1):
+            return "lost its hooks"
+        return next((f"lost its {pair.name}" for pair in self.pairs if not pair.there), "")
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         replica = _is_replica(module)

@@ -26,6 +26,11 @@ class Pair:
     hard: slice
 
     @property
+    def there(self) -> bool:
+        """Return True if the module still has the parameter."""
+        return self.module._parameters.get(self.name) is not None
+
+    @property
     def held(self) -> Tensor:
         """The parameter itself, whatever the module is shown instead."""
         held = self.module._parameters[self.name]
