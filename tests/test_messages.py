@@ -265,7 +265,7 @@ def test_a_hook_that_was_added_since():
     with says(
         PruningError,
         "the model runs aten.exp at test_messages.py:{line}, which it did not when it was traced; take off what "
-        "was added since (a hook?), or make the pruner anew",
+        "was added since (a hook?), or trace it anew: a new pruner takes over the scores with load_state_dict()",
     ):
         pruner.extract()
 

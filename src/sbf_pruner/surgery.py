@@ -33,7 +33,8 @@ from .graph.masks import Flow, Layout, shrink
 from .graph.owners import owner
 from .graph.records import ZEROS, Call, Op
 from .graph.rehearsal import Rehearsal, failure_in_training
-from .graph.unchanged import check_runs_as_traced, inputs_now
+from .graph.trace import after_a_run
+from .graph.unchanged import check_runs_as_traced, inputs_now, runs_as_traced
 from .graph.weighted import Contract, Norm
 from .inputs import map_tensors, uncollected
 from .layers import Adapted, Remap, Window, Zeros
@@ -116,8 +117,11 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
         try:
             pins.add(odd)
         except PruningError:
-            check_runs_as_traced(model, example_inputs, graph)  # or widths are blamed for what something else did
-            raise
+            # Widths are not to blame for what something else did: a hook, or anchors for inputs of another size.
+            if runs_as_traced(model, example_inputs, graph):
+                raise
+            model, pins = after_a_run(model, example_inputs), _Pins(graph)
+            check_runs_as_traced(model, example_inputs, graph)
 
 
 class _Pins:

@@ -411,6 +411,36 @@ def test_gates_are_saved_with_the_pruner_and_not_with_the_model() -> None:
     assert torch.equal(loaded(IMAGES), model(IMAGES))
 
 
+class Anchored(nn.Module):
+    """Keeps a grid for the size of its last images, which cannot be made without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.grid, self.stride = torch.zeros(0), torch.tensor([2.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.out(self.bn(self.conv(x)).relu()).flatten(2)
+        if self.grid.shape[-1] != x.shape[-1]:
+            self.grid = torch.arange(x.shape[-1]) * self.stride[0].item()
+        return x + self.grid
+
+
+def test_what_is_kept_for_images_of_another_size_is_no_obstacle(caplog: pytest.LogCaptureFixture) -> None:
+    model = Anchored().eval()
+    model(IMAGES)
+    pruner = Pruner(model, IMAGES, speed=1.0, budget=Budget(macs=0.6))
+    model(torch.rand(1, 3, 24, 24))
+    with pruner.scoring():
+        score_steps(pruner, 1)
+        model(torch.rand(1, 3, 20, 20))
+    small = pruner.extract()
+    assert not caplog.messages
+    for size in (16, 20):
+        images = torch.rand(2, 3, size, size)
+        torch.testing.assert_close(small(images), model(images))
+
+
 def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(720, 2)

@@ -149,6 +149,20 @@ def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
         return found
 
 
+def after_a_run(model: nn.Module, example_inputs: Any) -> nn.Module:
+    """Copy a model and run the copy once on the example inputs, in evaluation mode.
+
+    What a forward keeps for the size of its last inputs, as anchors, is made anew for these.
+    """
+    twin = without_attached(real_copy(model))
+    modes = {module: module.training for module in twin.modules()}
+    with suppress(Exception), torch.no_grad(), same_chance(twin):
+        call(twin.eval(), map_tensors(example_inputs, Tensor.clone))
+    for module, mode in modes.items():
+        module.training = mode
+    return twin
+
+
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Are the tensors that the forward made of numbers the same for other inputs?"""
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())

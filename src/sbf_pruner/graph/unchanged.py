@@ -80,14 +80,24 @@ def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGr
     Traceback (most recent call last):
     sbf_pruner.errors.PruningError: the model runs aten.exp at ..., which it did not when it was traced; ...
     """
+    if change := _first_change(model, example_inputs, graph):
+        raise PruningError(
+            f"the model {change}, which it did not when it was traced; take off what was added since (a hook?), or "
+            "trace it anew: a new pruner takes over the scores with load_state_dict()"
+        )
+
+
+def runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> bool:
+    """Return True if a model runs the operators that it ran when it was traced."""
+    return not _first_change(model, example_inputs, graph)
+
+
+def _first_change(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str:
     for then, now in zip_longest(graph.trace.ops, ops_again(model, example_inputs, graph.trace)):
         if then is None or now is None or then.name != now.name:
-            does = "ends before" if now is None else "runs"
             op = now or then
-            raise PruningError(
-                f"the model {does} {op.name} at {op.where}, which it did not when it was traced; take off what was "
-                "added since (a hook?), or make the pruner anew"
-            )
+            return f"{'ends before' if now is None else 'runs'} {op.name} at {op.where}"
+    return ""
 
 
 def _size(shape: tuple[int, ...]) -> str:
