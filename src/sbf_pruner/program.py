@@ -1,9 +1,8 @@
-"""torch.export's archive (.pt2), written plainly and read without running anything that is in it.
+"""Write and read torch.export archives (.pt2) without trusting what is in them.
 
-A program enters; an archive leaves that holds raw tensors and one JSON text of ATen operators.  torch's own
-reader unpickles whatever an archive asks it to, evaluates its expressions and loads its libraries; so before
-torch sees it, the archive is taken apart here, everything in it is compared with the little that a network
-needs, and torch is given a new archive of just that.  Anything else is refused by name.
+`torch.export.load` unpickles, evaluates expressions and loads libraries if an archive asks for it.  `read_program`
+therefore takes the archive apart first, refuses everything but raw tensors and a graph of the operators listed
+here, and gives torch a new archive of just that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import RunError
 from .files import replacing
@@ -31,7 +30,54 @@ _RECORD = re.compile(
 _BOOKKEEPING = re.compile(r"\.data/(version|serialization_id)|version|\.format_version|\.storage_alignment")
 _NAME = re.compile(r"[A-Za-z0-9_.]{0,500}")
 _VERSION = re.compile(r"[A-Za-z0-9_.+]{1,80}")
-_OPERATOR = re.compile(r"torch\.ops\.aten\.([A-Za-z0-9_]+)\.[A-Za-z0-9_]+")
+# ATen operators that a network may use. None reads or writes files, and each checks sizes and indices before it
+# touches memory, which backward operators do not, nor the `upsample` overloads that take scales beside a size.
+_ALLOWED = """
+conv1d conv2d conv2d.padding conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution linear matmul mm bmm addmm baddbmm mv dot vdot outer einsum
+scaled_dot_product_attention gru.input rnn_tanh.input rnn_relu.input embedding one_hot
+batch_norm instance_norm group_norm layer_norm rms_norm linalg_vector_norm norm.ScalarOpt_dim
+relu relu_ relu6 relu6_ leaky_relu leaky_relu_ prelu elu elu_ selu selu_ celu celu_ gelu gelu_ silu silu_ mish
+mish_ hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ sigmoid sigmoid_ tanh tanh_ softplus
+log_sigmoid threshold threshold_ hardshrink softshrink softmax.int log_softmax.int _softmax
+_log_softmax glu rrelu dropout dropout_ feature_dropout alpha_dropout
+add.Tensor add.Scalar add_.Tensor add_.Scalar sub.Tensor sub.Scalar sub_.Tensor sub_.Scalar rsub.Scalar
+rsub.Tensor mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar div.Tensor div.Scalar div.Tensor_mode
+div.Scalar_mode div_.Tensor div_.Scalar floor_divide floor_divide.Scalar remainder.Tensor remainder.Scalar
+fmod.Tensor fmod.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar pow_.Scalar addcmul addcdiv
+lerp.Scalar lerp.Tensor neg abs abs_ sign square sqrt sqrt_ rsqrt reciprocal exp exp_ exp2 expm1 log log_ log2
+log10 log1p sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf floor ceil round round.decimals
+trunc frac clamp clamp.Tensor clamp_ clamp_min clamp_min_ clamp_max clamp_max_ maximum minimum nan_to_num
+eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor
+ge.Scalar logical_and logical_or logical_not logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_not isnan
+isinf isfinite where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor
+masked_fill_.Scalar masked_fill_.Tensor
+mean mean.dim sum sum.dim_IntList prod prod.dim_int amax amin max min max.dim min.dim max.other min.other
+argmax argmin any any.dim all all.dim std.dim std.correction var.dim var.correction var_mean.correction
+std_mean.correction logsumexp cumsum cumprod topk sort sort.stable argsort
+max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d
+avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+adaptive_max_pool3d max_unpool2d max_unpool3d upsample_nearest1d.vec upsample_nearest2d.vec
+upsample_nearest3d.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec
+_upsample_nearest_exact3d.vec upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec
+upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec grid_sampler affine_grid_generator
+pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle im2col col2im
+view _unsafe_view reshape reshape_as view_as flatten.using_ints unflatten.int permute transpose.int t numpy_T
+movedim.int movedim.intlist swapaxes squeeze squeeze.dim squeeze.dims squeeze_.dim unsqueeze unsqueeze_ expand
+expand_as repeat tile broadcast_to cat stack hstack vstack concat split.Tensor split.sizes split_with_sizes chunk
+unsafe_chunk unsafe_split.Tensor tensor_split.sections unbind.int slice.Tensor select.int narrow index.Tensor
+index_select gather scatter.src scatter.value scatter_add index_add index_add_ index_put index_put_
+slice_scatter select_scatter copy copy_ fill.Scalar fill_.Scalar fill_.Tensor zero_ roll flip rot90
+repeat_interleave.self_int unfold diagonal tril triu meshgrid meshgrid.indexing
+contiguous clone detach detach_ alias lift_fresh_copy to.dtype to.dtype_layout to.device to.other _to_copy
+type_as
+zeros ones full eye arange arange.start arange.start_step linspace scalar_tensor zeros_like ones_like full_like
+new_zeros new_ones new_full rand randn rand_like randn_like bernoulli bernoulli.p
+sym_size.int sym_numel sym_stride.int _assert_tensor_metadata _assert_scalar _assert_async.msg
+sym_constrain_range sym_constrain_range_for_size
+"""
+_OPERATORS = frozenset(_ALLOWED.split())
 _PLAIN_CALLS = {
     *(f"_operator.{name}" for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "eq", "le", "ge")),
     *(f"torch.sym_{name}" for name in ("int", "float", "max", "min", "not")),
@@ -49,13 +95,71 @@ _IN_EXPRESSIONS = {
     "Mod",
     "CleanDiv",
 }
+_LONGEST_EXPRESSION = 500  # characters
+_SMALL_POWER = re.compile(r"Pow\((Symbol|Integer)\([^()]*\), Integer\(-?[1-4]\)\)")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
-_LIMIT = 2**34  # bytes of one archive, unpacked
 _DEEPEST = 100  # a program is nested about ten deep
 
 
+# Operators that trust their sizes. A network that is read calls these functions in their place.
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return (torch.batch_norm(x, weight, bias, mean, var, False, momentum, eps, False),)
+
+
+def _batch_norm_without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return (torch.batch_norm(x, weight, bias, None, None, training, momentum, eps, False),)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _lstm(
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    hidden, width, directions = state[0].shape[-1], x.shape[-1], 1 + bidirectional
+    sizes: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        reads = width if layer == 0 else hidden * directions
+        one = [(4 * hidden, reads), (4 * hidden, hidden), *[(4 * hidden,)] * (2 * has_biases)]
+        sizes += one * directions
+    states = (layers * directions, x.shape[0 if batch_first else 1], hidden)
+    if [tuple(w.shape) for w in weights] != sizes or {tuple(s.shape) for s in state} != {states} or x.dim() != 3:
+        raise RuntimeError("the weights or states of an LSTM do not fit its input")
+    return torch.lstm(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+
+
+_CHECKED = {
+    "_native_batch_norm_legit_no_training": _batch_norm,
+    "_native_batch_norm_legit.no_stats": _batch_norm_without_statistics,
+    "_weight_norm": _weight_norm,
+    "lstm.input": _lstm,
+}
+
+
+def _check_sizes_in(network: torch.fx.GraphModule) -> None:
+    """Put functions that check sizes in the place of operators that do not."""
+    for node in network.graph.nodes:
+        name = _aten_name(f"torch.ops.{node.target}")
+        if node.op == "call_function" and name in _CHECKED:
+            node.target = _CHECKED[name]
+    network.recompile()
+
+
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write an exported program without its notes, which name folders of this machine, in one step."""
+    """Write an exported program in one step, without the notes of torch that name folders of this machine."""
     program.example_inputs = None  # they would be pickled
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -65,13 +169,19 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.export.save(program, buffer)
-    _records(buffer.getvalue(), path)  # what cannot be read back is not written
+    try:
+        _records(buffer.getvalue(), path)
+    except _Refused as error:
+        raise RunError(
+            f"{path.name} is not written, because it could not be read back safely: {error.reason}; leave that "
+            "format out (--formats)"
+        ) from error
     with replacing(path) as temporary:
         temporary.write_bytes(buffer.getvalue())
 
 
 def read_program(path: Path) -> nn.Module:
-    """The network of an archive that `write_program` wrote, in evaluation mode, without running code from it."""
+    """Load the network of an archive of `write_program`, in evaluation mode, without running code from it."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -86,7 +196,9 @@ def read_program(path: Path) -> nn.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.load(buffer).module()
+            network = torch.export.load(buffer).module()
+            _check_sizes_in(network)
+            return network
     except Exception as error:
         written = json.loads(records["models/model.json"]).get("torch_version", "another version")
         raise RunError(
@@ -95,41 +207,48 @@ def read_program(path: Path) -> nn.Module:
         ) from error
 
 
+class _Refused(RunError):
+    """An archive holds something that no network needs."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} is not read, because {reason}; nothing in it was run")
+        self.reason = reason
+
+
 def _records(content: bytes, path: Path) -> dict[str, bytes]:
-    """What is in an archive, if there is nothing in it but what a network needs."""
-
-    def refuse(what: str) -> RunError:
-        return RunError(f"{path} is not read, because {what}; nothing in it was run")
-
+    """Return the records of an archive that a network needs; raise `_Refused` if it holds anything else."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
-            large = sum(member.file_size for member in members) > _LIMIT
-            found = [] if large else [(_inner(member.filename), archive.read(member)) for member in members]
+            # torch compresses nothing, so what is read is never more than the file holds.
+            packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+            if packed or sum(member.file_size for member in members) > len(content):
+                raise _Refused(path, "it is compressed")
+            found = [(_inner(member.filename), archive.read(member)) for member in members]
+    except _Refused:
+        raise
     except Exception as error:  # of many kinds: a name that is no text, a place before the file's beginning
         raise RunError(f"{path} is damaged or cut short ({error}); export the run again") from error
-    if large:
-        raise refuse("it is too large when unpacked")
     records = {name: held for name, held in found if not _BOOKKEEPING.fullmatch(name)}
     strange = [name for name, _ in found if not (_RECORD.fullmatch(name) or _BOOKKEEPING.fullmatch(name))]
     if strange:
-        raise refuse(f"it holds {strange[0]!r}, which no network needs")
+        raise _Refused(path, f"it holds {strange[0]!r}, which no network needs")
     if len({name for name, _ in found}) < len(found):
-        raise refuse("it holds two files of the same name")
+        raise _Refused(path, "it holds two files of the same name")
     if records.get("data/sample_inputs/model.pt"):
-        raise refuse("it holds pickled inputs")
+        raise _Refused(path, "it holds pickled inputs")
     for config in ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json"):
         tensors = _parsed(records, config, path).get("config", {})
         if not isinstance(tensors, dict):
-            raise refuse(f"its {config.rpartition('/')[2]} names no tensors")
+            raise _Refused(path, f"its {config.rpartition('/')[2]} names no tensors")
         for name, entry in tensors.items():
             pickled = not isinstance(entry, Mapping) or entry.get("use_pickle") is not False
             if pickled or not _NAME.fullmatch(name) or not re.fullmatch(r"\w+", str(entry.get("path_name"))):
-                raise refuse(f"its tensor {name!r} is pickled")
+                raise _Refused(path, f"its tensor {name!r} is pickled")
     try:
         _check(_parsed(records, "models/model.json", path))
     except ValueError as error:
-        raise refuse(str(error)) from error
+        raise _Refused(path, str(error)) from error
     return records
 
 
@@ -166,39 +285,52 @@ def _check(value: Any, key: str = "", depth: int = 0) -> None:
         kinds = {"target": _is_operator, "expr_str": _is_expression, "in_spec": _is_spec, "out_spec": _is_spec}
         kinds["torch_version"] = lambda text: bool(_VERSION.fullmatch(text))
         if not kinds.get(key, lambda text: bool(_NAME.fullmatch(text)))(value):
+            if key == "target":
+                raise ValueError(f"{value[:80]!r} is not one of the operators that are read")
             raise ValueError(f"its {key or 'text'} is {value[:60]!r}")
 
 
 def _is_operator(text: str) -> bool:
-    """An operator of ATen that computes: none that reads or writes files."""
-    found = _OPERATOR.fullmatch(text)
-    if not found:
-        return text in _PLAIN_CALLS
-    packet = getattr(torch.ops.aten, found[1], None)
-    overload = getattr(packet, text.rpartition(".")[2], None)
-    schema = getattr(overload, "_schema", None)
-    return schema is not None and not any("file" in argument.name for argument in schema.arguments)
+    """Return True for an operator that a network may use."""
+    return text in _PLAIN_CALLS or _aten_name(text) in _OPERATORS or _aten_name(text) in _CHECKED
+
+
+def _aten_name(text: str) -> str:
+    """Return the name of an ATen operator as it is listed here, and an empty string for other names.
+
+    >>> _aten_name("torch.ops.aten.relu.default"), _aten_name("torch.ops.aten.add.Tensor"), _aten_name("os.system")
+    ('relu', 'add.Tensor', '')
+    """
+    space = "torch.ops.aten."
+    return text.removeprefix(space).removesuffix(".default") if text.startswith(space) else ""
 
 
 def _is_expression(text: str) -> bool:
-    """Arithmetic of sizes, as sympy prints it."""
+    """Return True for arithmetic of sizes as sympy prints it, small enough to be evaluated quickly."""
+    if len(text) > _LONGEST_EXPRESSION:
+        return False
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            if not (isinstance(node.func, ast.Name) and node.func.id in _IN_EXPRESSIONS):
-                return False
-        elif isinstance(node, ast.Name):
-            if not re.fullmatch(r"[A-Za-z]\w{0,40}", node.id):
-                return False
-        elif isinstance(node, ast.Constant):
-            if not isinstance(node.value, int | str) or not re.fullmatch(r"-?\w{1,40}", str(node.value)):
-                return False
-        elif not isinstance(node, ast.Expression | ast.keyword | ast.Load | ast.UnaryOp | ast.USub):
-            return False
-    return True
+    return all(_is_arithmetic(node) and _is_small(node) for node in ast.walk(tree))
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _IN_EXPRESSIONS
+    if isinstance(node, ast.Name):
+        return bool(re.fullmatch(r"[A-Za-z]\w{0,40}", node.id))
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | str) and bool(re.fullmatch(r"-?\w{1,40}", str(node.value)))
+    return isinstance(node, ast.Expression | ast.keyword | ast.Load | ast.UnaryOp | ast.USub)
+
+
+def _is_small(node: ast.AST) -> bool:
+    """Return False for a power that may be a huge number, or whose expansion has many terms."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Pow"):
+        return True
+    return bool(_SMALL_POWER.fullmatch(ast.unparse(node)))
 
 
 def _is_spec(text: str) -> bool:
