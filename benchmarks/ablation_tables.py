@@ -78,10 +78,10 @@ def ablations(result: dict[str, Any] | None) -> str:
 
 
 def bottleneck(result: dict[str, Any] | None) -> str:
-    """How the two convolutions of a block end up, for every pruned network of the table."""
+    """How the two convolutions of a block end up, for every pruned and fine-tuned network of the table."""
     groups: dict[str, list[Entry]] = {}
     for run in result["runs"] if result else []:
-        if run["left"]["params_removed"] > 0:
+        if run["left"]["params_removed"] > 0 and run["recipe"]["phases"]["finetune"]:
             groups.setdefault(run["recipe"]["name"], []).append(run)
     if not groups or result is None:
         return NONE

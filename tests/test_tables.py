@@ -56,7 +56,7 @@ def entry(
             "seed": seed,
             "model": {"name": "resnet56"},
             "data": {"name": "cifar10"},
-            "phases": {"warmup": 5},
+            "phases": {"warmup": 5, "finetune": 2},
             **recipe,
         },
     }
