@@ -72,8 +72,8 @@ slice_scatter select_scatter copy copy_ fill.Scalar fill_.Scalar fill_.Tensor ze
 repeat_interleave.self_int unfold diagonal tril triu meshgrid meshgrid.indexing
 contiguous clone detach detach_ alias lift_fresh_copy to.dtype to.dtype_layout to.device to.other _to_copy
 type_as
-zeros ones full eye arange arange.start arange.start_step linspace scalar_tensor zeros_like ones_like full_like
-new_zeros new_ones new_full rand randn rand_like randn_like bernoulli bernoulli.p
+zeros ones full eye eye.m arange arange.start arange.start_step linspace scalar_tensor zeros_like ones_like
+full_like new_zeros new_ones new_full rand randn rand_like randn_like bernoulli bernoulli.p
 sym_size.int sym_numel sym_stride.int _assert_tensor_metadata _assert_scalar _assert_async.msg
 sym_constrain_range sym_constrain_range_for_size
 """
