@@ -21,14 +21,13 @@ from .moves import RESHAPES, indexed, moved, padded
 from .nodes import Map, Node
 from .owners import GROUP_NORM
 from .records import Op, Value
-from .rules import build_node, fresh, fresh_zeros, rule_of
+from .rules import build_node, fresh, fresh_zeros, is_custom, rule_of
 from .weighted import Norm
 
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"
 # Arguments that are widths: the groups of a convolution; the channels and groups of a group norm.
 _WIDTHS = {"aten.convolution": (8,), GROUP_NORM: (4, 6)}
-_PACKAGE = __name__.partition(".")[0]
 
 
 def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
@@ -83,7 +82,7 @@ def fixed_settings(op: Op, moves: bool) -> list[Any]:
 def tells_places(op: Op) -> bool:
     """May the numbers of an operator be sizes and places of channels?"""
     rule = rule_of(op)
-    return rule in (moved, indexed, padded) or (rule is not None and not rule.__module__.startswith(_PACKAGE))
+    return rule in (moved, indexed, padded) or (rule is not None and is_custom(rule))
 
 
 def _plain(given: Iterable[Any]) -> list[Any]:

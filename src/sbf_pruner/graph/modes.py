@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from torch.utils import _pytree as pytree
 
-from . import pointwise
 from .nodes import Elementwise
 from .owners import BATCH_NORMS, LAYERS, owner
 from .records import Op, Trace, Value
-from .rules import build_node, rule_of
+from .rules import POINTWISE, build_node, rule_of
 
 # Operators that draw random numbers, and those that ask a tensor for its shape alone.
 _DRAW = {
@@ -166,7 +165,7 @@ class _Reading:
     def _handed_on(self, op: Op) -> Value | None:
         """The operand whose channels the result has, zero where they are: chance may scale them."""
         rule = rule_of(op)
-        node = build_node(op, {}) if rule is not None and rule.__module__ == pointwise.__name__ else None
+        node = build_node(op, {}) if rule in POINTWISE else None
         if not isinstance(node, Elementwise) or node.steep or node.zero not in ("any", "all", "first"):
             return None
         scales = self._chance if node.zero != "any" else set()

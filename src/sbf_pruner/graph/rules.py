@@ -176,11 +176,27 @@ RULES: dict[str, Rule] = {
 
 _BUILT_IN = frozenset(RULES)
 
+POINTWISE = frozenset(
+    (
+        *(addition, choice, clamp, clamp_max, clamp_min, comparison, filled, hardtanh, pole, power, prelu, product),
+        *(quotient, restrided, root, softmax, threshold, unpooled, zero_kept, zero_lost, zero_made),
+    )
+)
+"""Rules of operators that work element by element."""
+
 # The rules a user can name; each says what the operator does to a channel.
 NAMED: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (zero_kept, zero_lost, addition, product, quotient, softmax, moved, joined, pooled, reduced)
 }
+
+
+_PROVIDED = frozenset((*RULES.values(), *NAMED.values()))
+
+
+def is_custom(rule: Rule) -> bool:
+    """Return True for a function that a user registered as a rule."""
+    return rule not in _PROVIDED
 
 
 def register_rule(operator: str, rule: str | Rule) -> None:
