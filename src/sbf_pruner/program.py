@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import re
 import warnings
 import zipfile
@@ -31,7 +32,8 @@ _BOOKKEEPING = re.compile(r"\.data/(version|serialization_id)|version|\.format_v
 _NAME = re.compile(r"[A-Za-z0-9_.]{0,500}")
 _VERSION = re.compile(r"[A-Za-z0-9_.+]{1,80}")
 # ATen operators that a network may use. None reads or writes files, and each checks sizes and indices before it
-# touches memory, which backward operators do not, nor the `upsample` overloads that take scales beside a size.
+# touches memory, which backward operators do not, nor the `upsample` overloads that take scales beside a size. A
+# truncating division of integers may end the process.
 _ALLOWED = """
 conv1d conv2d conv2d.padding conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution linear matmul mm bmm addmm baddbmm mv dot vdot outer einsum
@@ -42,8 +44,8 @@ mish_ hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ sigmoid s
 log_sigmoid threshold threshold_ hardshrink softshrink softmax.int log_softmax.int _softmax
 _log_softmax glu rrelu dropout dropout_ feature_dropout alpha_dropout
 add.Tensor add.Scalar add_.Tensor add_.Scalar sub.Tensor sub.Scalar sub_.Tensor sub_.Scalar rsub.Scalar
-rsub.Tensor mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar div.Tensor div.Scalar div.Tensor_mode
-div.Scalar_mode div_.Tensor div_.Scalar floor_divide floor_divide.Scalar remainder.Tensor remainder.Scalar
+rsub.Tensor mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar div.Tensor div.Scalar div_.Tensor div_.Scalar
+floor_divide floor_divide.Scalar remainder.Tensor remainder.Scalar
 fmod.Tensor fmod.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar pow_.Scalar addcmul addcdiv
 lerp.Scalar lerp.Tensor neg abs abs_ sign square sqrt sqrt_ rsqrt reciprocal exp exp_ exp2 expm1 log log_ log2
 log10 log1p sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf floor ceil round round.decimals
@@ -96,6 +98,9 @@ _IN_EXPRESSIONS = {
     "CleanDiv",
 }
 _LONGEST_EXPRESSION = 500  # characters
+_EXPRESSION = re.compile(rb'"expr_str":\s*"[^"]*"')
+_MOST_TERMS = 32  # of an expression that is multiplied out
+_MOST_EXPRESSIONS = 500  # different ones in a file
 _SMALL_POWER = re.compile(r"Pow\((Symbol|Integer)\([^()]*\), Integer\(-?[1-4]\)\)")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _DEEPEST = 100  # a program is nested about ten deep
@@ -245,6 +250,8 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
             pickled = not isinstance(entry, Mapping) or entry.get("use_pickle") is not False
             if pickled or not _NAME.fullmatch(name) or not re.fullmatch(r"\w+", str(entry.get("path_name"))):
                 raise _Refused(path, f"its tensor {name!r} is pickled")
+    if len(set(_EXPRESSION.findall(records.get("models/model.json", b"")))) > _MOST_EXPRESSIONS:
+        raise _Refused(path, f"it has more than {_MOST_EXPRESSIONS} expressions")
     try:
         _check(_parsed(records, "models/model.json", path))
     except ValueError as error:
@@ -313,7 +320,7 @@ def _is_expression(text: str) -> bool:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
-    return all(_is_arithmetic(node) and _is_small(node) for node in ast.walk(tree))
+    return all(map(_is_arithmetic, ast.walk(tree))) and _terms(tree) <= _MOST_TERMS
 
 
 def _is_arithmetic(node: ast.AST) -> bool:
@@ -326,11 +333,21 @@ def _is_arithmetic(node: ast.AST) -> bool:
     return isinstance(node, ast.Expression | ast.keyword | ast.Load | ast.UnaryOp | ast.USub)
 
 
-def _is_small(node: ast.AST) -> bool:
-    """Return False for a power that may be a huge number, or whose expansion has many terms."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Pow"):
-        return True
-    return bool(_SMALL_POWER.fullmatch(ast.unparse(node)))
+def _terms(node: ast.AST) -> float:
+    """How many terms an expression has when it is multiplied out; infinite for a power that may be a huge number.
+
+    >>> _terms(ast.parse("Mul(Add(Symbol('a'), Symbol('b')), Add(Symbol('c'), Integer(1)))"))
+    4
+    >>> _terms(ast.parse("Pow(Integer(99999999), Integer(99999999))"))
+    inf
+    """
+    if not isinstance(node, ast.Call):
+        return max(map(_terms, ast.iter_child_nodes(node)), default=1)
+    kind = node.func.id if isinstance(node.func, ast.Name) else ""
+    if kind == "Pow":
+        return 1 if _SMALL_POWER.fullmatch(ast.unparse(node)) else math.inf
+    terms = list(map(_terms, node.args))
+    return math.prod(terms) if kind == "Mul" else sum(terms)
 
 
 def _is_spec(text: str) -> bool:

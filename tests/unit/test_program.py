@@ -150,6 +150,7 @@ def edited_program(archive, tmp_path, edit):
         "torch.ops.aten.upsample_nearest2d.default",
         "torch.ops.aten.native_batch_norm.default",
         "torch.ops.aten.relu.out",
+        "torch.ops.aten.div.Tensor_mode",
     ],
 )
 def test_operators_that_do_more_than_compute_are_refused(archive, tmp_path, target):
@@ -221,6 +222,7 @@ def test_operators_that_do_not_check_sizes_are_checked(tmp_path, decomposed):
         "Pow(Pow(Pow(Integer(9), Integer(4)), Integer(4)), Integer(4))",
         "Pow(Add(Symbol('a'), Symbol('b')), Integer(4))",
         "Add(" + ", ".join(["Symbol('a')"] * 100) + ")",
+        "Mul(" + ", ".join(["Add(Symbol('a'), Symbol('b'))"] * 13) + ")",
     ],
 )
 def test_expressions_are_arithmetic_of_sizes(archive, tmp_path, monkeypatch, text):
@@ -233,6 +235,14 @@ def test_expressions_are_arithmetic_of_sizes(archive, tmp_path, monkeypatch, tex
 
     refused(edited_program(archive, tmp_path, edit), "its expr_str is ")
     assert not (tmp_path / "trap").exists()
+
+
+def test_expressions_are_few(archive, tmp_path):
+    def edit(program):
+        value = next(iter(program["graph_module"]["graph"]["tensor_values"].values()))
+        value["sizes"] = [{"as_expr": {"expr_str": f"Integer({n})", "hint": None}} for n in range(600)]
+
+    refused(edited_program(archive, tmp_path, edit), "it has more than 500 expressions")
 
 
 def test_names_guards_notes_and_nests_are_plain(archive, tmp_path):
