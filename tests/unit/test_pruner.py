@@ -342,6 +342,37 @@ def test_a_model_that_is_cast_is_scored_and_cut_in_its_new_type(kind: torch.dtyp
     torch.testing.assert_close(small(images), model(images), rtol=tolerance, atol=tolerance)
 
 
+class Buffered(nn.Module):
+    """Keeps a buffer of the size of its last input, as detectors keep anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+        self.register_buffer("anchors", torch.empty(0), persistent=False)
+
+    def forward(self, x):
+        x = self.last(self.conv(x))
+        if self.anchors.shape != x.shape[2:]:
+            self.anchors = torch.ones(x.shape[2:])
+        return x * self.anchors
+
+
+def test_a_buffer_of_another_image_size_is_made_anew_by_one_run() -> None:
+    model, images = Buffered().eval(), torch.rand(1, 3, 8, 8)
+    with pytest.raises(PruningError, match=r"anchors was 8x8 .* and is 0 now; run the model once on the example"):
+        Pruner(model, images)
+    model(images)
+    pruner = Pruner(model, images)
+    pruner.gate(half(pruner))
+    model(torch.rand(1, 3, 16, 12))
+    with pytest.raises(
+        PruningError, match=r"anchors was 8x8 .* 16x12 now; run the model once on the example inputs"
+    ):
+        pruner.extract()
+    expected = model(images)
+    torch.testing.assert_close(pruner.extract()(images), expected)
+
+
 def test_a_model_that_changed_shape_is_told_so_where_it_did() -> None:
     model = network()
     pruner = Pruner(model, IMAGES)

@@ -33,9 +33,11 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
     for name, value in graph.trace.states.items():
         if name not in held or held[name].shape != value.shape:
             now = f"is {_size(held[name].shape)} now" if name in held else "is gone"
-            raise PruningError(
-                f"{name} was {_size(value.shape)} when the model was traced and {now}; make the pruner anew"
-            )
+            remedy = "make the pruner anew"
+            if isinstance(held.get(name), Tensor) and not isinstance(held[name], nn.Parameter):
+                # A buffer that the forward makes for the size of its last inputs, as anchors.
+                remedy = f"run the model once on the example inputs, or {remedy}"
+            raise PruningError(f"{name} was {_size(value.shape)} when the model was traced and {now}; {remedy}")
     for layer in graph.layers.values():
         path = layer.weight.rpartition(".")[0]
         for name in model.get_submodule(path)._parameters:
