@@ -19,6 +19,16 @@ from .files import read_text, write_text
 
 MANIFEST = "export.json"
 FORMAT = "sbf-pruner export 1"
+# What an export may write. `--force` removes no other file, whatever a manifest says.
+FILES = (
+    "network.onnx",
+    "network-int8.onnx",
+    "network.pt2",
+    "model.safetensors",
+    "plan.json",
+    "recipe.toml",
+    "README.md",
+)
 _REMEDY = "export the run again with: sbf export RUN --force"
 _ANEW = "export the run into another folder with: sbf export RUN --to DIR"  # this one cannot be replaced
 
@@ -70,7 +80,8 @@ def exported_files(folder: Path, shown: Path) -> list[Path]:
     written = [*read_manifest(folder)["files"], MANIFEST]
     found = sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name))
     for path in found:
-        if path.name not in written or path.is_symlink() or not path.is_file():
+        ours = path.name in written and path.name in (*FILES, MANIFEST)
+        if not ours or path.is_symlink() or not path.is_file():
             raise RunError(
                 f"{shown / path.name} was not written by an export, and {shown} is not replaced; move it "
                 "elsewhere, or name another folder (--to)"
@@ -84,9 +95,9 @@ def remove_export(folder: Path) -> None:
         manifest = read_manifest(folder)
     except RunError:
         return
-    for name in (*manifest["files"], MANIFEST):  # last what says that the others are ours
-        path = folder / name  # somebody may have written the manifest by hand
-        if path.parent == folder and path.is_file() and not path.is_symlink():
+    for name in (*FILES, MANIFEST):  # the manifest last, as it says that the others are ours
+        path = folder / name
+        if (name in manifest["files"] or name == MANIFEST) and path.is_file() and not path.is_symlink():
             path.unlink()
     with suppress(OSError):  # files of the user's own lie there
         folder.rmdir()

@@ -203,9 +203,17 @@ def add_link(folder):
     (folder / "plan.json").symlink_to(folder.parent / "plan.json")
 
 
+def name_in_manifest(folder):
+    add("notes.txt", folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["notes.txt"] = {"bytes": 4, "sha256": digest(folder / "notes.txt")}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (name_in_manifest, r"out/notes\.txt was not written by an export, and .*/out is not replaced"),
         (partial(add, "notes.txt"), r"out/notes\.txt was not written by an export, and .*/out is not replaced"),
         (add_folder, "out/more was not written by an export"),
         (add_link, r"out/plan\.json was not written by an export"),
