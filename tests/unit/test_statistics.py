@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
 from sbf_pruner.scoring.statistics import fresh_statistics, lagging
 from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.epoch import CALIBRATED_ON
+from sbf_pruner.training.epoch import CALIBRATED_ON, Epochs
 from sbf_pruner.training.loop import Result, fit
 from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training.schedule import phases
 
 IMAGES = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -167,6 +169,8 @@ def test_statistics_lag_until_little_is_left_of_what_they_began_with() -> None:
     slow.num_batches_tracked.fill_(20)  # and then recalibrated
     assert lagging(net, began) == (0.01, 20)
     assert lagging(nn.ReLU(), {}) is None
+    net[0].num_batches_tracked = None
+    assert lagging(net, {}) is None
 
 
 def brighter(test_labels: Tensor | None = None) -> dict[str, Any]:
@@ -214,3 +218,13 @@ def test_a_network_that_guesses_on_the_test_images_is_told_of(
     trained_shortly(brighter(test_labels=torch.arange(64).roll(1) % 4), tmp_path / "wrong", momentum=0.5)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("after phase warmup the training accuracy is ") and "of guessing among 4 classes" in told
+
+
+@pytest.mark.parametrize(("train", "test", "warned"), [(14.0, 5.0, True), (9.9, 5.0, False), (90.0, 15.1, False)])
+def test_guessing_means_half_the_training_accuracy_and_less_than_luck_gives(
+    train: float, test: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = load_recipe("digits")
+    feed: Any = SimpleNamespace(test=SimpleNamespace(num_classes=10))
+    Epochs(recipe, feed, Path())._warn_of_guessing(phases(recipe)[0], train, test)
+    assert len(caplog.records) == warned

@@ -70,15 +70,16 @@ def lagging(model: nn.Module, began: Mapping[str, Tensor]) -> tuple[float, int] 
     (0.01, 1)
     """
     norms = {
-        name: norm
+        name: (norm, norm.num_batches_tracked)
         for name, norm in model.named_modules()
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.momentum
     }
-    if not norms:
+    counted = {name: (norm, count) for name, (norm, count) in norms.items() if count is not None}
+    if not counted:
         return None
-    counters = [norm.num_batches_tracked for norm in norms.values() if norm.num_batches_tracked is not None]
     slowest, most = None, LEFT
-    for (name, norm), count in zip(norms.items(), torch.stack(counters).tolist(), strict=True):
+    counts = torch.stack([count for _, count in counted.values()]).tolist()
+    for (name, (norm, _)), count in zip(counted.items(), counts, strict=True):
         before = int(began.get(f"{name}.num_batches_tracked".lstrip("."), torch.tensor(0)))
         steps, momentum = count - before if count >= before else count, norm.momentum
         assert momentum is not None
