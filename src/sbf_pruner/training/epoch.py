@@ -125,7 +125,7 @@ class Epochs:
     def _warn_of_guessing(self, phase: Phase, train: float, test: float) -> None:
         """Say that a network has learned the training images and guesses the test images."""
         guessed = 150 / self._feed.test.num_classes  # at most, with some luck
-        if test < guessed and train >= 2 * test:
+        if test < guessed < train and train >= 2 * test:
             _log.warning(
                 "after phase %s the training accuracy is %.2f %% and the test accuracy %.2f %%, about that of "
                 "guessing among %d classes; check that test images are prepared and labelled as in training",
