@@ -35,7 +35,6 @@ from sbf_pruner.training.captured import CapturedEngine, make_engine
 from sbf_pruner.training.engine import Engine, Tally
 from sbf_pruner.training.machine import Machine
 from sbf_pruner.training.optimizer import make_optimizer
-from sbf_pruner.training.padded import Padded
 from sbf_pruner.training.sections import OptimizerConfig
 from sbf_pruner.training.splits import Split
 
@@ -169,17 +168,17 @@ def time_engine(machine: Machine, setting: Setting, steps: int, *, dissected: bo
 
 
 def time_finetuning(way: str, setting: Setting, device: torch.device, path: Path | None) -> dict[str, Any]:
-    """Milliseconds of a fine-tuning step of what stands for the extracted network."""
+    """Milliseconds of a fine-tuning step of the extracted network."""
     torch.manual_seed(0)
     images = torch.zeros(1, 3, setting.side, setting.side, device=device)
     model = resolve(setting.model).to(device)
     pruner = Pruner(model, images)
     pruner.gate(Plan.load(path) if path is not None and way == "filters" else plan_of(way, pruner))
-    small, padded = pruner.extract(), Padded(pruner)
-    engine = CapturedEngine(padded.network, device, padded.pruner)
-    macs = [measure(each, images).macs for each in (model, small, padded.network)]
-    parts = {"small_macs": macs[1] / macs[0], "trained_macs": macs[2] / macs[0]}
-    return parts | {"widths": conv_widths(padded.network)} | weight_steps(engine, setting, setting.steps)
+    small = pruner.extract()
+    engine = CapturedEngine(small, device)
+    macs = [measure(each, images).macs for each in (model, small)]
+    parts = {"small_macs": macs[1] / macs[0]}
+    return parts | {"widths": conv_widths(small)} | weight_steps(engine, setting, setting.steps)
 
 
 def weight_steps(engine: Engine, setting: Setting, steps: int, *, dissected: bool = False) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
 from sbf_pruner.training.loop import fit
 from sbf_pruner.training.recipe import Recipe, load_recipe
@@ -56,15 +55,6 @@ def test_every_job_has_two_seeds_a_recipe_that_loads_and_a_row() -> None:
         made = recipe(runs[0])
         assert name == "half-base" or made != base
         assert (made.phases, made.data) == (base.phases, base.data)
-
-
-def test_gates_behind_sums_cannot_be_padded(tmp_path: Path) -> None:
-    made = recipe(jobs()["half-after-addition"][0], *TINY, "finetune_on=padded")
-    with pytest.raises(
-        PruningError, match=r"the gate at layer1\.0\.place stands behind a sum.*; set finetune_on to"
-    ):
-        fit(resolve(made.model.name, num_classes=4), made, run=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", mostly_slow(["half-joint", "half-after-addition"], ["half-after-addition"]))

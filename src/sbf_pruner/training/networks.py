@@ -28,7 +28,6 @@ from .checkpoint import ELSEWHERE
 from .data import Data
 from .feed import Feed
 from .machine import lay_out
-from .padded import Padded
 from .recipe import Recipe
 from .schedule import closing_cycles
 from .scorer import attach
@@ -62,13 +61,6 @@ class Networks:
         self.pruner, self.timed = attach(self.dense, self.images, recipe, len(data.train), measured)
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
-        behind = [site.module for site in self.pruner.graph.sites if site.kind == "sum"]
-        if behind and asked == "padded":
-            raise PruningError(
-                f"finetune_on = padded: the gate at {behind[0]} stands behind a sum, and a network that was cut "
-                "has no such place left; set finetune_on to small or gated"
-            )
-        self._padded: Padded | None = None
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
@@ -81,23 +73,18 @@ class Networks:
             return self._controlled(), None
         if phase.kind != "finetune" or self._finetune_on == "gated":
             return self.dense, self.pruner
-        if self._finetune_on == "small":
-            return self.pruned(), None
-        if self._padded is None:
-            self._padded = Padded(self.pruner)
-        return self._padded.network, self._padded.pruner
+        return self.pruned(), None
 
     def pruned(self) -> nn.Module:
         """The small network; the first call removes the filters, and proves that nothing else changed."""
         if self.small is None:
-            self._gather()
             # A time is measured where the scores land, and a forecast may be further off than the measurement.
             small = self._extract() if self.timed is not None else lay_out(self.pruner.extract(), self.order)
             try:
                 self.cut_error = prove(self.dense, small, self.images[:PROVED_ON])
             except PruningError as error:
                 raise RunError(str(error)) from error
-            self.small, self._padded = small, None
+            self.small = small
         return self.small
 
     def bare_copy(self) -> nn.Module:
@@ -151,7 +138,6 @@ class Networks:
 
     def state(self) -> dict[str, Any]:
         """Everything that training has changed so far."""
-        self._gather()
         pruning = self.small is None
         return {
             "dense": self.dense.state_dict() if pruning else None,
@@ -189,11 +175,6 @@ class Networks:
         if _shapes(weights) != _shapes(self.initial):
             raise RunError("the dense stage is that of another network; take over one of this very network")
         self.dense.load_state_dict(weights)
-
-    def _gather(self) -> None:
-        """Bring what was trained in the padded network into the dense one, which all else is made from."""
-        if self._padded is not None:
-            self._padded.write_back()
 
     def _extract(self) -> nn.Module:
         """What the gates let through now, which need not meet the budget yet."""

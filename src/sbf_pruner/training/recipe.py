@@ -78,9 +78,9 @@ class Recipe(Section):
     finetune_on: str = field(
         default="auto",
         metadata=about(
-            "what stands for the small network in fine-tuning: itself, the gated dense one, or one padded to "
-            "widths a GPU likes; all train the same weights; auto: small on the cpu, gated on cuda",
-            choices=("auto", "small", "gated", "padded"),
+            "the network that fine-tuning trains: the small one, or the gated dense one, which has the same "
+            "weights; auto: small on the cpu, gated on cuda",
+            choices=("auto", "small", "gated"),
         ),
     )
     evaluate_every: int = field(
