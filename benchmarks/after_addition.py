@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner.layers import GatePlace
-from sbf_pruner.models.resnet import BasicBlock, ResNet
-from sbf_pruner.models.resnet import resnet20 as plain_resnet20
+from sbf_pruner.models import BasicBlock, ResNet
+from sbf_pruner.models import resnet20 as plain_resnet20
+from sbf_pruner.modules import GatePlace
 
 
 class Block(BasicBlock):

@@ -19,11 +19,9 @@ from latency import timed_pairs
 from saving import save_result
 
 from sbf_pruner import Plan
-from sbf_pruner.graph.build import trace
-from sbf_pruner.latency.model import read_model
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import Pairs, here, read_model, same_place
 from sbf_pruner.models import resolve
-from sbf_pruner.stopwatch.pairs import Pairs
-from sbf_pruner.stopwatch.source import here, same_place
 
 HERE = Path(__file__).resolve().parent
 CLOCK = HERE / "clocks" / "resnet56-onnxruntime.json"

@@ -16,10 +16,8 @@ import torch
 from jobs import Run
 from torch import Tensor, nn
 
-from sbf_pruner.files import write_text
-from sbf_pruner.training.finished import build_dense
-from sbf_pruner.training.folder import RunFolder
-from sbf_pruner.training.recipe import Recipe
+from sbf_pruner.training import Recipe, RunFolder, build_dense
+from sbf_pruner.utils import write_text
 
 
 def collect(runs: Iterable[Run], path: Path) -> list[str]:

@@ -28,9 +28,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from sbf_pruner import Plan, Pruner, extract, measure, trace
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.inputs import other_sizes
-from sbf_pruner.layers import Adapted
+from sbf_pruner.graph import ChannelGraph
+from sbf_pruner.modules import Adapted
+from sbf_pruner.utils import other_sizes
 
 TOLERANCE = 1e-10
 KEEP = (0.7, 0.5, 0.2)

@@ -16,7 +16,7 @@ from typing import Any
 from saving import save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training import build_dense
 
 SEEDS = tuple(range(6))
 FEWER_MACS = 45.0  # percent, of every seed

@@ -14,7 +14,7 @@ from typing import Any
 from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training import build_dense
 
 PENALTIES = (6e-4, 1.2e-3, 2.4e-3, 4.8e-3)
 SEEDS = tuple(range(5))

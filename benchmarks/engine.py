@@ -29,14 +29,9 @@ from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner, measure
 from sbf_pruner.models import resolve
-from sbf_pruner.training import captured
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine, make_engine
-from sbf_pruner.training.engine import Engine, Tally
-from sbf_pruner.training.machine import Machine
-from sbf_pruner.training.optimizer import make_optimizer
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.splits import Split
+from sbf_pruner.training import Machine, OptimizerConfig
+from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.engine import CapturedEngine, Engine, Tally, captured, make_engine, make_optimizer
 
 LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "weight_step_ms": ("most", 5.0),
@@ -50,7 +45,7 @@ LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "float32_weight_difference": ("most", 1e-3),
     "bfloat16_loss_difference": ("most", 0.03),
 }
-KERNEL = "sbf_pruner.training.kernels.weight_gradient"  # imported where there is Triton
+KERNEL = "sbf_pruner.training.engine.triton_kernels"  # imported where there is Triton
 WAYS = ("filters", "streams", "blocks")  # what goes: single filters, the same ones in a whole stage, whole blocks
 # Mean part of the filters that conv1 and conv2 of a block keep, by stage: about half of the MACs.
 KEPT = {"layer1": (0.62, 0.77), "layer2": (0.54, 0.7), "layer3": (0.65, 0.75)}

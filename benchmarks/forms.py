@@ -21,11 +21,10 @@ import torch
 from saving import save_result
 from speed import PLAN, resnet50, resnet56
 
-from sbf_pruner.bench.subject import Subject
-from sbf_pruner.deploy.choose import FORMS, fastest, ready, written
-from sbf_pruner.deploy.forms import Deployable
-from sbf_pruner.measuring import measure
-from sbf_pruner.timing import compared, take_turns, using_threads
+from sbf_pruner.compare import Subject
+from sbf_pruner.measurement import measure
+from sbf_pruner.runtimes import FORMS, Deployable, fastest, ready, written
+from sbf_pruner.utils import compared, take_turns, using_threads
 
 NETWORKS = {"resnet56": (resnet56, (1, 64)), "resnet50": (resnet50, (8,))}
 TARGETS = ("onnxruntime", "eager")

@@ -17,8 +17,7 @@ import torch
 from saving import save_result
 from torch import Tensor
 
-from sbf_pruner.training.kernels import weight_gradient
-from sbf_pruner.training.kernels.quickest import seconds
+from sbf_pruner.training.engine import seconds, triton_kernels
 
 DENSE = [(256, 3, 16, 32, 32), (256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8)]
 PADDED = [(256, 16, 8, 32, 32), (256, 8, 16, 32, 32), (256, 12, 16, 32, 32), (256, 32, 16, 16, 16)]
@@ -34,7 +33,7 @@ def main() -> int:
     shapes = DENSE if parser.parse_args().dense else DENSE + PADDED + ODD
     torch.backends.cudnn.benchmark = True
     found = [row for shape in shapes for row in rows(shape)]
-    save_result("kernels", {"rows": found, "chosen": weight_gradient.CHOICES.told()}, "cuda")
+    save_result("kernels", {"rows": found, "chosen": triton_kernels.CHOICES.told()}, "cuda")
     wrong = [row for row in found if not row["right"]]
     print(f"{len(wrong)} WRONG" if wrong else "all right")
     return int(bool(wrong))
@@ -45,10 +44,10 @@ def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     images, channels, filters, height, width = shape
     x, dy = (made_up(images, count, height, width) for count in (channels, filters))
     wanted = expected(x, dy)
-    for way in weight_gradient.ways(x, filters):
-        limit = ROUNDED if way == weight_gradient.LIBRARY else EXACT
-        yield row(shape, f"gradient {tuple(way)}", partial(weight_gradient.compute, x, dy, way), wanted, limit)
-    weight_gradient.weight_gradient(x, dy)  # the training's own choice, told at the end
+    for way in triton_kernels.ways(x, filters):
+        limit = ROUNDED if way == triton_kernels.LIBRARY else EXACT
+        yield row(shape, f"gradient {tuple(way)}", partial(triton_kernels.compute, x, dy, way), wanted, limit)
+    triton_kernels.weight_gradient(x, dy)  # the training's own choice, told at the end
 
 
 def row(

@@ -18,18 +18,22 @@ from quiet import wait
 from saving import save_result
 
 from sbf_pruner import Budget, Plan, Pruner
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards
-from sbf_pruner.environment import load
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.graph.costs import cost
-from sbf_pruner.latency.model import LatencyModel, from_dict
-from sbf_pruner.latency.ways import WAYS, choose_way, guarded, made_up
+from sbf_pruner.budget import Aim, Guards
+from sbf_pruner.graph import ChannelGraph, network_cost, trace
+from sbf_pruner.measurement import (
+    WAYS,
+    LatencyModel,
+    Pairs,
+    choose_way,
+    from_dict,
+    get_model,
+    guarded,
+    here,
+    made_up,
+)
 from sbf_pruner.models import resolve
-from sbf_pruner.stopwatch.pairs import Pairs
-from sbf_pruner.stopwatch.source import get_model, here
-from sbf_pruner.training.timed import Timed, coupling
+from sbf_pruner.training import Timed, coupling
+from sbf_pruner.utils import load
 
 RUNTIMES = ("onnxruntime", "torch")
 TARGETS = (0.6, 0.4)
@@ -61,12 +65,12 @@ def to_target(model: LatencyModel, pairs: Pairs, share: float, args: argparse.Na
     timed.come_in_time(pruner, ratio)
     plan = pruner.plan()
     pruner.detach()
-    kept = cost(graph, plan.masks(graph))
+    kept = network_cost(graph, plan.masks(graph))
     return {
         "asked": share,
         **timed.summary(pruner, plan),
-        "macs": kept.macs / cost(graph, {}).macs,
-        "params": kept.params / cost(graph, {}).params,
+        "macs": kept.macs / network_cost(graph, {}).macs,
+        "params": kept.params / network_cost(graph, {}).params,
         "pairs": timed_pairs(pairs, plan, args.pairs, args.patience),
     }
 
@@ -80,7 +84,7 @@ def at_half_the_macs(graph: ChannelGraph, model: LatencyModel, pairs: Pairs, arg
         assert guards is not None
         masks = Aim(graph, Budget(macs=HALF), guards).choose(made_up(graph, guards)).masks
         plan = Plan.from_masks(graph.settle(masks))
-        left = cost(graph, masks).macs / cost(graph, {}).macs
+        left = network_cost(graph, masks).macs / network_cost(graph, {}).macs
         foretold = model.ratio(plan.masks(graph))
         record = {"way": way, "round_to": unit, "macs": left, "foretold": foretold}
         found.append({**record, "pairs": timed_pairs(pairs, plan, args.pairs, args.patience)})

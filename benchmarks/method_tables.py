@@ -12,7 +12,7 @@ from typing import Any
 from cifar10_tables import accuracy_of, machines, removed_of
 from saving import origin
 
-from sbf_pruner.methods import METHODS
+from sbf_pruner.criteria import METHODS
 
 Runs = list[dict[str, Any]]
 

@@ -21,9 +21,9 @@ import numpy as np
 from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.cifar.prepared import load_cifar10
-from sbf_pruner.contest import enter
-from sbf_pruner.methods import METHODS, OWN
+from sbf_pruner.compare import enter
+from sbf_pruner.criteria import METHODS, OWN
+from sbf_pruner.training.data import load_cifar10
 
 HERE = Path(__file__).parent
 OF_EACH_CLASS = 1_000

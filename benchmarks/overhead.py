@@ -19,9 +19,9 @@ from saving import save_result
 from torch import nn
 
 from sbf_pruner import Plan, Pruner
-from sbf_pruner.measuring import saved_activations
+from sbf_pruner.measurement import saved_activations
 from sbf_pruner.models import resolve
-from sbf_pruner.timing import compared, take_turns
+from sbf_pruner.utils import compared, take_turns
 
 STEADY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**28)}
 LIMITS = {"score_step": 0.90, "gated_step": 1.05, "forward_scores_at_1": 1.03, "saved_activations": 1.0}

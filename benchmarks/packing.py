@@ -18,7 +18,7 @@ from pathlib import Path
 from jobs import DENSE, LAST, Run
 from locks import take_lock
 
-from sbf_pruner.files import from_plain, replacing
+from sbf_pruner.utils import from_plain, replacing
 
 SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sbf_pruner.environment import load
+from sbf_pruner.utils import load
 
 QUIET = 0.15  # of a core
 

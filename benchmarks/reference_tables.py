@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 import sbf_pruner as sbf
-from sbf_pruner.training.recipe import settings
-from sbf_pruner.training.settings import Section
+from sbf_pruner.training import settings
+from sbf_pruner.utils import Section
 
 
 def public_names() -> str:

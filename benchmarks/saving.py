@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from sbf_pruner.environment import environment
-from sbf_pruner.figures import counted
-from sbf_pruner.files import write_text
+from sbf_pruner.utils import counted, environment, write_text
 
 RESULTS = Path(__file__).parent / "results"
 

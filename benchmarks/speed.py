@@ -23,11 +23,9 @@ from saving import RESULTS, save_result
 from torch import nn
 
 from sbf_pruner import Plan, Pruner, extract
-from sbf_pruner.bench.comparison import bench
-from sbf_pruner.bench.settings import Settings
-from sbf_pruner.bench.subject import Subject
+from sbf_pruner.cli import bench_lines
+from sbf_pruner.compare import Settings, Subject, run_bench
 from sbf_pruner.models import resolve
-from sbf_pruner.terminal.lines import bench_lines
 
 PLAN = Path(__file__).parent / "plans" / "cifar10-resnet56-best-medium-seed0.json"
 RUNTIMES = ("eager", "compile", "onnxruntime")
@@ -81,7 +79,7 @@ def main() -> int:
             print(f"others keep {busy:.1f} cores busy; measure again when it is quiet", file=sys.stderr)
             return 1
         began = time.perf_counter()
-        result = bench(build(args.plan), settings, lambda line: print(line, file=sys.stderr, flush=True))
+        result = run_bench(build(args.plan), settings, lambda line: print(line, file=sys.stderr, flush=True))
         environment = result.pop("environment")
         del result["anatomy"]
         found[name] = {**result, "load": environment["load"], "seconds": round(time.perf_counter() - began, 1)}

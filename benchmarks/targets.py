@@ -16,7 +16,7 @@ from typing import Any
 from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training import build_dense
 
 SEEDS = (0, 1, 2)
 SHARES = (0.7, 0.5, 0.3, 0.15)

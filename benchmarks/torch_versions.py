@@ -19,7 +19,7 @@ import tables
 from saving import held_runs, save_result
 from torch.torch_version import TorchVersion
 
-from sbf_pruner.environment import version_of
+from sbf_pruner.utils import version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

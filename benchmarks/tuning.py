@@ -16,7 +16,7 @@ from typing import Any
 from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.training.finished import build_dense
+from sbf_pruner.training import build_dense
 
 SEEDS = range(5)
 SHARES = (0.3, 0.15)

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from sbf_pruner import Plan, Pruner, extract, measure, trace
-from sbf_pruner.graph.channels import ChannelGraph
+from sbf_pruner.graph import ChannelGraph
 
 RATIO = 0.5
 LIMIT = 120  # seconds of Torch-Pruning on one model; two of them never end

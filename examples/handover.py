@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sbf_pruner as sbf
-from sbf_pruner.deploy.onnx import run, session, to_onnx
+from sbf_pruner.runtimes import run, session, to_onnx
 
 if missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]:
     raise SystemExit(f'this example needs {", ".join(missing)}; run: pip install "sbf-pruner[export]"')

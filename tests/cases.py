@@ -15,13 +15,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils import _pytree as pytree
 
-from sbf_pruner.copies import real_copy
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.graph.weighted import Contract
-from sbf_pruner.inputs import call, other_sizes
+from sbf_pruner.graph import ChannelGraph, Contract
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
+from sbf_pruner.utils import call, other_sizes, real_copy
 from zoo import fresh_inputs
 
 

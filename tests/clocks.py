@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.graph.costs import lay_out
-from sbf_pruner.latency.model import Conditions, LatencyModel
-from sbf_pruner.latency.predictor import Predictor
-from sbf_pruner.latency.shapes import Site, round_up
-from sbf_pruner.latency.table import Table
+from sbf_pruner.budget import Aim
+from sbf_pruner.graph import ChannelGraph, lay_out
+from sbf_pruner.measurement import Conditions, LatencyModel, Predictor, Site, Table, round_up
 
 
 def work(site: Site, inputs: int, filters: int, block: int) -> float:

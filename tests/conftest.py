@@ -24,7 +24,7 @@ def seeded():
 def untuned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a test is about what a step computes; trying every kernel for it takes minutes."""
     if request.node.get_closest_marker("gpu"):
-        from sbf_pruner.training import captured
+        from sbf_pruner.training.engine import captured
 
         monkeypatch.setitem(captured.OPTIONS, "max_autotune", False)
 

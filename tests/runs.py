@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sbf_pruner.training import Machine, Recipe, Result, fit
 from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.loop import Result, fit
-from sbf_pruner.training.machine import Machine
-from sbf_pruner.training.recipe import Recipe
 
 EPOCHS = 10
 HOSTILE = """<script>alert(1)</script>"'><img src=x onerror=alert(1)>"""
@@ -68,7 +66,7 @@ def small_recipe(**changes: Any) -> Recipe:
 def small_run(folder: Path, report: Any = None, force: bool = False, **changes: Any) -> Result:
     """Train a small network in a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)
         torch.manual_seed(0)
         return fit(Small(), small_recipe(**changes), run=folder, report=report, force=force)
 

@@ -18,10 +18,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from sbf_pruner.cli import main
-from sbf_pruner.terminal.progress import progress, transfer
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.run import Run
+from sbf_pruner.cli import main, progress, transfer
+from sbf_pruner.training import Run, load_recipe
 from shares import mostly_slow
 
 RECIPE = """
@@ -98,7 +96,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "tinynet", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)
     return tmp_path
 
 
@@ -209,10 +207,11 @@ def test_the_help_of_run_names_what_there_is_to_choose_from(capsys: pytest.Captu
 def test_too_little_memory_is_one_sentence_and_1(
     error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sbf_pruner.overview.inspect", Mock(side_effect=error))
+    inspect_model = "sbf_pruner.report.inspection.inspect_model"
+    monkeypatch.setattr(inspect_model, Mock(side_effect=error))
     assert main(["inspect", "resnet20"]) == 1
     assert capsys.readouterr().err == f"sbf: not enough memory ({error}); ask for less\n"
-    monkeypatch.setattr("sbf_pruner.overview.inspect", Mock(side_effect=RuntimeError("no such memory format")))
+    monkeypatch.setattr(inspect_model, Mock(side_effect=RuntimeError("no such memory format")))
     with pytest.raises(RuntimeError, match="no such memory format"):
         main(["inspect", "resnet20"])
 
@@ -229,7 +228,7 @@ def test_a_failure_outside_the_input_is_one_sentence_and_1(
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device", "runs/tiny-seed0")
 
-    monkeypatch.setattr("sbf_pruner.files.save_file", full)
+    monkeypatch.setattr("sbf_pruner.utils.files.save_file", full)
     assert main(["run", "tiny.toml", "--quiet"]) == 1
     said = "sbf: No space left on device: runs/tiny-seed0; make room, then go on (a run: with --resume)\n"
     assert capsys.readouterr().err == said
@@ -522,7 +521,7 @@ def test_bad_data_is_one_sentence_and_2(
     def offline(*given: Any, **named: Any) -> None:
         raise OSError("no network in tests")
 
-    monkeypatch.setattr("sbf_pruner.cifar.fetch.urlopen", offline)
+    monkeypatch.setattr("sbf_pruner.training.data.cifar10.urlopen", offline)
     monkeypatch.setenv("SBF_DATA", str(here / "target"))
     monkeypatch.setenv("PATH", "")
     (here / "x.tar.gz").write_bytes(b"not an archive")
@@ -561,7 +560,7 @@ def test_a_transfer_is_told_in_tenths_or_as_a_bar(monkeypatch: pytest.MonkeyPatc
 def test_bench_times_the_networks_of_a_run(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sbf_pruner.bench.comparison.TRIAL", 0.05)
+    monkeypatch.setattr("sbf_pruner.compare.bench.TRIAL", 0.05)
     assert main(["run", "tiny.toml", "--quiet", "--run", "done"]) == 0
     capsys.readouterr()
     words = ["bench", "done", "--runtimes", "eager", "--batch", "1,2", "--pairs", "2", "--threads", "1", "--save"]
@@ -607,7 +606,7 @@ def test_latency_measures_and_its_table_serves_a_run(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBF_CACHE", str(here / "cache"))
-    monkeypatch.setattr("sbf_pruner.stopwatch.whole.BESIDE", 0.1)
+    monkeypatch.setattr("sbf_pruner.measurement.stopwatch.BESIDE", 0.1)
     words = ["latency", "tiny.toml", "--runtime", "torch", "--batch", "4", "--threads", "1"]
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
@@ -1002,7 +1001,7 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("sbf_pruner.terminal.progress.time.perf_counter", lambda: now)
+    monkeypatch.setattr("sbf_pruner.cli.console.time.perf_counter", lambda: now)
     stream = io.StringIO()
     with progress(8, stream=stream) as report:
         now = 500.0  # layers were measured for a latency target, say

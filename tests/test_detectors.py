@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sbf_pruner as sbf
 from cases import assert_close, leaves, random_plans
-from sbf_pruner.copies import real_copy
+from sbf_pruner.utils import real_copy
 from zoo import randomise
 
 if importlib.util.find_spec("torchvision") is None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import sbf_pruner
-from sbf_pruner.arguments import make_parser
-from sbf_pruner.training.recipe import bundled_recipes, settings
+from sbf_pruner.cli import make_parser
+from sbf_pruner.training import bundled_recipes, settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAZY = {"sbf_pruner.__main__"}
-TRITON = "sbf_pruner.training.kernels."  # modules that are imported where there is a GPU
+TRITON = "sbf_pruner.training.engine.triton_kernels"  # imported where there is a GPU
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -21,11 +21,10 @@ import torch
 import sbf_pruner as sbf
 from sbf_pruner import Recipe
 from sbf_pruner.cli import main as sbf_main
-from sbf_pruner.files import flat
-from sbf_pruner.measuring import measure
+from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
-from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
-from sbf_pruner.training.dense_stage import DECIDES
+from sbf_pruner.training import DECIDES, load_checkpoint, save_checkpoint
+from sbf_pruner.utils import flat
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

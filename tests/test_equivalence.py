@@ -26,16 +26,15 @@ from cases import (
     run,
     snapshot,
 )
-from sbf_pruner.copies import real_copy
 from sbf_pruner.errors import PlanError
-from sbf_pruner.export import load, save
-from sbf_pruner.graph.build import trace
-from sbf_pruner.inputs import call
-from sbf_pruner.layers import Adapted, Remap, Zeros
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import measure
+from sbf_pruner.modules import Adapted, Remap, Zeros
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
+from sbf_pruner.saving import load, save
 from sbf_pruner.surgery import extract
+from sbf_pruner.utils import call, real_copy
 from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 

@@ -13,20 +13,14 @@ import torch
 import torch.distributed as dist
 
 from sbf_pruner.cli import main
-from sbf_pruner.graph.build import trace
-from sbf_pruner.methods import METHODS
-from sbf_pruner.methods.ranking import ranked
-from sbf_pruner.methods.subject import Subject
+from sbf_pruner.criteria import METHODS, Subject, ranked
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import get_model, here
 from sbf_pruner.models import resolve
-from sbf_pruner.stopwatch.source import get_model, here
-from sbf_pruner.team import Team
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.loop import Result, fit
-from sbf_pruner.training.optimizer import make_optimizer
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.splits import Split
+from sbf_pruner.training import OptimizerConfig, Result, fit, load_recipe
+from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.engine import CapturedEngine, make_optimizer
+from sbf_pruner.utils import Team
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = pytest.mark.gpu

@@ -12,17 +12,16 @@ import torch
 from torch import nn
 
 from clocks import clock_of
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget import Budget
+from sbf_pruner.compare import run_frontier
 from sbf_pruner.errors import PlanError, PruningError, RunError, TraceError
-from sbf_pruner.export import save
-from sbf_pruner.frontier.sweep import frontier
-from sbf_pruner.graph.build import trace
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
+from sbf_pruner.saving import save
 from sbf_pruner.surgery import extract
-from sbf_pruner.training.folder import RunFolder
-from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training import RunFolder, load_recipe
 from zoo import REFUSED, ZOO, Head, conv_bn
 
 IMAGE = torch.rand(2, 3, 8, 8)
@@ -566,7 +565,7 @@ def test_two_pruners():
     with says(
         PruningError,
         "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is gone, "
-        "take its gates off with sbf_pruner.attached.without_attached(model)",
+        "take its gates off with sbf_pruner.utils.user_model.without_attached(model)",
     ):
         Pruner(model, inputs)
 
@@ -610,7 +609,7 @@ def test_a_frontier_of_a_run_without_cycles(tmp_path):
         f"the run in {folder.path} has no cycles (phases.cycles = 0, phases.score = 1), so it has no scores to "
         "choose by; name one that has",
     ):
-        frontier(folder.path)
+        run_frontier(folder.path)
 
 
 def test_a_frontier_of_a_run_in_its_cycles(tmp_path):
@@ -620,7 +619,7 @@ def test_a_frontier_of_a_run_in_its_cycles(tmp_path):
         f"the run in {folder.path} has come to epoch 12, and its scores are ready after 25; let it go on "
         "(sbf run ... --resume)",
     ):
-        frontier(folder.path)
+        run_frontier(folder.path)
 
 
 def test_a_frontier_of_an_older_run(tmp_path):
@@ -630,7 +629,7 @@ def test_a_frontier_of_an_older_run(tmp_path):
         f"the run in {folder.path} has no checkpoints/scored.safetensors: an older version made it, or the file "
         "was left behind when it was moved; put the file back, or begin a run in another folder (--run)",
     ):
-        frontier(folder.path)
+        run_frontier(folder.path)
 
 
 # -- things that are often mistaken for others ---------------------------------------------------------------------

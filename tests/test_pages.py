@@ -16,13 +16,9 @@ import pytest
 import torch
 
 from runs import EPOCHS, FOLDER, foreign_copy, small_run
-from sbf_pruner.drawing import draw
-from sbf_pruner.frontier.picture import draw_frontier
-from sbf_pruner.frontier.sweep import Request, frontier
+from sbf_pruner.compare import Request, draw_frontier, run_frontier
 from sbf_pruner.models import resolve
-from sbf_pruner.overview import inspect
-from sbf_pruner.report import write_report
-from sbf_pruner.report.data import Run, read_run
+from sbf_pruner.report import Run, draw, inspect_model, read_run, write_report
 from test_cli import MODULE, RECIPE, command
 
 CHROMIUM = shutil.which("chromium")
@@ -289,7 +285,7 @@ def test_no_script_of_a_foreign_folder_runs(
 
 def test_a_channel_graph_is_asked_and_searched(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "graph.html"
-    path.write_text(draw(inspect(resolve("resnet20"), torch.zeros(1, 3, 32, 32)), ".html"), encoding="utf-8")
+    path.write_text(draw(inspect_model(resolve("resnet20"), torch.zeros(1, 3, 32, 32)), ".html"), encoding="utf-8")
     page = visit(path)
     resting = page.locator("#details").inner_text()
     assert resting.startswith("The channel graph")
@@ -307,7 +303,7 @@ def test_a_channel_graph_is_asked_and_searched(visit: Open, tmp_path: Path) -> N
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("frontier")
     small_run(path / "run", model={"name": "runs:Small", "num_classes": 4, "in_channels": 1})
-    found = frontier(path / "run", Request(at=("0.7", "0.4"), trust=True))
+    found = run_frontier(path / "run", Request(at=("0.7", "0.4"), trust=True))
     for ending in (".html", ".svg"):
         (path / f"sizes{ending}").write_text(draw_frontier(found, ending), encoding="utf-8")
     return found, path

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cases import assert_equal_networks, assert_equal_outputs, other_inputs, reconnected
-from sbf_pruner.export import load, save
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import ChannelGraph, trace
+from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
+from sbf_pruner.saving import load, save
 from sbf_pruner.surgery import extract
 from zoo import Standardised, StandardisedByHand, randomise
 

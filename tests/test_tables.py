@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sbf_pruner import Recipe
-from sbf_pruner.methods import METHODS, OWN
+from sbf_pruner.criteria import METHODS, OWN
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -148,7 +148,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def record_zoo() -> dict[str, Any]:
     import sbf_pruner as sbf
     from cases import leaves, random_plans
-    from sbf_pruner.inputs import call
+    from sbf_pruner.utils import call
     from zoo import ZOO, fresh_inputs
 
     found: dict[str, Any] = {}

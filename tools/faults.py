@@ -32,8 +32,8 @@ PACKAGE = Path("src/sbf_pruner")
 # Where faults are put, and how many of a hundred: what decides the filters, the cut and the training.
 PARTS = {
     "graph": (("graph",), 35),
-    "surgery": (("surgery.py", "surgery", "slicing.py", "layers.py", "gated.py", "modules.py"), 15),
-    "scores": (("scoring", "scores", "pruner.py"), 20),
+    "surgery": (("surgery", "modules.py"), 15),
+    "scores": (("scores", "pruner.py"), 20),
     "budget": (("budget",), 15),
     "training": (("training",), 15),
 }

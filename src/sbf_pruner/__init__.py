@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .budget.targets import Budget
     from .errors import PruningError
-    from .export import load, save
     from .graph.build import trace
-    from .graph.rules import register_rule
-    from .measuring import measure
+    from .graph.operators import register_rule
+    from .measurement.counts import measure
     from .plan import Plan
     from .pruner import Pruner
-    from .surgery import extract
-    from .training.loop import fit
+    from .saving import load, save
+    from .surgery.extract import extract
     from .training.recipe import Recipe
+    from .training.run import fit
 
 __version__ = "0.1.0"
 
@@ -42,12 +42,12 @@ _ROOMS = {
     "Pruner": "pruner",
     "PruningError": "errors",
     "Recipe": "training.recipe",
-    "extract": "surgery",
-    "fit": "training.loop",
-    "load": "export",
-    "measure": "measuring",
-    "register_rule": "graph.rules",
-    "save": "export",
+    "extract": "surgery.extract",
+    "fit": "training.run",
+    "load": "saving",
+    "measure": "measurement.counts",
+    "register_rule": "graph.operators",
+    "save": "saving",
     "trace": "graph.build",
 }
 

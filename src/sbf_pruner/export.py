@@ -1,152 +1,461 @@
-"""A small network in a folder, and back.
+"""An ONNX network in eight-bit integers, by ONNX Runtime's static quantisation.
 
-A network that `extract` made enters; `model.safetensors` (its tensors) and `plan.json` (the filters each
-layer of the original keeps) leave, without pickle.  Reading back is: build the original network, apply the
-plan, load the tensors; an exported folder also gives the network without the user's code.  The header of
-`model.safetensors` also holds, as JSON, what the example inputs looked like and every plan in turn, if the
-network was pruned more than once; a checksum there guards it all.
+An ONNX file and batches of training images enter; a file leaves whose convolutions and matrix products run in
+integers, with ranges that were seen on those images.  What it costs in accuracy has to be measured on other
+images; `accuracy` does that in ONNX Runtime.
+
+The model card of an export: what it is, what it can do, what it costs, how to load it, and its limits.
+
+A finished run's recipe and summary, and the facts of an export, enter; Markdown leaves.  Every figure on it
+comes from the run's summary or was measured by the export.
+
+`sbf export`: a finished run as a folder of files that others can use.
+
+A run's folder enters; a folder leaves with the network as ONNX and as a torch.export archive in the form that is
+fastest on this machine, the weights as they were saved, a model card, and a manifest with the checksum of every
+file.  What holds: every network file was run and gives what the saved network gives; all of it is written
+beside its place and moved there in one step, so there is a whole export or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from .attached import attached_hooks
-from .errors import PruningError, RunError
-from .files import from_plain, read_tensors, write_tensors, write_text
-from .inputs import check_model
-from .manifest import MANIFEST, check_files
-from .plan import Plan
-from .program import read_program
-from .stored import FORMAT, contents, wiring
-from .surgery import extract
+from .errors import DataError, PruningError, RunError, nearest
+from .runtimes.capture import exported, quietly
+from .runtimes.forms import SECONDS, SMALLEST, TARGETS, choose
+from .runtimes.onnx import require, run, session, to_onnx
+from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
+from .training.data.batches import Split, Stream
+from .training.data.datasets import Data, batches_of, load_data
+from .training.run_folder import EXPORT, FinishedRun, read_run
+from .utils.files import aside, is_there, replacing, write_text
+from .utils.formatting import rounded, some
+from .utils.paths import why_not_writable
+from .utils.timing import environment, version_of
+from .utils.user_model import call, made_up_inputs
 
-MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
-_REMEDY = "write it again with sbf_pruner.save"
-_INPUTS = "give the inputs it was pruned with: load(folder, build, example_inputs)"
-_OF_A_RUN = "remove summary.json from the run's folder, and --resume to write it anew"
-
-
-def save(model: nn.Module, folder: str | Path) -> None:
-    """Save a network that `extract` made, or an ordinary one, into a folder.
-
-    >>> import tempfile
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    >>> small = extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(small, folder)
-    ...     again = load(folder, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
-    >>> torch.equal(again[2].weight, small[2].weight)
-    True
-    """
-    check_model(model)
-    if any(attached_hooks(model)):
-        raise PruningError("the model is gated and still has all its filters; save what pruner.extract() gives")
-    write_tensors(Path(folder) / MODEL, *contents(model))
-    write_text(Path(folder) / PLAN, _joined(getattr(model, "sbf_plans", ())).to_json())
+IMAGES = 512  # that the ranges are taken from
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
-    """Load the network of a run's folder, of an exported one, or one that `save` wrote.
+def quantise(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path) -> int:
+    """Write the network in eight-bit integers; the number of images the ranges were taken from."""
+    require()
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    `build` makes the dense original.  An exported folder needs none: without it, the network comes from
-    `network.pt2`, in evaluation mode and not to be trained.  Nothing that a file holds is run.
+    name = session(source, 1).get_inputs()[0].name
+    reader = _Reader(name, batches)
+    with tempfile.TemporaryDirectory() as folder, quietly(), _silent(), replacing(path) as temporary:
+        prepared = Path(folder) / "prepared.onnx"
+        quant_pre_process(str(source), str(prepared))
+        quantization.quantize_static(
+            str(prepared),
+            str(temporary),
+            reader,
+            quant_format=quantization.QuantFormat.QDQ,
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QInt8,
+            per_channel=True,
+        )
+    return reader.seen
 
-    What is connected to what is found anew, on zeros.  Where a network decides that by the values it sees,
-    `example_inputs` are to be those that it was pruned with.
-    """
-    path = Path(folder)
-    if not path.is_dir():
-        raise RunError(f"{path} is no folder; give that of a run, of an export, or one that save wrote")
-    exported = (path / MANIFEST).is_file()
-    if build is None:
-        if not exported:
-            raise RunError(
-                f"{path} is no exported folder; give the function that builds the dense network as well: "
-                "load(folder, build)"
+
+def accuracy(path: Path, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The percentage of images whose largest output is the label's, in ONNX Runtime."""
+    ready, hits, seen = session(path), 0, 0
+    for images, labels in batches:
+        (outputs,) = run(ready, images)
+        hits += int((outputs.argmax(1) == labels).sum())
+        seen += len(labels)
+    if not seen:
+        raise DataError("there is no test image to measure the accuracy on")
+    return 100 * hits / seen
+
+
+class _Reader:
+    """Hands out images until enough have been seen, as ONNX Runtime asks for them."""
+
+    def __init__(self, name: str, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.name, self.batches = name, iter(batches)
+        self.seen = 0
+
+    def get_next(self) -> dict[str, Any] | None:
+        images = next(self.batches, (None, None))[0] if self.seen < IMAGES else None
+        if images is None:
+            return None
+        images = images[: IMAGES - self.seen]
+        self.seen += len(images)
+        return {self.name: images.numpy()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.get_next, None)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The quantiser writes advice to the root logger."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+_LISTED = 30  # classes that the card names
+
+_ABOUT = {
+    "network.onnx": "the network for ONNX Runtime, TensorRT, OpenVINO and others; any batch",
+    "network.pt2": "the same for PyTorch, without the code of the model; any batch",
+    "network-int8.onnx": "the same in eight-bit integers",
+    "model.safetensors": "the weights of the pruned network, as trained; no pickle",
+    "plan.json": "the filters that each layer of the dense network keeps",
+    "recipe.toml": "the recipe of the run",
+}
+
+
+def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """The card, as Markdown."""
+    recipe, summary = run.recipe, run.summary
+    dense, pruned = summary["dense"], summary["pruned"]
+    lines = [
+        f"# {recipe.name}, pruned",
+        "",
+        f"`{recipe.model.name}` for {recipe.model.num_classes} classes, trained on {recipe.data.name} and pruned "
+        f"while it was trained, with sbf-pruner {facts['versions']['sbf-pruner']}.",
+        "",
+        "| | dense | pruned |",
+        "|---|---|---|",
+        f"| accuracy on the test images | {_percent(dense['accuracy'])} | {_percent(pruned['accuracy'])} |",
+        f"| parameters | {dense['params']:,} | {pruned['params']:,} |",
+        f"| multiply-accumulates of one image | {dense['macs']:,} | {pruned['macs']:,} |",
+        "",
+    ]
+    if dense["accuracy"] is None:
+        lines += ["No dense network was trained beside it (`dense_control` of the recipe).", ""]
+    if "int8" in facts:
+        int8 = facts["int8"]
+        lines += [
+            f"In eight-bit integers (ranges from {int8['images']} training images): "
+            f"{_percent(int8['accuracy'])} of the test images, {_percent(int8['float_accuracy'])} in floating "
+            "point.",
+            "",
+        ]
+    lines += ["## Files", "", "| file | bytes | |", "|---|---|---|"]
+    lines += [f"| `{name}` | {size:,} | {_ABOUT.get(name, '')} |" for name, size in sizes.items()]
+    lines += ["", _input(facts["input"]), ""]
+    if classes := facts["classes"]:
+        rest = " (the rest in `export.json`)" if len(classes) > _LISTED else ""
+        lines += [f"Outputs: one number per class, in this order: {some(classes, _LISTED)}{rest}.", ""]
+    lines += ["## Loading", "", *_loading(run, sizes), "", "## Form", "", _form(facts), ""]
+    lines += ["## Recipe", "", "```toml", recipe.to_toml().strip(), "```", "", "## Limits", ""]
+    lines += [
+        f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of {recipe.data.name}; nothing "
+        "is known about other images.",
+        *_untrained(sizes),
+        "- The form was chosen on one machine; on another one, a different form may be faster. What it computes is "
+        "the same.",
+        "- The checksums in `export.json` tell a damaged file, not a forged folder.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
+    blocks = []
+    onnx = [name for name in ("network.onnx", "network-int8.onnx") if name in sizes]
+    if onnx:
+        blocks.append(
+            f'import onnxruntime\nsession = onnxruntime.InferenceSession("{onnx[0]}")\n'
+            "(outputs,) = session.run(None, {session.get_inputs()[0].name: images})  # a NumPy array"
+        )
+    if "network.pt2" in sizes:
+        blocks.append('import sbf_pruner as sbf\nnetwork = sbf.load(".")  # checks the file, runs nothing it holds')
+    if "model.safetensors" in sizes:
+        config = run.recipe.model
+        options = {"num_classes": config.num_classes, "in_channels": config.in_channels, **config.options}
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        blocks.append(
+            "import sbf_pruner as sbf\nfrom sbf_pruner.models import resolve\n"
+            f'network = sbf.load(".", lambda: resolve("{config.name}", {given}))  # can be trained on'
+        )
+    return ["```python", "\n\n".join(blocks), "```"]
+
+
+def _untrained(sizes: Mapping[str, int]) -> list[str]:
+    """Which of the files only compute."""
+    names = [f"`{name}`" for name in sizes if name.startswith("network")]
+    if not names:
+        return []
+    instead = "load the weights with the model's code" if "model.safetensors" in sizes else "take the run's weights"
+    return [f"- {' and '.join(names)} compute{'s' * (len(names) == 1)} outputs; to train on, {instead}."]
+
+
+def _input(given: Mapping[str, Any]) -> str:
+    shape = " x ".join(map(str, given["shape"]))
+    if "mean" not in given:
+        return f"Input: float32, {shape}, scaled as in training."
+    return (
+        f"Input: float32, {shape}; pixels in 0..1, less the mean ({_numbers(given['mean'])}), over the deviation "
+        f"({_numbers(given['std'])}), by channel."
+    )
+
+
+def _form(facts: Mapping[str, Any]) -> str:
+    chosen = facts["chosen"]
+    if chosen["form"] is None:
+        return f"The network as it was saved; {chosen['why']}."
+    form = ", ".join(f"{key} {value}" for key, value in chosen["form"].items() if value and value != 1)
+    zeros = ", some of them zeros that make widths even" if chosen["params"] > facts["pruned"]["params"] else ""
+    purpose = "to be small" if facts["target"] == SMALLEST else f"for {facts['target']}"
+    return (
+        f"Written {purpose} ({form}): {chosen['why']}. It computes what the saved weights "
+        f"compute, with {chosen['params']:,} numbers{zeros}."
+    )
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not measured" if accuracy is None else f"{rounded(accuracy, 2)} %"
+
+
+def _numbers(values: Any) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
+
+
+FORMATS = ("onnx", "pt2", "safetensors", "int8")
+USUAL = ("onnx", "pt2", "safetensors")
+ONNX, INT8, CARD, RECIPE = "network.onnx", "network-int8.onnx", "README.md", "recipe.toml"
+TOLERANCE = 1e-4  # of the largest output, or of 1
+_TESTED = (1, 3)  # batches that every network file is tried with
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an export."""
+
+    formats: Sequence[str] = USUAL
+    target: str = ""
+    """the runtime the form is for, or "size"; empty: onnxruntime, or eager where no ONNX is asked for"""
+    batch: int = 64
+    threads: int | None = None
+    seconds: float = SECONDS
+    """about how long forms are timed"""
+    force: bool = False
+    trust: bool = False
+    """import the code that the run's recipe names"""
+
+    def __post_init__(self) -> None:
+        for name in self.formats:
+            if name not in FORMATS:
+                raise PruningError(f"no format is called {name!r}; {nearest(name, FORMATS)}")
+        if not self.formats:
+            raise PruningError(f"name at least one format: {', '.join(FORMATS)}")
+        if self.target and self.target not in TARGETS:
+            raise PruningError(f"no runtime is called {self.target!r}; {nearest(self.target, TARGETS)}")
+
+    @property
+    def runtime(self) -> str:
+        """The runtime the form is for."""
+        return self.target or ("onnxruntime" if self.onnx else "eager")
+
+    @property
+    def onnx(self) -> bool:
+        """Is ONNX needed for any of it?"""
+        return bool({"onnx", "int8"} & set(self.formats))
+
+
+def export_run(
+    path: str | Path,
+    to: str | Path | None = None,
+    request: Request | None = None,
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Export a finished run; the manifest, with the folder it lies in."""
+    request = request or Request()
+    if request.onnx or request.target == "onnxruntime":
+        require()
+    finished = read_run(path, trust=request.trust)
+    folder = Path(to) if to is not None else finished.path / EXPORT
+    _check_place(folder, finished.path, request.force)
+    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
+    work = aside(place)
+    work.mkdir(parents=True)
+    try:
+        manifest = _Export(finished, request, work, report).write()
+        _put(work, place, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return {**manifest, "folder": os.fspath(folder)}
+
+
+def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
+    if folder.resolve() == run_folder.resolve():
+        raise RunError(f"{folder} is the run itself; name another folder (--to)")
+    if Path.cwd().is_relative_to(folder.resolve()):  # it would be moved away under the user's feet
+        raise RunError(
+            f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
+            "name another one, which may be new (--to)"
+        )
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link, and an export replaces a whole folder; name that folder itself (--to)")
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; name a folder (--to)")
+    if (reason := why_not_writable(folder.resolve().parent)) is not None:  # it is moved there
+        raise RunError(f"{folder} cannot be written, because {reason}; name another folder (--to)")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not is_there(folder / MANIFEST):
+            raise RunError(f"{folder} holds files but no export; name another folder (--to)")
+        if not force:
+            raise RunError(f"{folder} holds an export already; replace it (--force) or name another folder (--to)")
+        exported_files(folder, folder)
+        if (reason := why_not_writable(folder)) is not None:  # its files are removed
+            raise RunError(f"{folder} cannot be replaced, because {reason}; name another folder (--to)")
+
+
+def _put(work: Path, place: Path, shown: Path) -> None:
+    """Move the finished folder to its place; an older export goes only then, and nothing else does."""
+    if not place.exists():
+        os.replace(work, place)
+        return
+    old = aside(place)
+    os.replace(place, old)  # where nobody adds to it any more
+    try:
+        files = exported_files(old, shown) if any(old.iterdir()) else []
+        os.replace(work, place)
+    except BaseException:
+        os.replace(old, place)
+        raise
+    with suppress(OSError):  # the new one is in its place
+        for path in files:
+            path.unlink()
+        old.rmdir()
+
+
+class _Export:
+    def __init__(self, finished: FinishedRun, request: Request, folder: Path, report: Report) -> None:
+        self.run, self.request, self.folder, self.report = finished, request, folder, report
+        recipe = finished.recipe
+        self.data: Data | None = None
+        self.told: dict[str, Any] = finished.summary.get("data", {})
+        if "int8" in request.formats or not self.told:  # a run of an older version does not tell of its data
+            try:  # first: data that is not there is said before anything is timed
+                self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, finished.origin)
+                self.told = self.data.told()
+            except DataError as error:
+                if "int8" in request.formats:
+                    raise
+                report(f"without the data, the card cannot say how images are scaled ({error})")
+
+    def inputs(self, batch: int) -> Any:
+        """Made-up inputs, so many samples at once."""
+        return made_up_inputs(self.run.small.sbf_inputs, batch, seed=batch)
+
+    def write(self) -> dict[str, Any]:
+        request, facts = self.request, self._facts()
+        if set(request.formats) - {"safetensors"}:
+            if request.runtime != SMALLEST:
+                self.report(f"timing forms of the network in {request.runtime}")
+            chosen = choose(
+                self.run.small,
+                self.inputs(1),
+                request.runtime,
+                batch=request.batch,
+                threads=request.threads,
+                seconds=request.seconds,
             )
-        check_files(path, [PROGRAM])
-        return read_program(path / PROGRAM)
-    if isinstance(build, nn.Module):  # it can be called too, but would not build anything
-        raise RunError(
-            "build is a network already; give the function that builds the dense one: load(folder, build)"
-        )
-    if exported:
-        check_files(path, [MODEL, PLAN])
-    remedy = _OF_A_RUN if (path / "recipe.toml").is_file() else _REMEDY
-    tensors, written = read_tensors(path / MODEL, remedy)
-    if written.get("format") != FORMAT:
-        raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
-    plans = [Plan(keep) for keep in written["plans"]]
-    _check_plan(path / PLAN, _joined(plans), remedy)
-    model = build()
-    if not isinstance(model, nn.Module):
-        raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
-    if example_inputs is None:
-        first = next(model.parameters())
-        inputs = from_plain(written["inputs"], lambda described: _made(described, first))
-    else:
-        inputs = example_inputs
-    for plan in plans:
-        model = _cut(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
-    _fill(model, tensors, path / MODEL)
-    if written.get("wiring", wiring(model)) != wiring(model):
-        raise RunError(f"{path / MODEL}: on zeros its channels meet differently than when it was cut; {_INPUTS}")
-    return model
+            facts |= {"target": request.runtime, "batch": request.batch, "chosen": chosen.to_dict()}
+            facts["differences"] = self._networks(chosen.network)
+        else:
+            facts["chosen"] = {"form": None, "why": "only the weights were asked for", "milliseconds": {}}
+        if "int8" in request.formats:
+            facts["int8"] = self._int8()
+        if "onnx" not in request.formats:
+            (self.folder / ONNX).unlink(missing_ok=True)
+        if "safetensors" in request.formats:
+            save(self.run.small, self.folder)
+        write_text(self.folder / RECIPE, self.run.recipe.to_toml())
+        sizes = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
+        write_text(self.folder / CARD, card(self.run, facts, sizes))
+        return write_manifest(self.folder, facts)
+
+    def _facts(self) -> dict[str, Any]:
+        summary, recipe = self.run.summary, self.run.recipe
+        keys = ("accuracy", "params", "macs")
+        example: Tensor = self.inputs(1)
+        scaled = {key: self.told[key] for key in ("mean", "std") if self.told.get(key)}
+        return {
+            "name": recipe.name,
+            "model": recipe.model.name,
+            "data": recipe.data.name,
+            "dense": {key: summary["dense"][key] for key in keys},
+            "pruned": {key: summary["pruned"][key] for key in keys},
+            "input": {"shape": ["batch", *example.shape[1:]], **scaled},
+            "classes": self.told.get("classes", []),
+            "versions": _versions(),
+        }
+
+    def _networks(self, network: nn.Module) -> dict[str, float]:
+        """Write the network in the formats asked for; how far each is from the saved one."""
+        apart: dict[str, float] = {}
+        if self.request.onnx:
+            self.report(f"writing {ONNX}")
+            ready = session(to_onnx(network, self.inputs(2), self.folder / ONNX))
+            apart[ONNX] = self._apart(ONNX, lambda inputs: run(ready, inputs))
+        if "pt2" in self.request.formats:
+            self.report(f"writing {PROGRAM}")
+            write_program(exported(network, self.inputs(2)), self.folder / PROGRAM)
+            again = read_program(self.folder / PROGRAM)
+            apart[PROGRAM] = self._apart(PROGRAM, lambda inputs: call(again, inputs))
+        return apart
+
+    @torch.no_grad()
+    def _apart(self, name: str, again: Callable[[Any], Any]) -> float:
+        """The largest difference to the saved network's outputs, over batches of several sizes."""
+        worst = 0.0
+        for batch in _TESTED:
+            inputs = self.inputs(batch)
+            for wanted, found in zip(_tensors(call(self.run.small, inputs)), _tensors(again(inputs)), strict=True):
+                scale = max(1.0, wanted.abs().max().item())
+                worst = max(worst, (found - wanted).abs().max().item() / scale)
+        if not worst <= TOLERANCE:
+            raise PruningError(
+                f"{name} gives outputs that are {worst:.1e} from the network's own, more than {TOLERANCE:.0e}, and "
+                "nothing was exported; leave that format out (--formats)"
+            )
+        return worst
+
+    def _int8(self) -> dict[str, Any]:
+        self.report(f"writing {INT8}")
+        data = self.data
+        assert data is not None
+
+        def batches(split: Split | Stream) -> Iterator[tuple[Tensor, Tensor]]:
+            return batches_of(split, 64, data).epoch(0)
+
+        images = quantise(self.folder / ONNX, batches(data.train), self.folder / INT8)
+        self.report("measuring the accuracy on the test images")
+        both = [accuracy(self.folder / name, batches(data.test)) for name in (INT8, ONNX)]
+        return {"images": images, "accuracy": both[0], "float_accuracy": both[1]}
 
 
-def _cut(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool) -> nn.Module:
-    try:
-        return extract(model, inputs, plan)
-    except PruningError as error:
-        if not made_up:
-            raise
-        reason = str(error).partition("; ")[0]
-        raise RunError(
-            f"{path}: the network that build() makes cannot be cut on zeros ({reason}); build the one that was "
-            f"pruned, or, if it goes by the values it sees, {_INPUTS}"
-        ) from error
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
-    """Several plans, each for the network the one before gave, as one for the first network."""
-    return reduce(Plan.then, plans, Plan({}))
-
-
-def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
-    try:
-        found = Plan.load(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from error
-    except PruningError as error:
-        raise RunError(f"{path} is damaged ({str(error).partition('; ')[0]}); {remedy}") from error
-    if found != expected:
-        raise RunError(f"{path} and {MODEL} do not belong together; put back the file that was changed")
-
-
-def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    held: dict[str, Any] = model.state_dict(keep_vars=True)
-    odd = next((name for name in [*held, *tensors] if name not in held or name not in tensors), None)
-    if odd is None:
-        odd = next((name for name in held if held[name].shape != tensors[name].shape), None)
-    if odd is not None:
-        raise RunError(
-            f"{path} does not fit the network that build() makes, first at {odd!r}; build the same dense "
-            "network, with the same options, as the one that was pruned"
-        )
-    for name, tensor in held.items():
-        if tensor.dtype != tensors[name].dtype:  # a network saved in half precision comes back so
-            tensor.data = tensor.data.to(tensors[name].dtype)
-    model.load_state_dict(tensors)
-
-
-def _made(described: dict[str, Any], like: Tensor) -> Tensor:
-    """Zeros of the described shape, in the network's precision: tracing asks only what is connected."""
-    kind: torch.dtype = getattr(torch, described["dtype"])
-    return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)
+def _versions() -> dict[str, Any]:
+    exporters = {name: version_of(name) for name in ("onnx", "onnxscript", "onnxruntime")}
+    there = {name: found for name, found in exporters.items() if found is not None}
+    return {**environment(torch.device("cpu")), **there}

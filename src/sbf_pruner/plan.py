@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import PlanError, nearest
-from .files import write_text
-from .graph.channels import ChannelGraph
+from .graph.channel_graph import ChannelGraph
+from .utils.files import write_text
 
 _FORMAT = "sbf-pruner plan 1"
 _WRITTEN = "sbf.Plan({'conv': [0, 2]}), with the filters that each layer keeps"

@@ -1,4 +1,15 @@
-"""Scores on a model while it trains: the method itself, for any training loop.
+"""Cuts that are tried, and thrown away: before anything is trained, and where a budget was landed on.
+
+A model, inputs and its channel graph enter.  What surgery would refuse is refused now, not when hours of training
+are over; where only the loss of whole layers is too much for the model's own code, the reason leaves.  What the
+code insists on is noted in the graph, for what is counted there.
+
+A model under gates: which filters they let through, and the smaller network that stands for.
+
+A model with its channel graph, and plans, enter; the same model, gated, leaves, and what `extract` cuts from it.
+How a filter earns its place is another matter (`pruner`).
+
+Scores on a model while it trains: the method itself, for any training loop.
 
 A model and example inputs enter; while the user alternates `scoring()` and `gated()`, one score per filter
 is learned from the filter weights; a plan, and the smaller network, leave.  What holds: the model keeps its
@@ -10,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -20,37 +31,164 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .attached import check_unattached
-from .budget.aim import Aim, Clock
-from .budget.allowed import Counts, Parts
-from .budget.guards import Couple, Guards, with_coupled
-from .budget.landing import Landing
-from .budget.steering import Steering
-from .budget.targets import Budget, check_budget
+from .budget.constraints import Counts, Couple, Guards, Parts, with_coupled
+from .budget.controller import Aim, Clock, Steering
+from .budget.search import Landing
+from .budget.targets import Budget, Stored, check_budget
 from .errors import PruningError
-from .gated import Gated
-from .graph.channels import ChannelGraph
-from .graph.residual import residual_blocks
-from .graph.unchanged import weights_now
-from .inputs import map_tensors
-from .latency.model import bound
-from .scoring.activation import ACTIVATIONS, check_slope
-from .scoring.blocks import BlockScores
-from .scoring.bounds import check_name, check_numbers
-from .scoring.elsewhere import Given, comparable
-from .scoring.forms import PROJECTIONS
-from .scoring.frozen import freeze_model
-from .scoring.gradient import Gradient
-from .scoring.penalty import Balance
-from .scoring.pressure import Pressure
-from .scoring.projection import Projection
-from .scoring.saved import check_saved, for_this_device
-from .scoring.statistics import fresh_statistics
-from .stored import Stored
-from .team import Team
-from .trial import landed, prunable_graph
+from .graph.build import trace
+from .graph.channel_graph import ChannelGraph, Pinned, residual_blocks
+from .graph.nodes import Mask
+from .graph.tracer import weights_now
+from .measurement.latency_model import bound
+from .plan import Plan, check_plan
+from .scores.freezing import freeze_model
+from .scores.gates import Gates
+from .scores.norm_statistics import fresh_statistics
+from .scores.penalty import Balance, BlockScores, Gradient, Pressure, check_saved, for_this_device
+from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, comparable
+from .surgery.extract import extract, insisted
+from .utils.distributed import Team
+from .utils.settings import check_name, check_numbers
+from .utils.user_model import check_unattached, map_tensors, without_attached
 
 _log = logging.getLogger("sbf_pruner")
+
+
+def prunable_graph(
+    model: nn.Module, example_inputs: Any, graph: ChannelGraph | None, ignore: Sequence[str], *, sized: bool
+) -> ChannelGraph:
+    """The graph of a model that has something to prune, as it was traced before or as it is now.
+
+    For a pruner with a size to come to (`sized`), what is traced now is noted with what the code insists on.
+    """
+    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
+    if graph is not None and ignore:
+        raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
+    if not found.layers:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
+        raise PruningError(f"no layer of the model can be pruned ({reasons})")
+    if graph is None and sized:
+        with suppress(PruningError):  # which says no more than that nothing is known
+            note_insisted(model, example_inputs, found)
+    return found
+
+
+def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str | None:
+    """Cut a filter off every layer, which must work; then all that can go: why not, if that fails.
+
+    >>> import torch
+    >>> from .graph.build import trace
+    >>> net, images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 5, 5)
+    >>> try_cuts(net, images, trace(net, images)) is None
+    True
+    """
+    note_insisted(model, example_inputs, graph)
+    least = Aim(graph).least()
+    try:
+        extract(model, example_inputs, Plan.from_masks(least), graph)
+    except PruningError as error:
+        return str(error)
+    return None
+
+
+def note_insisted(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
+    """Cut filters off every layer and write down where the model's own code keeps its channels all the same.
+
+    What it insists on may depend on which filters go: a slice up to the fourth channel is another one only without
+    one of the first four.  So one goes, then the first, the last, and every other one.
+    """
+    layers = [(name, layer.filters) for name, layer in graph.layers.items() if layer.filters > 1]
+    # Not the same filter everywhere: layers that meet in an addition are to need different channels.
+    some = {name: [i % size] for i, (name, size) in enumerate(layers)}
+    first, last = {name: [0] for name, _ in layers}, {name: [size - 1] for name, size in layers}
+    others = {name: list(range(i % 2, size, 2)) for i, (name, size) in enumerate(layers)}
+    for gone in (some, first, last, others):
+        little = Plan({name: tuple(f for f in range(size) if f not in gone[name]) for name, size in layers})
+        if graph.connected(little.masks(graph)):
+            _note(insisted(model, example_inputs, little, graph), graph)
+
+
+def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> Landing:
+    """What is chosen to fit into a budget, and does when it is cut.
+
+    If the model's own code insists on more than was reckoned with, the choice is made again.
+    """
+    landing = choose()
+    try:
+        while _note(insisted(model, example_inputs, Plan.from_masks(landing.masks), graph), graph):
+            landing = choose()
+    except PruningError as error:
+        _log.warning("what is left when the network is cut may be more than was asked for: %s", error)
+    return landing
+
+
+def _note(found: Pinned, graph: ChannelGraph) -> bool:
+    """Write down what the model's own code insists on; whether that is more than was known."""
+    held = graph.pinned
+    more = not (found.positions <= held.positions and found.whole <= held.whole)
+    graph.pinned = Pinned(held.positions | found.positions, held.whole | found.whole)
+    return more
+
+
+class Gated:
+    """Gates on a model, all open at first."""
+
+    def __init__(self, model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
+        self.model, self.example_inputs, self.graph = model, example_inputs, graph
+        self.filters = {name: layer.filters for name, layer in graph.layers.items()}
+        self.gates = Gates(model, graph.sites, self.filters)
+        self._held = graph.all_filters()
+        self._attached = True
+
+    def plan(self) -> Plan:
+        """The filters the gates let through: those held since the last score phase or `gate`."""
+        return Plan.from_masks(self._held)
+
+    def alive(self) -> tuple[int, int]:
+        """How many filters the gates let through, and how many there are."""
+        return sum(int(m.sum()) for m in self._held.values()), sum(m.size for m in self._held.values())
+
+    def gate(self, plan: Plan) -> None:
+        """Set the gates from any plan."""
+        self._check_ready("gate")
+        check_plan(plan)
+        masks = plan.masks(self.graph)
+        self.graph.check_connected(masks)
+        self._hold(masks)
+
+    def extract(self, *, prove: bool = False) -> nn.Module:
+        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
+        self._check_settled("extract")  # it would be frozen too, and cut by the gates of an earlier phase
+        if self._attached:
+            self.gates.check_reach(self.model)  # or what was trained without them is cut by them
+        return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
+
+    def detach(self) -> nn.Module:
+        """Take the gates off the model and return it as it was (with the weights it has now)."""
+        self._check_settled("detach")
+        self._attached = False
+        return without_attached(self.model)
+
+    def _hold(self, masks: dict[str, Mask]) -> None:
+        self._held, flow = self.graph.settled(masks)
+        self.gates.set_hard([site.open(flow) for site in self.graph.sites])
+        self.gates.mode = "hard"
+
+    def _check_ready(self, call: str) -> None:
+        """Refuse to set gates that are gone, or that a score phase is about to set."""
+        self._check_attached()
+        self._check_settled(call)
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise PruningError("this pruner was detached; make a new one")
+        self.gates.check_device(self.model)
+        self.gates.check_reach(self.model)
+
+    def _check_settled(self, call: str) -> None:
+        if self.gates.soft.requires_grad:
+            raise PruningError(f"{call}() belongs behind `with pruner.scoring():`, whose end sets the gates")
 
 
 class Pruner(Gated):

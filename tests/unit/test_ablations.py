@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sbf_pruner.models import resolve
-from sbf_pruner.training.loop import fit
-from sbf_pruner.training.recipe import Recipe, load_recipe
+from sbf_pruner.training import Recipe, fit, load_recipe
 from shares import mostly_slow
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +31,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)
 
 
 def jobs() -> dict[str, list[Run]]:

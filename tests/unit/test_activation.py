@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbf_pruner import Pruner, PruningError
-from sbf_pruner.scoring import activation
-from sbf_pruner.scoring.activation import ACTIVATIONS, check_slope, leaky_exponential
+from sbf_pruner.scores import ACTIVATIONS, check_slope, leaky_exponential, projections
 
 
 def slope(x: float, leak: float = 0.1) -> float:
@@ -88,7 +87,7 @@ def test_the_first_pruner_refuses_a_torch_that_gives_another_slope_at_zero(monke
         return 1 + slope * x
 
     with monkeypatch.context() as patched:
-        patched.setattr(activation, "leaky_exponential", tilted)
+        patched.setattr(projections, "leaky_exponential", tilted)
         for _ in range(2):  # a refusal is not remembered
             with pytest.raises(PruningError, match=rf"^torch {re.escape(torch.__version__)} .* {slope:g} at 0"):
                 Pruner(net, images)
@@ -105,7 +104,7 @@ def test_the_slope_is_checked_once_per_process_whatever_the_context(monkeypatch)
         calls.append(x)
         return leaky_exponential(x)
 
-    monkeypatch.setattr(activation, "leaky_exponential", counted)
+    monkeypatch.setattr(projections, "leaky_exponential", counted)
     with torch.inference_mode(), torch.device("meta"):
         check_slope()
     check_slope()

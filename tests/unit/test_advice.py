@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sbf_pruner.bench.advice import _REMEDIES, advise, fixed_share, verdict
-from sbf_pruner.bench.anatomy import LAYERS, MOVES, REST, Part
-from sbf_pruner.training.recipe import settings
+from sbf_pruner.compare import LAYERS, MOVES, REST, Part, advise, fixed_share, verdict
+from sbf_pruner.compare.bench_advice import _REMEDIES
+from sbf_pruner.training import settings
 
 QUIET = {"load": 0.1, "cores": 2}
 

@@ -12,18 +12,15 @@ from torch import Tensor, nn
 
 from cases import assert_equal_networks, random_plans
 from sbf_pruner import Plan, Pruner, trace
-from sbf_pruner.export import load, save
-from sbf_pruner.graph.costs import cost
-from sbf_pruner.layers import GatePlace
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import network_cost
+from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.folded import Folded
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.optimizer import make_optimizer
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.splits import Split
+from sbf_pruner.modules import GatePlace
+from sbf_pruner.saving import load, save
+from sbf_pruner.scores import Folded
+from sbf_pruner.training import OptimizerConfig
+from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.engine import CapturedEngine, Engine, make_optimizer
 from shares import mostly_slow
 from zoo import randomise
 
@@ -103,7 +100,7 @@ def test_gated_and_cut_networks_are_equal_and_cost_what_was_counted(tmp_path: Pa
         small = pruner.extract()
         for training in (False, True):
             assert_equal_networks(pruner, small, training, seed=number)
-        counted, found = cost(pruner.graph, plan.masks(pruner.graph)), measure(small, IMAGES)
+        counted, found = network_cost(pruner.graph, plan.masks(pruner.graph)), measure(small, IMAGES)
         assert (counted.params, counted.macs) == (found.params, found.macs)
         assert not any(isinstance(module, GatePlace) for module in small.modules())
     save(small, tmp_path)

@@ -12,24 +12,31 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner import environment
-from sbf_pruner.bench import comparison, runtimes
-from sbf_pruner.bench.anatomy import LAYERS, REST, dissect
-from sbf_pruner.bench.comparison import bench
-from sbf_pruner.bench.latency import known_by
-from sbf_pruner.bench.machine import faults
-from sbf_pruner.bench.runtimes import RUNTIMES, Place, Unavailable, outputs
-from sbf_pruner.bench.settings import Settings, read_settings
-from sbf_pruner.bench.subject import Subject
-from sbf_pruner.deploy.choose import FORMS
-from sbf_pruner.deploy.forms import Deployable, Form
+from sbf_pruner.cli import bench_lines
+from sbf_pruner.compare import (
+    BENCH_RUNTIMES,
+    LAYERS,
+    REST,
+    Place,
+    Settings,
+    Subject,
+    Unavailable,
+    bench,
+    dissect,
+    faults,
+    known_by,
+    outputs,
+    read_settings,
+    run_bench,
+    runtimes,
+)
 from sbf_pruner.errors import PruningError
-from sbf_pruner.inputs import call
-from sbf_pruner.measuring import measure
+from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
+from sbf_pruner.runtimes import FORMS, Deployable, Form
 from sbf_pruner.surgery import extract
-from sbf_pruner.terminal.lines import bench_lines
+from sbf_pruner.utils import call, timing
 from zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -48,9 +55,9 @@ def less_work() -> Iterator[None]:
         return captured[id(model)]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(comparison, "FORMS", some)
-        patched.setattr(comparison, "TRIAL", 0.05)
-        patched.setattr(comparison, "Deployable", capture)
+        patched.setattr(bench, "FORMS", some)
+        patched.setattr(bench, "TRIAL", 0.05)
+        patched.setattr(bench, "Deployable", capture)
         yield
 
 
@@ -68,7 +75,7 @@ def subject() -> Subject:
 def result(subject: Subject) -> dict[str, Any]:
     """One real bench of a tiny network, without the compiler, which takes long."""
     before = {key: value.clone() for key, value in subject.dense.state_dict().items()}
-    found = bench(subject, Settings((1, 3), ("eager", "onnxruntime"), ("cpu",), pairs=6, threads=1))
+    found = run_bench(subject, Settings((1, 3), ("eager", "onnxruntime"), ("cpu",), pairs=6, threads=1))
     torch.testing.assert_close(dict(subject.dense.state_dict()), before, rtol=0, atol=0)
     return found
 
@@ -95,7 +102,7 @@ def test_the_figures_are_plain_data_with_all_that_made_them(result: dict[str, An
         "devices": ["cpu"],
         "pairs": 6,
         "threads": 1,
-        "trial_seconds": comparison.TRIAL,
+        "trial_seconds": bench.TRIAL,
     }
     assert result["environment"]["onnxruntime"] and result["environment"]["load"] >= 0
     dense, compact = (measure(network, subject.example).macs for network in (subject.dense, subject.compact))
@@ -137,7 +144,7 @@ def test_without_onnx_runtime_and_openvino_the_others_run(
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "onnxruntime" else ...)
     said: list[str] = []
     asked = Settings((1,), ("onnxruntime", "openvino", "eager"), ("cpu",), pairs=1, threads=1)
-    result = bench(subject, asked, said.append)
+    result = run_bench(subject, asked, said.append)
     assert [(entry["runtime"], entry["reason"]) for entry in result["missing"]] == [
         ("onnxruntime", 'exporting to ONNX needs onnxruntime; run: pip install "sbf-pruner[export]"'),
         ("openvino", 'OpenVINO is not installed; run: pip install "sbf-pruner[openvino]"'),
@@ -153,7 +160,7 @@ def test_that_nothing_could_be_timed_is_an_error(subject: Subject, monkeypatch: 
     with pytest.raises(
         PruningError, match=r"^nothing could be timed \(openvino, cpu: OpenVINO is not installed; .*\); n"
     ):
-        bench(subject, asked)
+        run_bench(subject, asked)
 
 
 def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +172,14 @@ def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(Unavailable) as caught:
-        RUNTIMES["compile"].prepare(subject.compact, Place(CPU, 1, subject.example))(subject.example)
+        BENCH_RUNTIMES["compile"].prepare(subject.compact, Place(CPU, 1, subject.example))(subject.example)
     assert str(caught.value) == "torch.compile failed here (RuntimeError: No working C++ compiler found)"
 
 
 @pytest.mark.slow
 def test_the_compiled_network_computes_the_same(subject: Subject) -> None:
     form = Deployable(subject.compact, subject.example).form(FORMS["compile"][0])
-    bind = RUNTIMES["compile"].prepare(form, Place(CPU, 1, subject.example))
+    bind = BENCH_RUNTIMES["compile"].prepare(form, Place(CPU, 1, subject.example))
     for batch in (1, 3):
         inputs = subject.inputs(batch)
         with torch.inference_mode():
@@ -187,7 +194,7 @@ def test_a_network_that_cannot_be_rewritten_is_timed_as_it_is() -> None:
 
     net, image = Wordy(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3)).eval(), torch.rand(1, 3, 8, 8)
     odd = Subject.of("wordy", net, extract(net, image, Plan({"0": [1]})))
-    result = bench(odd, Settings((2,), ("eager", "onnxruntime"), ("cpu",), pairs=1, threads=1))
+    result = run_bench(odd, Settings((2,), ("eager", "onnxruntime"), ("cpu",), pairs=1, threads=1))
     (record,), (left_out,) = result["measured"], result["missing"]
     assert record["form"] == {"dense": "as it is", "compact": "as it is"} and record["difference"] == 0
     assert left_out["reason"].startswith("Wordy cannot be written as ONNX") and result["anatomy"] == []
@@ -196,17 +203,17 @@ def test_a_network_that_cannot_be_rewritten_is_timed_as_it_is() -> None:
 
 
 def test_on_a_gpu_only_torch_is_timed(subject: Subject) -> None:
-    tool = comparison._Bench(subject, Settings((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
+    tool = bench._Bench(subject, Settings((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
     with pytest.raises(Unavailable, match="timed on the CPU alone"):
         tool._measured("onnxruntime", torch.device("cuda"))
 
 
 def test_pairs_follow_from_the_time_a_pass_takes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "SECONDS", 0.5)  # 25 pairs of samples that take 10 ms each
-    found = bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))
+    monkeypatch.setattr(bench, "SECONDS", 0.5)  # 25 pairs of samples that take 10 ms each
+    found = run_bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))
     assert found["measured"][0]["speedup"]["n"] == 25
-    monkeypatch.setattr(comparison, "SECONDS", 0.0)
-    assert bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))["measured"][0]["speedup"]["n"] == 10
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    assert run_bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))["measured"][0]["speedup"]["n"] == 10
 
 
 # -- settings ----------------------------------------------------------------------------------------------
@@ -250,16 +257,16 @@ def test_page_faults_are_counted() -> None:
 
 def test_the_load_is_what_others_do_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter([(100, 1000), (130, 1060), None, (1, 2), (5, 9), (5, 9)])
-    monkeypatch.setattr(environment, "_ticks", lambda: next(told))
+    monkeypatch.setattr(timing, "_ticks", lambda: next(told))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert environment.load(0) == 1.0  # half of the time of two cores
-    assert environment.load(0) is None and environment.load(0) is None  # unknown; no tick has passed
+    assert timing.load(0) == 1.0  # half of the time of two cores
+    assert timing.load(0) is None and timing.load(0) is None  # unknown; no tick has passed
     monkeypatch.undo()
     if Path("/proc/stat").is_file():
-        busy, whole = environment._ticks()
+        busy, whole = timing._ticks()
         assert 0 < busy < whole
     monkeypatch.setattr(Path, "read_text", lambda *given: "nothing of the kind")
-    assert environment._ticks() is None
+    assert timing._ticks() is None
 
 
 def test_inputs_of_any_kind_get_the_batch_asked_for() -> None:

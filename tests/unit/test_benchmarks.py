@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sbf_pruner
-from sbf_pruner.measuring import measure
+from sbf_pruner.measurement import measure
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,24 +14,30 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner import load, save
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards, coupled, with_coupled
-from sbf_pruner.budget.landing import Field, land
-from sbf_pruner.budget.prices import Mix, prices
-from sbf_pruner.budget.steering import RANGE, Steering
-from sbf_pruner.budget.streams import links
-from sbf_pruner.budget.targets import POINT, Budget, Limits
+from sbf_pruner.budget import (
+    POINT,
+    RANGE,
+    Aim,
+    Budget,
+    Field,
+    Guards,
+    Limits,
+    Mix,
+    Steering,
+    coupled,
+    land,
+    links,
+    prices,
+    with_coupled,
+)
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import cost
-from sbf_pruner.graph.residual import residual_blocks
-from sbf_pruner.measuring import measure
-from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.graph import network_cost, residual_blocks, trace
+from sbf_pruner.measurement import measure
+from sbf_pruner.models import resnet20
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from sbf_pruner.training.loop import fit
-from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training import fit, load_recipe
 from zoo import ZOO
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -61,7 +67,7 @@ def test_landing_meets_the_budget_and_wastes_nothing(graph, budget):
 
 def test_of_two_limits_both_are_used_up(graph):
     # By score alone one of them would be reached long before the other.
-    dense = cost(graph, {})
+    dense = network_cost(graph, {})
     values = scores(graph)
     alone = Aim(graph, Budget(params=0.25)).choose(values).usage
     asked = Budget(params=0.25, macs=alone["macs"] / dense.macs + 0.12)
@@ -495,7 +501,7 @@ def test_rounded_widths_are_multiples_or_all_there_is(graph, share):
     small = extract(resnet20(), IMAGE, Plan.from_masks(landing.masks), graph)
     widths = [m.out_channels for m in small.modules() if isinstance(m, nn.Conv2d)]
     assert all(width % 8 == 0 for width in widths), widths
-    assert measure(small, IMAGE).macs <= share * cost(graph, {}).macs
+    assert measure(small, IMAGE).macs <= share * network_cost(graph, {}).macs
 
 
 @pytest.mark.parametrize(("name", "round_to"), [("Grouped", 4), ("GroupNorm", 4), ("Split", 2), ("Shuffle", 2)])
@@ -583,11 +589,11 @@ def test_layers_are_coupled_by_pattern(graph):
 def test_a_price_is_what_goes_with_a_filter(graph):
     rng = np.random.default_rng(0)
     keep = graph.settle({name: rng.random(layer.filters) < 0.7 for name, layer in graph.layers.items()})
-    found, whole, here = prices(graph, keep), cost(graph, {}), cost(graph, keep)
+    found, whole, here = prices(graph, keep), network_cost(graph, {}), network_cost(graph, keep)
     for name in ("layer1.1.conv1", "layer2.2.conv1", "layer3.0.conv1"):  # each filter of these costs the same
         less = {**keep, name: keep[name].copy()}
         less[name][np.flatnonzero(keep[name])[1]] = False
-        left = cost(graph, less)
+        left = network_cost(graph, less)
         assert found["macs"][name] == pytest.approx((here.macs - left.macs) / whole.macs)
         assert found["params"][name] == pytest.approx((here.params - left.params) / whole.params)
 

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 import sbf_pruner as sbf
-from sbf_pruner.bundle import export as bundle
-from sbf_pruner.bundle.export import Request, export_run
-from sbf_pruner.deploy import choose as choosing
-from sbf_pruner.deploy.forms import Deployable, Form
-from sbf_pruner.deploy.onnx import run, session
+from sbf_pruner import export as bundle
 from sbf_pruner.errors import DataError, PruningError, RunError
-from sbf_pruner.manifest import MANIFEST, digest
+from sbf_pruner.export import Request, export_run
 from sbf_pruner.models import resolve
-from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.runtimes import Deployable, Form, run, session
+from sbf_pruner.runtimes import forms as choosing
+from sbf_pruner.saving import MANIFEST, digest
+from sbf_pruner.training import load_recipe
 
 pytest.importorskip("onnxruntime")
 

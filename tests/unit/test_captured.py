@@ -11,21 +11,22 @@ from torch import Tensor, nn
 
 from runs import made_by, small_run
 from sbf_pruner import Plan, Pruner
-from sbf_pruner.attached import without_attached
-from sbf_pruner.budget.targets import Budget
-from sbf_pruner.copies import real_copy
+from sbf_pruner.budget import Budget
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.forms import PROJECTIONS
-from sbf_pruner.training.average import Average
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.convolutions import TunableConvolutions
-from sbf_pruner.training.counters import Counters
-from sbf_pruner.training.engine import Engine, Tally
-from sbf_pruner.training.optimizer import make_optimizer
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.splits import Split
-from sbf_pruner.training.teacher import Teacher
+from sbf_pruner.scores import PROJECTIONS
+from sbf_pruner.training import OptimizerConfig
+from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.engine import (
+    Average,
+    CapturedEngine,
+    Counters,
+    Engine,
+    Tally,
+    Teacher,
+    TunableConvolutions,
+    make_optimizer,
+)
+from sbf_pruner.utils import real_copy, without_attached
 
 Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
 

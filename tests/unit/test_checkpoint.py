@@ -18,13 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from sbf_pruner import files
-from sbf_pruner.cifar.prepared import load_cifar10
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.training.checkpoint import NAME, load_checkpoint, save_checkpoint
-from sbf_pruner.training.optimizer import make_optimizer, restore_optimizer
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.start import load_weights
+from sbf_pruner.training import NAME, OptimizerConfig, load_checkpoint, load_weights, save_checkpoint
+from sbf_pruner.training.data import load_cifar10
+from sbf_pruner.training.engine import make_optimizer, restore_optimizer
+from sbf_pruner.utils import files
 
 
 def same(left: Any, right: Any) -> bool:

@@ -25,15 +25,24 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from sbf_pruner.cifar import fetch
-from sbf_pruner.cifar import prepared as cifar
-from sbf_pruner.cifar.fetch import Archive, download, read_archive
-from sbf_pruner.cifar.pickled import read_pickle
-from sbf_pruner.cifar.prepared import FILE, PARTS, Part, default_folder, load_cifar10, prepare_cifar10
 from sbf_pruner.cli import main
 from sbf_pruner.errors import DataError
-from sbf_pruner.training.data import load_data
-from sbf_pruner.training.material import DataConfig
+from sbf_pruner.training import DataConfig
+from sbf_pruner.training.data import (
+    FILE,
+    PARTS,
+    Archive,
+    Part,
+    cifar10,
+    default_folder,
+    download,
+    load_cifar10,
+    load_data,
+    prepare_cifar10,
+    read_archive,
+    read_pickle,
+)
+from sbf_pruner.training.data import cifar10 as cifar
 
 FORMS = ("python", "binary", "sheets")
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
@@ -73,7 +82,7 @@ def small_and_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def offline(*args: Any, **options: Any) -> Any:
         raise URLError("no network in tests")
 
-    monkeypatch.setattr(fetch, "urlopen", offline)
+    monkeypatch.setattr(cifar10, "urlopen", offline)
 
 
 def batches() -> Iterator[tuple[str, Any, Any]]:
@@ -251,7 +260,7 @@ def test_the_command_puts_it_where_recipes_find_it(
 
 
 def test_importing_needs_no_pillow() -> None:
-    code = "import sys, sbf_pruner.training.sources; sys.exit('PIL' in sys.modules)"
+    code = "import sys, sbf_pruner.training.data.datasets; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -564,7 +573,7 @@ def test_damaged_archives(tmp_path: Path) -> None:
 
 def test_an_oversized_member_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = archive(tmp_path / "x.tar.gz", {"data_batch_1.bin": b"1" * 1001})
-    monkeypatch.setattr(fetch, "LARGEST", 1000)
+    monkeypatch.setattr(cifar10, "LARGEST", 1000)
     with pytest.raises(DataError, match=r"data_batch_1.bin has 1,001 bytes"):
         read_archive(source, {"data_batch_1.bin"})
 
@@ -608,8 +617,8 @@ def test_the_official_archive_is_the_one_others_know() -> None:
 
 
 def test_download(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "BLOCK", 1 << 14)
-    monkeypatch.setattr(fetch, "urlopen", server := Server(official))
+    monkeypatch.setattr(cifar10, "BLOCK", 1 << 14)
+    monkeypatch.setattr(cifar10, "urlopen", server := Server(official))
     seen: list[tuple[str, int, int]] = []
     path = prepare_cifar10("download", tmp_path / "out", lambda *told: seen.append(told))
     assert os.listdir(path.parent) == [FILE]
@@ -627,18 +636,18 @@ def test_download(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_download_goes_on_where_it_stopped(
     ranges: bool, official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "urlopen", Server(official, cut=1000))
+    monkeypatch.setattr(cifar10, "urlopen", Server(official, cut=1000))
     with pytest.raises(DataError, match=r"ended after 1,000 of [\d,]+ bytes; run the same again"):
         prepare_cifar10("download", tmp_path / "out")
     assert not (tmp_path / "out" / FILE).exists()
-    monkeypatch.setattr(fetch, "urlopen", server := Server(official, ranges=ranges))
+    monkeypatch.setattr(cifar10, "urlopen", server := Server(official, ranges=ranges))
     assert_small(load_cifar10(str(prepare_cifar10("download", tmp_path / "out"))))
     assert server.asked == ["bytes=1000-"]
 
 
 def test_a_wrong_download_is_thrown_away(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (official[:-1] + b"?", official + b"?" * 100):
-        monkeypatch.setattr(fetch, "urlopen", Server(content))
+        monkeypatch.setattr(cifar10, "urlopen", Server(content))
         with pytest.raises(DataError, match=r"not the published file \(sha256 \w{64}, .* was thrown away"):
             prepare_cifar10("download", tmp_path / "new" / "out")
         assert not (tmp_path / "new").exists()
@@ -658,9 +667,9 @@ def test_a_connection_that_breaks(official: bytes, tmp_path: Path, monkeypatch: 
                 raise TimeoutError("timed out")
             return super().read(500)
 
-    monkeypatch.setattr(fetch, "urlopen", lambda request, timeout: Broken(official))
+    monkeypatch.setattr(cifar10, "urlopen", lambda request, timeout: Broken(official))
     with pytest.raises(DataError, match="timed out; run the same again to go on where it stopped"):
-        download(cifar.OFFICIAL, tmp_path, fetch.silent)
+        download(cifar.OFFICIAL, tmp_path, cifar10.silent)
     assert (tmp_path / ".c.tar.gz.part").read_bytes() == official[:500]
 
 

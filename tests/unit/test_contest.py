@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from sbf_pruner.cli import main
-from sbf_pruner.contest import check_methods, enter, entrants, standings
+from sbf_pruner.compare import check_methods, enter, method_runs, standings
 from sbf_pruner.errors import RecipeError, RunError
-from sbf_pruner.training import loop
-from sbf_pruner.training.recipe import load_recipe
+from sbf_pruner.training import load_recipe, run
 
 SETTINGS = [
     *("data.name=synthetic", "data.samples=64", "data.image_size=8", "data.channels=1", "data.batch_size=16"),
@@ -32,7 +31,7 @@ def compare(root: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def hurried() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
+        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
         yield
 
 
@@ -49,14 +48,14 @@ def test_all_that_may_be_equal_is_equal(root: Path) -> None:
     runs = {(run["method"], run["seed"]): run for run in result["runs"]}
     assert sorted(runs) == sorted((method, seed) for method in ("sbf", "taylor") for seed in (0, 3))
     assert {run["epochs"] for run in runs.values()} == {5} == {result["epochs"]}
-    for (method, seed), run in runs.items():
+    for (method, seed), found in runs.items():
         folder = root / f"{method}-seed{seed}"
-        assert run["pruned"]["macs"] <= 0.5 * run["dense"]["macs"] and run["cut_error"] < 1e-12
+        assert found["pruned"]["macs"] <= 0.5 * found["dense"]["macs"] and found["cut_error"] < 1e-12
         first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
         shared = json.loads((root / f"sbf-seed{seed}/metrics.jsonl").read_text().splitlines()[0])
         assert {**first, "total": 0} == {**shared, "total": 0}  # the dense stage, to the second that it took
-        assert run.get("dense_from") == (None if method == "sbf" else str(root / f"sbf-seed{seed}"))
-        assert (run["dense"]["accuracy"] is not None) == (method == "sbf")  # one control for each seed
+        assert found.get("dense_from") == (None if method == "sbf" else str(root / f"sbf-seed{seed}"))
+        assert (found["dense"]["accuracy"] is not None) == (method == "sbf")  # one control for each seed
     assert len(result["dense_accuracy"]) == 2
     means = [one["mean"] for one in result["methods"]]
     assert means == sorted(means, reverse=True)
@@ -71,7 +70,7 @@ def test_all_that_may_be_equal_is_equal(root: Path) -> None:
 def test_what_is_there_is_not_trained_again(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop.Run, "go", None)
+    monkeypatch.setattr(run.Run, "go", None)
     assert main(compare(root, "--seeds", "0,3")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:6] == ["method", "accuracy", "parameters", "left", "MACs", "left"]
@@ -92,8 +91,8 @@ def test_stopped_it_goes_on_where_it_was(
             raise KeyboardInterrupt
         return go(run)
 
-    go = loop.Run.go
-    monkeypatch.setattr(loop.Run, "go", stopped)
+    go = run.Run.go
+    monkeypatch.setattr(run.Run, "go", stopped)
     assert main(compare(tmp_path / "run")) == 130
     assert capsys.readouterr().err.startswith("sbf: stopped; continue with: sbf compare digits --set")
     assert not (tmp_path / "run/comparison.json").exists()
@@ -137,7 +136,7 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
     def lame(subject: Any) -> Any:
         raise ZeroDivisionError("no such thing")
 
-    monkeypatch.setattr("sbf_pruner.methods.loss.first_order", lame)
+    monkeypatch.setattr("sbf_pruner.criteria.taylor.first_order", lame)
     assert main(compare(tmp_path / "run")) == 2
     assert capsys.readouterr().err == (
         "sbf: method taylor cannot judge this network (ZeroDivisionError: no such thing); give it pairs of inputs "
@@ -148,7 +147,7 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
 
 def test_methods_are_tried_with_the_threads_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(entrants, "rehearse", lambda name, subject: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(method_runs, "rehearse", lambda name, subject: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     recipe = load_recipe("digits", [*AIMED, f"threads={before + 1}"])
     check_methods(enter(recipe, ["l1"], [0], tmp_path / "none"))

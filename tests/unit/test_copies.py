@@ -9,7 +9,7 @@ import torch.fx
 from torch import nn
 
 import sbf_pruner as sbf
-from sbf_pruner.copies import meta_copy, real_copy
+from sbf_pruner.utils import meta_copy, real_copy
 
 
 class Awkward(nn.Module):

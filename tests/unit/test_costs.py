@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cases import random_plans
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import cost
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import network_cost, trace
+from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
+from sbf_pruner.pruner import note_insisted
 from sbf_pruner.surgery import extract
-from sbf_pruner.trial import note_insisted
 from zoo import ZOO
 
 
@@ -25,7 +24,7 @@ def test_the_cost_of_a_plan_is_that_of_the_network_it_makes(name):
     note_insisted(model, inputs, graph)
     for plan in random_plans(graph, 4)[2:]:
         expected = measure(extract(model, inputs, plan, graph), inputs)
-        found = cost(graph, plan.masks(graph))
+        found = network_cost(graph, plan.masks(graph))
         assert (found.params, found.macs) == (expected.params, expected.macs)
 
 
@@ -40,7 +39,7 @@ def test_the_cost_of_a_plan_for_a_network_that_was_cut_before_is_that_of_the_net
     note_insisted(model, inputs, graph)
     for plan in (Plan({}), *random_plans(graph, 4)[2:]):
         expected = measure(extract(model, inputs, plan, graph), inputs)
-        found = cost(graph, plan.masks(graph))
+        found = network_cost(graph, plan.masks(graph))
         assert (found.params, found.macs) == (expected.params, expected.macs)
 
 
@@ -74,9 +73,9 @@ def test_a_module_under_two_names_has_its_parameters_once_and_its_products_in_ev
     model, images = TwoNames().eval(), torch.rand(1, 3, 4, 4)
     graph, half = trace(model, images), np.arange(8) % 2 == 0
     for network, found in (
-        (model, cost(graph, {})),
+        (model, network_cost(graph, {})),
         (extract(model, images, Plan.from_masks(dict.fromkeys(("stem", "block.0"), half))),
-         cost(graph, dict.fromkeys(("stem", "block.0"), half))),
+         network_cost(graph, dict.fromkeys(("stem", "block.0"), half))),
     ):  # fmt: skip
         with FlopCounterMode(display=False) as flops:
             network(images)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.training.counters import Counters
+from sbf_pruner.training.engine import Counters
 
 
 def network() -> nn.Module:

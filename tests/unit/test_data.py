@@ -14,14 +14,8 @@ from torch import Tensor, nn
 
 import test_gpu
 from sbf_pruner.errors import DataError
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.data import Data, load_data
-from sbf_pruner.training.feed import Feed
-from sbf_pruner.training.material import DataConfig
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.schedule import phases
-from sbf_pruner.training.sources import SOURCES, register
-from sbf_pruner.training.splits import Split
+from sbf_pruner.training import DataConfig, load_recipe, phases
+from sbf_pruner.training.data import SOURCES, Augment, Data, Feed, Resident, Split, load_data, register
 
 
 def load(name: str, classes: int = 10, seed: int = 0, **options: Any) -> Data:
@@ -138,7 +132,7 @@ def test_what_a_data_set_lacks(name: str, options: dict[str, Any], message: str)
 
 
 def test_registered_sources_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sbf_pruner.training.sources.SOURCES", dict(SOURCES))
+    monkeypatch.setattr("sbf_pruner.training.data.datasets.SOURCES", dict(SOURCES))
     ones = np.ones((4, 1, 2, 2), np.uint8), np.arange(4)
     register("ones")(lambda config, num_classes, seed: {"train": ones, "test": ones})
     data = load("ones", 4)

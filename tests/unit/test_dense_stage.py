@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from runs import Small, small_recipe, small_run
+from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import RunError
-from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import run
-from sbf_pruner.training.loop import Result, fit
+from sbf_pruner.training import Result, fit, run
 
 # A harsher cut with every way the dense stage goes on mattering: as teacher, in the budget, in the control.
 LATER: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner.errors import PlanError
-from sbf_pruner.graph.build import trace
+from sbf_pruner.graph import trace
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract

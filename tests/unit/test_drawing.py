@@ -9,22 +9,19 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from sbf_pruner.drawing import draw
-from sbf_pruner.drawing.place import arrange
-from sbf_pruner.drawing.scene import FOLLOWER, GATE, JOINT, LAYER, SKIPPED, compose
-from sbf_pruner.drawing.svg import _size
 from sbf_pruner.models import resolve
-from sbf_pruner.overview import inspect
+from sbf_pruner.report import FOLLOWER, GATE, JOINT, LAYER, SKIPPED, arrange, compose, draw, inspect_model
+from sbf_pruner.report.graph_drawing import _size
 from zoo import ZOO
 
 
 def seen(name):
-    return inspect(*ZOO[name]())
+    return inspect_model(*ZOO[name]())
 
 
 @pytest.fixture(scope="module")
 def resnet():
-    return inspect(resolve("resnet56"), torch.zeros(1, 3, 32, 32))
+    return inspect_model(resolve("resnet56"), torch.zeros(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -78,7 +75,7 @@ def test_names_from_a_model_are_escaped():
     net = torch.nn.Sequential()
     net.add_module("<b>&", torch.nn.Conv2d(3, 4, 1))
     net.add_module("last", torch.nn.Conv2d(4, 2, 1))
-    found = inspect(net, torch.zeros(1, 3, 8, 8))
+    found = inspect_model(net, torch.zeros(1, 3, 8, 8))
     for ending in (".svg", ".html"):
         text = draw(found, ending)
         assert "<b>" not in text and "&lt;b&gt;&amp;" in text

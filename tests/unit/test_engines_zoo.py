@@ -7,15 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
-from sbf_pruner.training import captured
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.compiled import own_code
-from sbf_pruner.training.convolutions import TunableConvolutions
-from sbf_pruner.training.engine import Engine, Tally
-from sbf_pruner.training.optimizer import Descent, make_optimizer
-from sbf_pruner.training.sections import OptimizerConfig
-from sbf_pruner.training.splits import Split
+from sbf_pruner.training import OptimizerConfig
+from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.engine import (
+    CapturedEngine,
+    Descent,
+    Engine,
+    Tally,
+    TunableConvolutions,
+    captured,
+    make_optimizer,
+    own_code,
+)
 from shares import mostly_slow
 from zoo import ZOO
 

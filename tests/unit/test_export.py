@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from cases import random_plans
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.export import load, save
-from sbf_pruner.graph.build import trace
-from sbf_pruner.inputs import call
+from sbf_pruner.graph import trace
 from sbf_pruner.plan import Plan
+from sbf_pruner.saving import load, save
 from sbf_pruner.surgery import extract
+from sbf_pruner.utils import call
 from zoo import ZOO, fresh_inputs
 
 HARD = "Residual Concat Depthwise Grouped SqueezeExcite SharedModule Unet TwoInputs DictInput NestedInput"

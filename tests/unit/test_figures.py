@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sbf_pruner.figures import rounded
-from sbf_pruner.report import numbers
-from sbf_pruner.terminal import tables
+from sbf_pruner.cli import console
+from sbf_pruner.utils import formatting, rounded
 
 
 @pytest.mark.parametrize("digits", [0, 1, 2])
@@ -21,9 +20,9 @@ def test_only_nothing_is_nothing_and_only_all_is_all(away: float, digits: int) -
 
 def test_the_page_and_the_terminal_tell_the_same() -> None:
     for before, after in ((200, 150), (10_000, 1), (10_000, 9_999), (1_000_000, 1_000_001), (3, 3), (2, 4)):
-        page = numbers.change(before, after).replace(numbers.MINUS, "-").replace("\u00b1", "+")
-        assert page == tables.change(before, after)
-    assert numbers.change(10_000, 1).replace(numbers.MINUS, "-") == "-99.99 %"
+        page = formatting.change(before, after).replace(formatting.MINUS, "-").replace("\u00b1", "+")
+        assert page == console.change(before, after)
+    assert formatting.change(10_000, 1).replace(formatting.MINUS, "-") == "-99.99 %"
     for value in (0.004, 50.0, 99.996):
-        assert numbers.percent(value) == tables.percent(value)
-    assert tables.share(0.0004) == "0.04%"
+        assert formatting.percent(value) == console.percent(value)
+    assert console.share(0.0004) == "0.04%"

@@ -11,13 +11,11 @@ from torch import nn
 
 import sbf_pruner as sbf
 from cases import leaves, random_plans, snapshot
-from sbf_pruner.deploy import choose as choosing
-from sbf_pruner.deploy.choose import choose, fastest
-from sbf_pruner.deploy.forms import BRANCHES, Deployable, Form
-from sbf_pruner.deploy.widths import groups
 from sbf_pruner.errors import PruningError
-from sbf_pruner.inputs import call
 from sbf_pruner.models import resolve
+from sbf_pruner.runtimes import BRANCHES, Deployable, Form, choose, fastest, groups
+from sbf_pruner.runtimes import forms as choosing
+from sbf_pruner.utils import call
 from shares import mostly_slow
 from zoo import ZOO, Block, fresh_inputs, randomise
 

@@ -15,22 +15,15 @@ import torch
 
 from clocks import clock_of
 from runs import Small, small_run
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards, with_coupled
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget import Aim, Budget, Guards, with_coupled
+from sbf_pruner.cli import frontier_lines
+from sbf_pruner.compare import Request, draw_frontier, read_scored, run_frontier
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.frontier.picture import draw_frontier
-from sbf_pruner.frontier.scored import read_scored
-from sbf_pruner.frontier.sweep import Request, frontier
-from sbf_pruner.graph.build import trace
-from sbf_pruner.latency.model import read_model
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import measure, read_model
 from sbf_pruner.plan import Plan
 from sbf_pruner.surgery import extract
-from sbf_pruner.terminal.lines import frontier_lines
-from sbf_pruner.training.checkpoint import load_checkpoint
-from sbf_pruner.training.folder import SCORED
-from sbf_pruner.training.material import DataConfig
+from sbf_pruner.training import SCORED, DataConfig, load_checkpoint
 
 MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 DATA = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 64, "batch_size": 16}
@@ -56,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> dict[str, Any]:
-    return frontier(folder, trusting(at=SIZES))
+    return run_frontier(folder, trusting(at=SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +67,7 @@ def test_streams_of_devices_that_are_not_used_are_left_alone(folder: Path, monke
 
     monkeypatch.setattr(torch.random, "fork_rng", noted)
     before = torch.get_rng_state()
-    frontier(folder, trusting(at=("0.5",), device="cpu"))
+    run_frontier(folder, trusting(at=("0.5",), device="cpu"))
     assert seen and all(devices == [] for devices in seen), "none named means every GPU there is"
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -133,14 +126,14 @@ def test_a_point_by_hand(folder: Path, result: dict[str, Any]) -> None:
 
 def test_numbers_and_parts_are_the_same_sizes(folder: Path, result: dict[str, Any]) -> None:
     macs = result["dense"]["macs"] // 2
-    point = frontier(folder, trusting(at=(f"{macs}",)))["points"][0]
+    point = run_frontier(folder, trusting(at=(f"{macs}",)))["points"][0]
     assert point.pop("asked") == macs
     assert {**point, "asked": 0.5} == result["points"][1]
 
 
 @pytest.mark.parametrize("of", ["params", "size"])
 def test_other_resources(of: str, folder: Path) -> None:
-    found = frontier(folder, trusting(of, ("1", "0.6")))
+    found = run_frontier(folder, trusting(of, ("1", "0.6")))
     whole, point = found["points"]
     assert whole["left"] == {"macs": 1.0, "params": 1.0, "size": 1.0} and whole["filters"] == 40
     assert 0.45 < point["left"][of] <= 0.6
@@ -148,14 +141,14 @@ def test_other_resources(of: str, folder: Path) -> None:
 
 def test_what_cannot_be_reached_is_listed_with_the_smallest_there_is(folder: Path) -> None:
     for of in ("macs", "size"):
-        found = frontier(folder, trusting(of, ("0.5", "0.001")))
+        found = run_frontier(folder, trusting(of, ("0.5", "0.001")))
         assert [point["reached"] for point in found["points"]] == [True, False]
         smallest = found["smallest"]
         assert 0.001 < smallest["left"][of] < 0.5 and 0 < smallest["filters"] < 10
         lines = frontier_lines(found)
         assert any(line.split() == ["0.1", "%", *"------", "cannot", "be", "reached"] for line in lines)
         assert any(line.startswith("the smallest there is") for line in lines)
-    assert frontier(folder, trusting(at=("0.001",)))["said"] == "None of these sizes can be reached."
+    assert run_frontier(folder, trusting(at=("0.001",)))["said"] == "None of these sizes can be reached."
 
 
 def test_guards_hold_here_too(tmp_path: Path) -> None:
@@ -165,7 +158,7 @@ def test_guards_hold_here_too(tmp_path: Path) -> None:
     scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
     assert aim.guards.groups == (("blocks.0.conv1", "blocks.1.conv1"),) and "stem" not in scored.scores
-    found = frontier(tmp_path / "run", trusting(at=("0.6",)))
+    found = run_frontier(tmp_path / "run", trusting(at=("0.6",)))
     (point,) = found["points"]
     assert point["reached"] and point["filters"] % 4 == 0 and found["dense"]["filters"] == 32
 
@@ -183,7 +176,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -> None:
-    found = frontier(timed, trusting("latency", ("0.8", "50%", "1%")))
+    found = run_frontier(timed, trusting("latency", ("0.8", "50%", "1%")))
     state = load_checkpoint(timed / "checkpoints", SCORED)
     graph = trace(Small(), IMAGE)
     clock = read_model(timed / "latency.json", graph)
@@ -204,11 +197,12 @@ def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -
     assert found["own"]["left"]["latency"] == pytest.approx(summary["latency"]["foretold"])
     assert found["clock"]["runtime"] == "torch" and found["clock"]["measured"] is None
     seconds = f"{0.8 * clock.dense_seconds:.9f}s"
-    assert frontier(timed, trusting("latency", (seconds,)))["points"][0]["filters"] == found["points"][0]["filters"]
+    again = run_frontier(timed, trusting("latency", (seconds,)))
+    assert again["points"][0]["filters"] == found["points"][0]["filters"]
 
 
 def test_times_as_text_and_drawn(timed: Path) -> None:
-    found = frontier(timed, trusting("latency", ("0.8", "0.01")))
+    found = run_frontier(timed, trusting("latency", ("0.8", "0.01")))
     lines = frontier_lines(found)
     assert lines[0].startswith("target, time") and "time, foretold" in lines[0]
     assert any(line.split() == ["1", "%", *"--------", "cannot", "be", "reached"] for line in lines)
@@ -229,7 +223,7 @@ def test_times_as_text_and_drawn(timed: Path) -> None:
     assert "took 71.0 % of the dense one&#x27;s time" in page and "accuracy against time" in page
     assert "the time foretold (torch, batch 1)</text>" in draw_frontier(found, ".svg")
     # Of sizes, the time is told beside them.
-    sizes = frontier(timed, trusting(at=("0.5",)))
+    sizes = run_frontier(timed, trusting(at=("0.5",)))
     assert sizes["points"][0]["left"]["latency"] < 1 and "multiply-accumulates" in draw_frontier(sizes, ".svg")
 
 
@@ -237,17 +231,17 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
     with pytest.raises(
         RunError, match="has no clock, because it was asked for no time; have one measured here with"
     ):
-        frontier(folder, trusting("latency", ("0.5",)))
+        run_frontier(folder, trusting("latency", ("0.5",)))
     asked = []
 
     def measured(network, images, graph, conditions, *, ignore, report):  # type: ignore[no-untyped-def]
         asked.append((conditions.runtime, conditions.batch, len(images) > 0, ignore))
         return clock_of(graph)
 
-    monkeypatch.setattr("sbf_pruner.frontier.sweep.clock_here", measured)
-    (point,) = frontier(folder, trusting("latency", ("0.6",), runtime="torch", batch=4))["points"]
+    monkeypatch.setattr("sbf_pruner.compare.frontier.clock_here", measured)
+    (point,) = run_frontier(folder, trusting("latency", ("0.6",), runtime="torch", batch=4))["points"]
     assert asked == [("torch", 4, True, ())] and 0.5 < point["left"]["latency"] <= 0.6
-    frontier(folder, trusting("latency", ("0.6",), batch=4))
+    run_frontier(folder, trusting("latency", ("0.6",), batch=4))
     assert asked[-1][0] == "onnxruntime"
 
 
@@ -257,7 +251,7 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
 def test_the_run_is_left_as_it_was(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     seed = torch.random.get_rng_state()
-    frontier(folder, trusting(at=("0.5",), batches=1))
+    run_frontier(folder, trusting(at=("0.5",), batches=1))
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert torch.equal(seed, torch.random.get_rng_state())
 
@@ -266,7 +260,7 @@ def test_a_run_in_its_fine_tuning_gives_the_same_points(tmp_path: Path, result: 
     for place in ("small", "gated"):
         with pytest.raises(Killed):
             small_run(tmp_path / place, killed_in_finetuning, model=MODEL, finetune_on=place)
-        found = frontier(tmp_path / place, trusting(at=SIZES))
+        found = run_frontier(tmp_path / place, trusting(at=SIZES))
         assert found["points"] == result["points"] and not found["finished"]
         assert found["own"] == {**result["own"], "finetuned_accuracy": None}
         assert found["dense"] == {**result["dense"], "control_accuracy": None}
@@ -276,7 +270,7 @@ def test_held_out_images_are_preferred_to_the_test(tmp_path: Path) -> None:
     assert DataConfig(**DATA).validation == 0
     short = {"warmup": 1, "cycles": 1, "score": 1, "weights": 0, "finetune": 1}
     run = small_run(tmp_path / "run", model=MODEL, data={**DATA, "validation": 0.25}, phases=short)
-    found = frontier(run.folder, trusting(at=("0.5",)))
+    found = run_frontier(run.folder, trusting(at=("0.5",)))
     assert found["judged_on"] == "validation" and found["judged_images"] == 16
     assert found["own"]["finetuned_accuracy"] == run.summary["pruned"]["validation_accuracy"]
     assert "accuracy on 16 validation images" in "\n".join(frontier_lines(found))
@@ -291,13 +285,13 @@ def test_another_network_under_the_same_name(folder: Path, tmp_path: Path, monke
 
     monkeypatch.setattr("runs.Small", Wider)
     with pytest.raises(RunError, match="the network that the recipe builds is no longer that of the run in"):
-        frontier(folder, trusting(at=("0.5",)))
+        run_frontier(folder, trusting(at=("0.5",)))
     monkeypatch.undo()
     copied = tmp_path / "run"
     shutil.copytree(folder, copied)
     (copied / "checkpoints" / SCORED).write_bytes(b"cut short")
     with pytest.raises(RunError, match=r"scored.safetensors is damaged or cut short"):
-        frontier(copied, trusting(at=("0.5",)))
+        run_frontier(copied, trusting(at=("0.5",)))
 
 
 def test_what_is_asked_for_is_checked_first() -> None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Pruner, extract
-from sbf_pruner.attached import attached_hooks, without_attached
-from sbf_pruner.inputs import memory_format
-from sbf_pruner.scoring import frozen
-from sbf_pruner.scoring.folded import Folded
+from sbf_pruner.scores import Folded, freezing
+from sbf_pruner.utils import attached_hooks, memory_format, without_attached
 
 SHAPES = {nn.BatchNorm1d: [(6, 5), (4, 5, 7)], nn.BatchNorm2d: [(3, 5, 4, 6)], nn.BatchNorm3d: [(2, 5, 3, 2, 4)]}
 CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
@@ -40,9 +38,9 @@ def normed(x: Tensor, weight: Tensor | None, bias: None, mean: Tensor, invstd: T
 @pytest.fixture(params=["operators", "kernels"])
 def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Our gradient on the CPU: with ordinary operators, or as on CUDA with stand-ins for the two kernels."""
-    monkeypatch.setattr(frozen, "_serves", on_any_device)
+    monkeypatch.setattr(freezing, "_serves", on_any_device)
     if request.param == "kernels":
-        monkeypatch.setattr(frozen, "_fast", lambda gradient: not torch.is_grad_enabled())
+        monkeypatch.setattr(freezing, "_fast", lambda gradient: not torch.is_grad_enabled())
         monkeypatch.setattr(torch, "batch_norm_backward_reduce", reduced)
         monkeypatch.setattr(torch, "batch_norm_elemt", normed)
     return str(request.param)
@@ -72,7 +70,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(ours: str, kind: Any, shape:
     norm = a_norm(kind, affine=affine)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = gradients(copy.deepcopy(norm).eval(), x)
-    thaw = frozen.freeze(norm.train())
+    thaw = freezing.freeze(norm.train())
     found = gradients(norm, x)
     assert torch.equal(found[0], expected[0]) and torch.equal(norm(input=x), expected[0])
     torch.testing.assert_close(found, expected)
@@ -82,7 +80,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(ours: str, kind: Any, shape:
 
 def test_the_numerical_gradients_and_the_second_ones_agree(ours: str) -> None:
     norm = a_norm(nn.BatchNorm2d)
-    frozen.freeze(norm)
+    freezing.freeze(norm)
     x = torch.randn(2, 5, 2, 3, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -100,7 +98,7 @@ def test_only_what_is_wanted_is_computed(ours: str, wanted: str) -> None:
     x = torch.randn(2, 5, 2, 3, dtype=torch.float64)
     of = x.requires_grad_() if wanted == "x" else getattr(norm, wanted).requires_grad_()
     expected = torch.autograd.grad(norm.eval()(x).square().sum(), of)
-    frozen.freeze(norm.train())
+    freezing.freeze(norm.train())
     torch.testing.assert_close(torch.autograd.grad(norm(x).square().sum(), of), expected)
 
 
@@ -109,7 +107,7 @@ def test_half_precision_keeps_the_layout_and_does_not_round_the_factors(ours: st
     x = torch.randn(4, 5, 6, 6, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last)
     exact = gradients(copy.deepcopy(norm).double().eval(), x.double())
-    frozen.freeze(norm)
+    freezing.freeze(norm)
     found = gradients(norm, x)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in found[:2])
@@ -124,13 +122,13 @@ class Own(nn.BatchNorm2d):
 
 def test_norms_with_a_way_of_their_own_keep_it(ours: str) -> None:
     for norm in (Own(5), nn.BatchNorm2d(5, track_running_stats=False), nn.InstanceNorm2d(5)):
-        thaw = frozen.freeze(norm)
+        thaw = freezing.freeze(norm)
         assert "forward" not in norm.__dict__ and any(attached_hooks(norm))
         thaw()
         assert not any(attached_hooks(norm))
     other = nn.BatchNorm2d(5)
     mine = other.__dict__["forward"] = lambda x: x
-    frozen.freeze(other)()
+    freezing.freeze(other)()
     assert other.__dict__["forward"] is mine
 
 
@@ -140,12 +138,12 @@ def test_only_maps_with_their_channels_last_want_it() -> None:
     assert (memory_format(last), memory_format(deep)) == (torch.channels_last, torch.channels_last_3d)
     for other in (cpu, cpu[0, 0], cpu[:, :, ::2], torch.zeros(6, 5), torch.zeros(2, 5, 7)):
         assert memory_format(other) == torch.contiguous_format
-    assert not frozen._serves(last)  # a CPU has no kernels that are better
+    assert not freezing._serves(last)  # a CPU has no kernels that are better
 
 
 def test_a_wrong_shape_is_refused_as_before(ours: str) -> None:
     norm = a_norm(nn.BatchNorm2d)
-    frozen.freeze(norm)
+    freezing.freeze(norm)
     with pytest.raises(ValueError, match="expected 4D input"):
         norm(torch.zeros(2, 5, dtype=torch.float64))
 
@@ -158,13 +156,13 @@ def test_the_kernels_agree_with_pytorch_on_a_gpu(
     dtype: torch.dtype, affine: bool, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not last:
-        monkeypatch.setattr(frozen, "_serves", on_any_device)
+        monkeypatch.setattr(freezing, "_serves", on_any_device)
     norm = a_norm(nn.BatchNorm2d, torch.float32, affine=affine).cuda()
     x = torch.randn(16, 5, 9, 9, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     output = copy.deepcopy(norm).eval()(x)
     exact = gradients(copy.deepcopy(norm).double().eval(), x.double())  # PyTorch's own are rounded on the way
-    frozen.freeze(norm)
+    freezing.freeze(norm)
     found = gradients(norm, x)
     assert torch.equal(found[0], output) and found[1].stride() == x.stride()
     torch.testing.assert_close(found[1], exact[1].to(dtype))
@@ -199,7 +197,7 @@ def scored(net: nn.Module, x: Tensor) -> Tensor:
 def test_a_score_phase_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 3, 12, 12, dtype=torch.float64)
     expected = scored(a_network(), x)
-    monkeypatch.setattr(frozen, "_serves", on_any_device)
+    monkeypatch.setattr(freezing, "_serves", on_any_device)
     net = a_network()
     found = scored(net, x)
     assert not torch.equal(expected, torch.ones_like(expected))
@@ -229,7 +227,7 @@ def test_the_captured_engine_and_a_compiler_see_the_norms_own_forward(ours: str,
     pruner = Pruner(net, x[:1])
     with pruner.scoring():
         eager = net(x)
-        monkeypatch.setattr(frozen._Frozen, "apply", refuse)
+        monkeypatch.setattr(freezing._Frozen, "apply", refuse)
         with Folded(net, pruner.gates):
             assert "forward" not in net[1].__dict__
             assert torch.equal(net(x), eager)
@@ -255,4 +253,4 @@ def test_a_weight_that_moves_in_training_mode_stands_still_too(norm: Any, entere
     assert all(module.training for module in model.modules())
     model(images)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not any(isinstance(owner, frozen.Held) for *_, owner in attached_hooks(model))
+    assert not any(isinstance(owner, freezing.Held) for *_, owner in attached_hooks(model))

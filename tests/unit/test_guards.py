@@ -12,23 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small, small_recipe, small_run
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.allowed import Allowed, raised
-from sbf_pruner.budget.guards import Guards, with_coupled
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget import Aim, Allowed, Budget, Guards, raised, with_coupled
+from sbf_pruner.compare import Request, read_scored, run_frontier
+from sbf_pruner.criteria import METHODS, rank_by
 from sbf_pruner.errors import PruningError
-from sbf_pruner.frontier.scored import read_scored
-from sbf_pruner.frontier.sweep import Request, frontier
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.channels import ChannelGraph
-from sbf_pruner.latency.ways import guarded, made_up
-from sbf_pruner.methods import METHODS
-from sbf_pruner.methods.ranking import rank_by
-from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.graph import ChannelGraph, trace
+from sbf_pruner.measurement import guarded, made_up
+from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.scorer import attach
+from sbf_pruner.training import attach, load_recipe
 from zoo import ZOO
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -245,13 +238,13 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
     scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
     assert aim.guards.max_removed == asked["max_removed"] and aim.guards.round_to == asked["round_to"]
-    found = frontier(tmp_path / "run", Request(at=("0.45", "0.05"), trust=True))
+    found = run_frontier(tmp_path / "run", Request(at=("0.45", "0.05"), trust=True))
     assert [point["reached"] for point in found["points"]] == [True, False]
     assert found["smallest"]["filters"] == 6 + 6 + 4, "of the branch and the stem; the other branch is gone"
 
 
 def test_where_the_models_code_asks_for_a_filter_everywhere_limits_stay(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sbf_pruner.training.scorer.try_cuts", lambda *_: "it would fail")
+    monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", lambda *_: "it would fail")
     recipe = small_recipe(guards={"min_filters": {"blocks.0.*": 3}}, budget={"macs": 0.5})
     pruner, _ = attach(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
     asked = {name: pruner.aim.guards.allowed(name).min_filters for name in pruner.graph.layers}
@@ -259,7 +252,7 @@ def test_where_the_models_code_asks_for_a_filter_everywhere_limits_stay(monkeypa
 
 
 def test_a_pattern_for_no_layer_is_refused_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sbf_pruner.training.scorer.try_cuts", None)
+    monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", None)
     recipe = small_recipe(guards={"min_filters": {"block.0.*": 3}})
     with pytest.raises(PruningError, match=r"^min_filters: no layer is called 'block\.0\.\*'; "):
         attach(Small(), torch.rand(2, 1, 8, 8), recipe, 64)

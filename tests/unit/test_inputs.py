@@ -1,6 +1,6 @@
 import torch
 
-from sbf_pruner.inputs import call, map_tensors
+from sbf_pruner.utils import call, map_tensors
 
 
 def test_call_spreads_tuples_and_dicts_and_nothing_else():

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbf_pruner import Budget, Plan, Pruner, PruningError, measure
-from sbf_pruner.integrations import Turns
-from sbf_pruner.integrations.lightning import pruning_callback
+from sbf_pruner.integrations import Turns, pruning_callback
 
 EPOCHS = 7  # a warm-up of 1, twice 1 of scores and 1 of weights, and 2 to fine-tune
 IMAGES, LABELS = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4

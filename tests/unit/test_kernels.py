@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner.training.kernels.remembered import keep, recall
+from sbf_pruner.training.engine import keep, recall
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are written in Triton")
 SMALL = [
@@ -43,7 +43,7 @@ def expected(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
-    from sbf_pruner.training.kernels import weight_gradient as ours
+    from sbf_pruner.training.engine import triton_kernels as ours
 
     x, dy = maps(shape, device, dtype)
     wanted = expected(x, dy)
@@ -60,11 +60,11 @@ def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dty
 @needs_triton
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_way_gives_the_same(shape: tuple[int, ...]) -> None:
-    from sbf_pruner.training.kernels import weight_gradient
+    from sbf_pruner.training.engine import triton_kernels
 
     check_weight_gradients(shape, "cuda", torch.bfloat16)
     inputs = maps(shape, "cuda", torch.bfloat16)
-    torch.library.opcheck(weight_gradient.weight_gradient, inputs, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(triton_kernels.weight_gradient, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
 def interpreter_works() -> bool:
@@ -86,16 +86,16 @@ def test_the_kernel_is_right_where_it_is_interpreted() -> None:
 
 @needs_triton
 def test_what_is_too_large_for_the_kernel_is_left_to_the_library() -> None:
-    from sbf_pruner.training.kernels import weight_gradient
+    from sbf_pruner.training.engine import triton_kernels
 
     wide, many = torch.empty(2, 256, 8, 8, device="meta"), torch.empty(2**14, 64, 64, 64, device="meta")
     for x, filters in ((wide, 64), (wide, 256), (many, 16), (many[:, :16], 64)):
-        assert weight_gradient.ways(x, 256 if x is wide else filters) == [weight_gradient.LIBRARY]
+        assert triton_kernels.ways(x, 256 if x is wide else filters) == [triton_kernels.LIBRARY]
 
 
 @needs_triton
 def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sbf_pruner.training.kernels import quickest
+    from sbf_pruner.training.engine import triton_kernels
 
     def impossible() -> Tensor:
         raise RuntimeError("too little shared memory")
@@ -109,8 +109,8 @@ def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) 
         "slow": lambda: torch.ones(3),
     }
     seconds = {works[name]: float(name in ("trusted", "slow")) for name in works}
-    monkeypatch.setattr(quickest, "seconds", seconds.__getitem__)
-    assert quickest.quickest(works) == "rounded"
+    monkeypatch.setattr(triton_kernels, "seconds", seconds.__getitem__)
+    assert triton_kernels.quickest(works) == "rounded"
 
 
 def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,25 +130,24 @@ def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 @needs_triton
 def test_what_was_quickest_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sbf_pruner.training.kernels import quickest
+    from sbf_pruner.training.engine import triton_kernels
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, measured = torch.empty(1, 3, 2, 2, device="cuda"), []
-    monkeypatch.setattr(quickest, "quickest", lambda works: measured.append(1) or (2, 2))
+    monkeypatch.setattr(triton_kernels, "quickest", lambda works: measured.append(1) or (2, 2))
     works = {(1, 1): lambda: x, (2, 2): lambda: x}
     for _ in range(2):  # two processes
-        assert quickest.Choices((1, 1), __file__).choose(x, 8, works) == (2, 2)
+        assert triton_kernels.Choices((1, 1), __file__).choose(x, 8, works) == (2, 2)
     assert measured == [1]
-    assert quickest.Choices((1, 1), torch.__file__).choose(x, 8, works) == (2, 2)
+    assert triton_kernels.Choices((1, 1), torch.__file__).choose(x, 8, works) == (2, 2)
     assert measured == [1, 1]  # other kernels
 
 
 def check_a_step() -> None:
     """A network trained through the kernel has the gradients of one that is not, traced or not."""
-    from sbf_pruner.training import convolutions
-    from sbf_pruner.training.kernels import quickest, weight_gradient
+    from sbf_pruner.training.engine import convolutions, triton_kernels
 
-    quickest.quickest = lambda works: list(works)[-1]  # the last is always one of ours
+    triton_kernels.quickest = lambda works: list(works)[-1]  # the last is always one of ours
     convolutions._has_kernel = lambda module, dtype: True
     layers = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
@@ -163,7 +162,7 @@ def check_a_step() -> None:
         with convolutions.TunableConvolutions(model, torch.float32):
             for found, expected in zip(torch.autograd.grad(work(), list(model.parameters())), wanted, strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert weight_gradient.CHOICES.told()
+    assert triton_kernels.CHOICES.told()
 
 
 if __name__ == "__main__":

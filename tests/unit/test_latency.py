@@ -11,20 +11,23 @@ import torch
 from torch import nn
 
 from clocks import clock_of, work
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards, coupled, whole_branches
-from sbf_pruner.budget.landing import Field, land
-from sbf_pruner.budget.targets import Budget, Limits
+from sbf_pruner.budget import Aim, Budget, Field, Guards, Limits, coupled, land, whole_branches
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import cost, lay_out
-from sbf_pruner.latency.fitting import fit, nonnegative
-from sbf_pruner.latency.model import read_model
-from sbf_pruner.latency.predictor import Predictor
-from sbf_pruner.latency.shapes import Site, round_up, widths_of
-from sbf_pruner.latency.table import Table
-from sbf_pruner.latency.ways import choose_way, guarded, made_up
-from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.graph import lay_out, network_cost, trace
+from sbf_pruner.measurement import (
+    Predictor,
+    Site,
+    Table,
+    choose_way,
+    fit,
+    guarded,
+    made_up,
+    nonnegative,
+    read_model,
+    round_up,
+    widths_of,
+)
+from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -142,7 +145,7 @@ def test_what_rows_say_nothing_about_stays_as_expected():
 
 
 def test_with_a_table_of_macs_the_dense_network_takes_its_macs(graph, smooth):
-    assert smooth.predictor.seconds(lay_out(graph, {})) == pytest.approx(cost(graph, {}).macs)
+    assert smooth.predictor.seconds(lay_out(graph, {})) == pytest.approx(network_cost(graph, {}).macs)
 
 
 def test_a_branch_that_is_gone_takes_no_time(graph, smooth):
@@ -150,7 +153,7 @@ def test_a_branch_that_is_gone_takes_no_time(graph, smooth):
     for layer in layers:
         left = smooth.predictor.seconds(lay_out(graph, {layer: np.zeros(graph.layers[layer].filters, bool)}))
         gone = 2 * 16 * 16 * 9 * 16 * 16
-        assert left == pytest.approx(cost(graph, {}).macs - gone)
+        assert left == pytest.approx(network_cost(graph, {}).macs - gone)
 
 
 def test_a_branch_with_fewer_filters_than_its_stream_saves_nothing_unless_it_is_moved(graph):
@@ -158,7 +161,7 @@ def test_a_branch_with_fewer_filters_than_its_stream_saves_nothing_unless_it_is_
     laid = lay_out(graph, keep)
     clock = clock_of(graph)
     terms = clock.predictor.reckon(laid).terms
-    whole = cost(graph, {}).macs
+    whole = network_cost(graph, {}).macs
     assert terms["zeros"]["layers"] == pytest.approx(whole) and terms["zeros"]["moved"] == 0
     assert terms["moves"]["layers"] == pytest.approx(whole - 16 * 8 * 9 * 256)
     assert terms["moves"]["moved"] == 16 * 256
@@ -178,7 +181,7 @@ def test_a_coupled_stream_makes_its_readers_narrower(graph, smooth):
 def test_the_price_of_a_filter_is_its_share_of_the_time_that_goes_with_its_layer(graph, smooth):
     keep = graph.all_filters()
     prices = smooth.prices(lay_out(graph, {}), keep)
-    gone = 2 * 16 * 16 * 9 * 256 / cost(graph, {}).macs
+    gone = 2 * 16 * 16 * 9 * 256 / network_cost(graph, {}).macs
     assert prices["layer1.1.conv1"] == pytest.approx(gone / 16) == prices["layer1.1.conv2"]
     keep["layer1.1.conv1"] = np.arange(16) < 8
     fewer = smooth.prices(lay_out(graph, keep), keep)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.layers import Adapted, Remap, Window, Zeros
+from sbf_pruner.modules import Adapted, Remap, Window, Zeros
 
 
 def channels(*numbers):

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.graph.boundary import Boundary
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.layout import solve
-from sbf_pruner.graph.masks import level, shrink
-from sbf_pruner.graph.ties import Ties, _calls_of_one_module
+from sbf_pruner.graph import Boundary, Ties, level, shrink, solve, trace
+from sbf_pruner.graph.channel_graph import _calls_of_one_module
 from sbf_pruner.plan import Plan
 from zoo import ZOO
 

@@ -18,8 +18,7 @@ import pytest
 
 from runs import small_run
 from sbf_pruner.errors import PruningError
-from sbf_pruner.report.live import live_view
-from sbf_pruner.report.tensorboard import tensorboard_log
+from sbf_pruner.report import live_view, tensorboard_log
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +210,7 @@ def test_without_tensorboard_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr("sbf_pruner.report.tensorboard.importlib.import_module", absent)
+    monkeypatch.setattr("sbf_pruner.report.live.importlib.import_module", absent)
     said = r'^--tensorboard needs tensorboard; pip install "sbf-pruner\[tensorboard\]"$'
     with pytest.raises(PruningError, match=said), tensorboard_log(tmp_path):
         pass

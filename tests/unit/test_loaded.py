@@ -19,20 +19,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from runs import Small, small_recipe
-from sbf_pruner.callables import NAMED
 from sbf_pruner.errors import DataError, RecipeError, RunError
-from sbf_pruner.team import Team
-from sbf_pruner.training import feed, sources
-from sbf_pruner.training.batches import Augment, Resident
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.data import Data, load_data, own_data
-from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.feed import batches_of
-from sbf_pruner.training.loaded import Loaded
-from sbf_pruner.training.loop import fit
-from sbf_pruner.training.material import DataConfig
-from sbf_pruner.training.pictures import View, read_picture
-from sbf_pruner.training.splits import Split, Stream
+from sbf_pruner.training import DataConfig, fit
+from sbf_pruner.training.data import (
+    Augment,
+    Data,
+    Loaded,
+    Resident,
+    Split,
+    Stream,
+    View,
+    batches_of,
+    datasets,
+    load_data,
+    own_data,
+    read_picture,
+)
+from sbf_pruner.training.engine import CapturedEngine, Engine
+from sbf_pruner.utils import NAMED, Team
 
 CLASSES = 4
 
@@ -456,7 +460,7 @@ def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytes
         DataConfig("digits", mean=[0.5])
     with pytest.raises(RecipeError, match=r"std: a deviation is above 0; images are divided by it"):
         DataConfig("digits", mean=[0.5], std=[0.0])
-    monkeypatch.setattr(sources, "memory_of", lambda device: 1)
+    monkeypatch.setattr(datasets, "memory_of", lambda device: 1)
     with pytest.raises(DataError, match=r"data.in_memory: 60 images of 8x8 take .* set data.in_memory=false"):
         data_of(flowers)
 
@@ -473,7 +477,7 @@ def test_large_images_are_judged_in_batches_of_training(flowers: Path) -> None:
     shades = TensorDataset(torch.zeros(8, 1, 80, 80), torch.arange(8) % CLASSES)
     some = small_recipe(data={"name": "own", "batch_size": 2, "workers": -1})
     data = own_data({"train": shades, "test": shades}, some.data, CLASSES, 0)
-    fed = feed.Feed(some, data, torch.device("cpu"), nn.Flatten())
+    fed = datasets.Feed(some, data, torch.device("cpu"), nn.Flatten())
     assert fed.test.batch_size == 2 and fed.images.shape[0] == 2
     assert isinstance(fed.test, Loaded) and fed.test.workers == os.cpu_count()
 

@@ -21,22 +21,26 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from runs import made_by
-from sbf_pruner import proof
+from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import PruningError, RecipeError, RunError, Stopped
-from sbf_pruner.manifest import MANIFEST, write_manifest
-from sbf_pruner.measuring import measure
-from sbf_pruner.scoring.pressure import Pressure
-from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import loop, run, summary
-from sbf_pruner.training.captured import CapturedEngine
-from sbf_pruner.training.checkpoint import load_checkpoint, save_checkpoint
-from sbf_pruner.training.engine import Engine, Tally
-from sbf_pruner.training.folder import RunFolder
-from sbf_pruner.training.loop import Result, fit
-from sbf_pruner.training.machine import own_arithmetic
-from sbf_pruner.training.recipe import Recipe
-from sbf_pruner.training.schedule import total_epochs
-from sbf_pruner.training.signals import Signals
+from sbf_pruner.measurement import measure
+from sbf_pruner.saving import MANIFEST, write_manifest
+from sbf_pruner.scores import Pressure
+from sbf_pruner.surgery import verify
+from sbf_pruner.training import (
+    Recipe,
+    Result,
+    RunFolder,
+    Signals,
+    fit,
+    load_checkpoint,
+    own_arithmetic,
+    recording,
+    run,
+    save_checkpoint,
+    total_epochs,
+)
+from sbf_pruner.training.engine import CapturedEngine, Engine, Tally
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -113,7 +117,7 @@ def kill_after(epoch: int) -> Any:
 def hurried() -> Iterator[None]:
     """Nobody looks at the latency here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summary, "TIMED_SECONDS", 0.0)
+        patch.setattr(recording, "TIMED_SECONDS", 0.0)
         yield
 
 
@@ -1028,7 +1032,7 @@ def test_a_run_killed_as_it_starts_over_can_begin(
 def test_a_run_that_another_process_made_meanwhile_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    made = loop.Run
+    made = run.Run
     if again:
         with pytest.raises(Killed):
             fit(model(), recipe(), run=tmp_path / "run", report=kill_after(3))
@@ -1036,11 +1040,11 @@ def test_a_run_that_another_process_made_meanwhile_is_left_alone(
     def slow(*given: Any) -> Any:
         found = made(*given)
         with monkeypatch.context() as patch:  # the other one, from beginning to end
-            patch.setattr(loop, "Run", made)
+            patch.setattr(run, "Run", made)
             fit(model(), recipe(), run=tmp_path / "run", resume=again)
         return found
 
-    monkeypatch.setattr(loop, "Run", slow)
+    monkeypatch.setattr(run, "Run", slow)
     said = "went on with the run in .* meanwhile; resume it again" if again else "holds a run already"
     with pytest.raises(RunError, match=said):
         fit(model(), recipe(), run=tmp_path / "run", resume=again)
@@ -1163,8 +1167,8 @@ def test_what_the_last_step_of_an_epoch_broke_is_not_saved(
 
 
 def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_apart", lambda *given: float("inf"))
-    monkeypatch.setattr(proof, "_unsure", lambda *given: False)
+    monkeypatch.setattr(verify, "_apart", lambda *given: float("inf"))
+    monkeypatch.setattr(verify, "_unsure", lambda *given: False)
     with pytest.raises(RunError, match="the extracted network differs from the gated one by inf"):
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")
 

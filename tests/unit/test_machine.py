@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner.errors import RunError
-from sbf_pruner.training import machine, replay
-from sbf_pruner.training.captured import CapturedEngine, make_engine
-from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.machine import Machine, choose_machine, choose_order
+from sbf_pruner.training import Machine, choose_machine, choose_order, device
+from sbf_pruner.training.engine import CapturedEngine, Engine, cuda_graphs, make_engine
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old One")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
     return monkeypatch
 
 
@@ -41,7 +39,7 @@ def test_where_there_is_no_compiler_steps_run_one_by_one(
     lack: str, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if lack == "Triton":
-        gpu.setattr(machine, "find_spec", lambda name: None)
+        gpu.setattr(device, "find_spec", lambda name: None)
     else:
         gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     with caplog.at_level(logging.INFO):
@@ -100,19 +98,19 @@ def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(monkeypatch: py
     def fails(*given: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmuch more")
 
-    monkeypatch.setattr(replay, "_captured", fails)
+    monkeypatch.setattr(cuda_graphs, "_captured", fails)
     said = (
         r"^the network's steps cannot be compiled and captured \(RuntimeError: operation not permitted when stream "
         r"is capturing\); set engine=plain, and they run one by one$"
     )
     with pytest.raises(RunError, match=said):
-        replay.capture(lambda: None, lambda: None)
+        cuda_graphs.capture(lambda: None, lambda: None)
 
 
 def test_too_little_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(replay, "_captured", fails)
+    monkeypatch.setattr(cuda_graphs, "_captured", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        replay.capture(lambda: None, lambda: None)
+        cuda_graphs.capture(lambda: None, lambda: None)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sbf_pruner.errors import DataError, PruningError
-from sbf_pruner.measuring import Measurement, accuracy, latency, measure, saved_activations
+from sbf_pruner.measurement import Measurement, accuracy, latency, measure, saved_activations
 
 
 class Small(nn.Module):

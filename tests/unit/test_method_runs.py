@@ -12,16 +12,12 @@ import pytest
 import torch
 
 from runs import EPOCHS, Small, small_recipe
+from sbf_pruner.cli import summary_lines
+from sbf_pruner.criteria import Subject, absolute
 from sbf_pruner.errors import PruningError, RecipeError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.methods.subject import Subject
-from sbf_pruner.methods.weights import absolute
-from sbf_pruner.report.data import read_run
-from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import run
-from sbf_pruner.training.checkpoint import load_checkpoint
-from sbf_pruner.training.loop import Result, fit
-from sbf_pruner.training.recipe import Recipe
+from sbf_pruner.graph import trace
+from sbf_pruner.report import read_run
+from sbf_pruner.training import Recipe, Result, fit, load_checkpoint, run
 from shares import mostly_slow
 
 ASKED: dict[str, Any] = {"budget": {"macs": 0.5}, "dense_control": False}
@@ -35,7 +31,7 @@ def ranked_run(folder: Path, method: str, seed: int = 0, **more: Any) -> Result:
     torch.manual_seed(seed)
     changes = {**ASKED, **more.pop("changes", {})}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
+        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
         return fit(Small(), small_recipe(method=method, **changes), run=folder, **more)
 
 

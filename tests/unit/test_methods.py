@@ -12,19 +12,30 @@ import torch
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
+from sbf_pruner.criteria import (
+    METHODS,
+    NOBODY,
+    Subject,
+    absolute,
+    distance,
+    euclidean,
+    first_order,
+    infinite_selection,
+    largest_part,
+    lost_without,
+    norm_scale,
+    pairs,
+    propagated,
+    rank,
+    rank_by,
+    ranked,
+    read_filters,
+    rehearse,
+)
+from sbf_pruner.criteria.nisp import _absolute as absolute_copy
 from sbf_pruner.errors import PruningError
-from sbf_pruner.inputs import call
-from sbf_pruner.methods import METHODS
-from sbf_pruner.methods.contribution import largest_part
-from sbf_pruner.methods.loss import first_order, pairs
-from sbf_pruner.methods.maps import lost_without, rank
-from sbf_pruner.methods.origins import NOBODY, read_filters
-from sbf_pruner.methods.propagation import _absolute as absolute_copy
-from sbf_pruner.methods.propagation import infinite_selection, propagated
-from sbf_pruner.methods.ranking import rank_by, ranked, rehearse
-from sbf_pruner.methods.subject import Subject
-from sbf_pruner.methods.weights import absolute, distance, euclidean, norm_scale
 from sbf_pruner.models import resolve
+from sbf_pruner.utils import call
 from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 
@@ -251,7 +262,7 @@ KINDS = [
 def test_every_method_is_where_the_list_says() -> None:
     for method in JUDGED.values():
         file, _, name = method.judge.partition(".")
-        assert importlib.import_module(f"sbf_pruner.methods.{file}").__dict__[name].__doc__
+        assert importlib.import_module(f"sbf_pruner.criteria.{file}").__dict__[name].__doc__
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, ("Residual", "Concat", "FlattenLinear")))
@@ -391,7 +402,7 @@ def test_weights_that_are_not_finite_are_said_to_be_so() -> None:
 def test_large_layers_are_judged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(chain(), IMAGES, LABELS)
     whole = {name: ranked(name, subject) for name in ("pfp", "chip", "hrank")}
-    monkeypatch.setattr("sbf_pruner.methods.subject.AT_ONCE", 300)
+    monkeypatch.setattr("sbf_pruner.criteria.subject.AT_ONCE", 300)
     for name, expected in whole.items():
         found = ranked(name, subject)
         assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())

@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
+from sbf_pruner.criteria import Descent, Subject, outlasting, ranked, read_values, selection, taken_back
+from sbf_pruner.criteria.gal import _Discriminator, _Masked
 from sbf_pruner.errors import PruningError
-from sbf_pruner.methods.adversary import Descent, _Discriminator, _Masked, outlasting
-from sbf_pruner.methods.discrimination import selection, taken_back
-from sbf_pruner.methods.origins import read_values
-from sbf_pruner.methods.ranking import ranked
-from sbf_pruner.methods.subject import Subject
 
 LEARNING = {"dcp": taken_back, "gal": outlasting}
 
@@ -169,7 +166,7 @@ def test_where_samples_are_no_images_their_classes_are_not_asked_for() -> None:
 def test_layers_are_looked_at_in_portions_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(chain(), IMAGES)
     whole = taken_back(subject)
-    monkeypatch.setattr("sbf_pruner.methods.discrimination.AT_ONCE", 1)
+    monkeypatch.setattr("sbf_pruner.criteria.dcp.AT_ONCE", 1)
     portions = taken_back(subject)
     assert whole and set(portions) == set(whole)
     for layer, values in portions.items():
@@ -279,7 +276,7 @@ def test_outputs_that_are_not_of_samples_cannot_be_compared() -> None:
 def test_wide_outputs_are_looked_at_in_less_detail(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
     assert _Masked(subject_of(net, IMAGES)).rows[0].shape == (16, 162)
-    monkeypatch.setattr("sbf_pruner.methods.adversary._WIDEST", 54)
+    monkeypatch.setattr("sbf_pruner.criteria.gal._WIDEST", 54)
     masked = _Masked(subject_of(net, IMAGES))
     expected = net(IMAGES[:16]).detach().flatten(1).view(16, 54, 3).mean(2)
     torch.testing.assert_close(masked.rows[0] * masked.unit + masked.mean, expected)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.models import BUNDLED, resolve
-from sbf_pruner.models.resnet import Shortcut
+from sbf_pruner.models import BUNDLED, Shortcut, resolve
 
 
 def counts(name: str, size: int = 32, **options: object) -> tuple[int, int]:

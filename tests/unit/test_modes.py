@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.graph.asking import asks_for_its_mode
+from sbf_pruner.graph import asks_for_its_mode
 
 IMAGE = torch.rand(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -13,11 +13,10 @@ from torch import nn
 
 import sbf_pruner as sbf
 from cases import leaves, random_plans
-from sbf_pruner.deploy.captured import first_line
-from sbf_pruner.deploy.onnx import run, session, to_onnx
 from sbf_pruner.errors import PruningError
-from sbf_pruner.inputs import call, map_tensors
 from sbf_pruner.models import resolve
+from sbf_pruner.runtimes import first_line, run, session, to_onnx
+from sbf_pruner.utils import call, map_tensors
 from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 

@@ -10,7 +10,7 @@ import torch
 
 import sbf_pruner as sbf
 from sbf_pruner.models import resolve
-from sbf_pruner.overview import overview
+from sbf_pruner.report import overview
 from zoo import ZOO
 
 COMMON = ["name", "kind", "filters", "kernel", "conv_groups", "map_size", "params", "macs", "macs_share"]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.scoring.penalty import balance_weights, per_filter, weighted_l1
+from sbf_pruner.scores import balance_weights, per_filter, weighted_l1
 
 CIFAR = [(32, 32), (32, 32), (16, 16), (8, 8)]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbf_pruner.errors import PlanError
-from sbf_pruner.graph.build import trace
+from sbf_pruner.graph import trace
 from sbf_pruner.plan import Plan
 from zoo import ZOO
 

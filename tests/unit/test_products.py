@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sbf_pruner import Pruner
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.products import Products
+from sbf_pruner.scores import Products
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 

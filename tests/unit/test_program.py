@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.deploy.captured import exported
 from sbf_pruner.errors import RunError
-from sbf_pruner.program import _CHECKED, _OPERATORS, read_program, write_program
+from sbf_pruner.runtimes import exported
+from sbf_pruner.saving import _CHECKED, _OPERATORS, read_program, write_program
 
 
 @pytest.fixture(scope="module")

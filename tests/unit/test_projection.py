@@ -5,12 +5,17 @@ import pytest
 import torch
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.scoring.activation import leaky_exponential
-from sbf_pruner.scoring.factored import FactoredProjection
-from sbf_pruner.scoring.forms import PROJECTIONS
-from sbf_pruner.scoring.free import FreeProjection
-from sbf_pruner.scoring.literal import LiteralProjection, literal_bytes
-from sbf_pruner.scoring.signs import inner, pack_signs, unpack_signs
+from sbf_pruner.scores import (
+    PROJECTIONS,
+    FactoredProjection,
+    FreeProjection,
+    LiteralProjection,
+    inner,
+    leaky_exponential,
+    literal_bytes,
+    pack_signs,
+    unpack_signs,
+)
 
 # An ordinary convolution, a transposed one (filters in dimension 1), a linear layer, a 1d convolution.
 SHAPES = [(6, 3, 3, 3), (4, 10, 2, 2), (7, 5), (3, 2, 5)]
@@ -332,7 +337,7 @@ def test_the_limit_is_the_memory_of_the_device_unless_given(monkeypatch):
     assert literal_bytes(weights, FILTERS, limit_bytes=needed) == needed // 4
     with pytest.raises(PruningError):
         literal_bytes(weights, FILTERS, limit_bytes=needed - 1)
-    monkeypatch.setattr("sbf_pruner.scoring.literal.memory_of", lambda device: needed - 1)
+    monkeypatch.setattr("sbf_pruner.scores.projections.memory_of", lambda device: needed - 1)
     with pytest.raises(PruningError, match="cpu has"):
         LiteralProjection(weights, FILTERS)
     LiteralProjection(weights, FILTERS, limit_bytes=needed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner import Plan, Pruner, PruningError
-from sbf_pruner.proof import cut_error, prove
+from sbf_pruner.surgery import cut_error, prove
 from zoo import ZOO, randomise
 
 IMAGE = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sbf_pruner import Budget, Plan, Pruner, PruningError, measure, trace
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.folded import Folded
+from sbf_pruner.scores import Folded
 
 IN_ONE_PIECE = not torch.__version__.startswith("2.11.")  # which stops at every gate
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -620,8 +620,7 @@ def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:
                 width = 4 * planes
         return [torch.zeros(shape) for shape in shapes]
 
-    from sbf_pruner.scoring.factored import FactoredProjection
-    from sbf_pruner.scoring.literal import LiteralProjection
+    from sbf_pruner.scores import FactoredProjection, LiteralProjection
 
     weights = bottleneck_weights()
     filters = [len(w) for w in weights]

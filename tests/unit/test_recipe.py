@@ -13,10 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbf_pruner.errors import PruningError, RecipeError
-from sbf_pruner.training.material import DataConfig, ModelConfig
-from sbf_pruner.training.recipe import Recipe, bundled_recipes, load_recipe, settings
-from sbf_pruner.training.schedule import phases, total_epochs
-from sbf_pruner.training.sections import GuardsConfig, OptimizerConfig, PhasesConfig, ScoresConfig
+from sbf_pruner.training import (
+    DataConfig,
+    GuardsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PhasesConfig,
+    Recipe,
+    ScoresConfig,
+    bundled_recipes,
+    load_recipe,
+    phases,
+    settings,
+    total_epochs,
+)
 
 MINIMAL = '[model]\nname = "resnet56"\n[data]\nname = "synthetic"\n'
 

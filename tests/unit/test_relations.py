@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import sbf_pruner as sbf
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.worth import Appraiser
+from sbf_pruner.graph import Appraiser, trace
 from sbf_pruner.models import resolve
 from zoo import ZOO
 

@@ -21,33 +21,48 @@ import torch
 from safetensors.torch import save_file
 
 from runs import EPOCHS, FOLDER, HOSTILE, foreign_copy, small_run
-from sbf_pruner import files
-from sbf_pruner.drawing import draw
-from sbf_pruner.drawing.markup import element, together
-from sbf_pruner.drawing.scene import FOLLOWER, LAYER, Box
+from sbf_pruner.compare import draw_frontier
 from sbf_pruner.errors import RunError
-from sbf_pruner.frontier.picture import draw_frontier
-from sbf_pruner.overview import inspect
-from sbf_pruner.phases import planned
-from sbf_pruner.report import leave_report, write_report
-from sbf_pruner.report.against import Point, against
-from sbf_pruner.report.chart import Scale, Table
-from sbf_pruner.report.comparison import comparison_page
-from sbf_pruner.report.course import course
-from sbf_pruner.report.data import LayerKept, Run, checkpointed_plan, read_run
-from sbf_pruner.report.headline import headline, sentence
-from sbf_pruner.report.kept import kept
+from sbf_pruner.report import (
+    FIGURES,
+    FOLLOWER,
+    LAYER,
+    SECTIONS,
+    WIDE,
+    Box,
+    LayerKept,
+    Point,
+    Run,
+    Scale,
+    Table,
+    against,
+    checkpointed_plan,
+    comparison_page,
+    course,
+    draw,
+    element,
+    headline,
+    inspect_model,
+    kept,
+    leave_report,
+    marked,
+    network,
+    read_run,
+    recipe,
+    refinement,
+    run_page,
+    run_parts,
+    scores,
+    sentence,
+    skipped,
+    timed,
+    together,
+    write_report,
+)
 from sbf_pruner.report.live import _View
-from sbf_pruner.report.network import marked, network
-from sbf_pruner.report.numbers import DASH, MINUS
-from sbf_pruner.report.page import FIGURES, SECTIONS, WIDE, run_page, run_parts
-from sbf_pruner.report.refinement import refinement
-from sbf_pruner.report.scores import scores
-from sbf_pruner.report.settings import recipe, skipped
-from sbf_pruner.report.timed import timed
-from sbf_pruner.training.checkpoint import save_checkpoint
-from sbf_pruner.training.recipe import bundled_recipes, load_recipe
-from sbf_pruner.training.schedule import phases
+from sbf_pruner.schedule import planned
+from sbf_pruner.training import bundled_recipes, load_recipe, phases, save_checkpoint
+from sbf_pruner.utils import DASH, MINUS, files
 
 
 class Killed(BaseException):
@@ -657,9 +672,9 @@ def test_pictures_hold_no_element_that_a_name_put_there() -> None:
     net = torch.nn.Sequential()
     net.add_module(HOSTILE.replace(".", ""), torch.nn.Conv2d(3, 4, 1))
     net.add_module("last", torch.nn.Conv2d(4, 2, 1))
-    seen = inspect(net, torch.zeros(1, 3, 8, 8))
+    seen = inspect_model(net, torch.zeros(1, 3, 8, 8))
     seen.facts["model"] = HOSTILE
-    assert_harmless(draw(seen, ".html"), script_of("sbf_pruner.drawing"))
+    assert_harmless(draw(seen, ".html"), script_of("sbf_pruner.report.graph_drawing"))
     assert_harmless(draw(seen, ".svg"))
     ElementTree.fromstring(draw(seen, ".svg"))
 

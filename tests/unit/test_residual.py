@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from runs import Small
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.residual import residual_blocks
+from sbf_pruner.graph import residual_blocks, trace
 from sbf_pruner.pruner import Pruner
-from sbf_pruner.training.refinement import MEASURED_ON, under_scores, when_pruned
+from sbf_pruner.training import MEASURED_ON, under_scores, when_pruned
 from zoo import ZOO
 
 FOUND = {

@@ -12,12 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.masks import Flow
-from sbf_pruner.graph.nodes import Elementwise, Map, Opaque, Source
-from sbf_pruner.graph.rules import NAMED, RULES, build_node, register_rule
-from sbf_pruner.graph.trace import record
-from sbf_pruner.graph.weighted import Contract, Norm
+from sbf_pruner.graph import Contract, Elementwise, Flow, Map, Norm, Opaque, Source, record, trace
+from sbf_pruner.graph.operators import NAMED, RULES, build_node, register_rule
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract

@@ -6,18 +6,19 @@ import math
 
 import pytest
 
-from sbf_pruner.training.recipe import Recipe, load_recipe
-from sbf_pruner.training.schedule import (
-    Phase,
+from sbf_pruner.schedule import Phase
+from sbf_pruner.training import (
+    OptimizerConfig,
+    Recipe,
     batch_size,
     cycles_end,
     is_taught,
     learning_rate,
+    load_recipe,
     optimizer_config,
     phases,
     total_epochs,
 )
-from sbf_pruner.training.sections import OptimizerConfig
 
 
 def recipe(*overrides: str) -> Recipe:

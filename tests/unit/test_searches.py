@@ -12,14 +12,24 @@ from test_method_runs import ranked_run
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.budget.aim import Aim
+from sbf_pruner.budget import Aim
+from sbf_pruner.criteria import (
+    Agent,
+    Masked,
+    Predictor,
+    Scores,
+    Subject,
+    Toll,
+    Way,
+    aim_of,
+    amc,
+    best_walk,
+    landing_on,
+    learned_gates,
+    nppm,
+    ranked,
+)
 from sbf_pruner.errors import PruningError
-from sbf_pruner.methods import agent, foretold
-from sbf_pruner.methods.agent import Agent, Way, best_walk, landing_on
-from sbf_pruner.methods.foretold import Predictor, Toll, learned_gates
-from sbf_pruner.methods.masked import Masked, aim_of
-from sbf_pruner.methods.ranking import ranked
-from sbf_pruner.methods.subject import Scores, Subject
 from sbf_pruner.training import run
 
 Judge = Callable[[Subject], Scores]
@@ -80,7 +90,7 @@ def subject_of(net: nn.Module, share: float = 0.5, seed: int = 0, count: int = 2
 def test_a_layer_that_is_good_for_nothing_keeps_fewer_filters(
     name: str, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foretold, "_COST", 1.0)  # of so few filters each is a large part of the cost
+    monkeypatch.setattr(nppm, "_COST", 1.0)  # of so few filters each is a large part of the cost
     for seed in (0, 1):
         subject = subject_of(trained, seed=seed, count=512)
         aim = aim_of(subject)
@@ -112,7 +122,7 @@ def test_a_seed_says_what_is_found_and_nothing_else_is_touched(name: str, traine
 def test_the_size_asked_for_changes_what_is_found(
     name: str, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "_WALKS", 8)
+    monkeypatch.setattr(amc, "_WALKS", 8)
     with torch.no_grad():  # whatever the caller does
         found = [SEARCHES[name](subject_of(trained, share)) for share in (0.8, 0.3)]
     assert any(not np.array_equal(found[0][layer], found[1][layer]) for layer in found[0])
@@ -162,7 +172,7 @@ def _loss(net: nn.Sequential, gates: Tensor, images: Tensor, labels: Tensor) -> 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_run_asks_for_the_size_of_its_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(agent, "_WALKS", 8)
+    monkeypatch.setattr(amc, "_WALKS", 8)
 
     def seen(name: str, subject: Subject) -> Scores:
         aim = subject.aim
@@ -220,9 +230,9 @@ def test_actions_are_parts_of_a_layer_and_noise_is_around_them() -> None:
     student = Agent(1, seed=0)
     state = torch.tensor([0.5])
     # A normal distribution, and one as good as uniform.
-    for noise, mean, spread in ((0.05, student.act(state), 0.05), (agent._DEAF, 0.55, 0.9 / 12**0.5)):
+    for noise, mean, spread in ((0.05, student.act(state), 0.05), (amc._DEAF, 0.55, 0.9 / 12**0.5)):
         drawn = np.array([student.act(state, noise) for _ in range(400)])
-        assert drawn.min() >= agent._LEAST and drawn.max() <= 1
+        assert drawn.min() >= amc._LEAST and drawn.max() <= 1
         assert drawn.std() == pytest.approx(spread, rel=0.15)
         assert drawn.mean() == pytest.approx(mean, abs=0.04)
 
@@ -230,7 +240,7 @@ def test_actions_are_parts_of_a_layer_and_noise_is_around_them() -> None:
 def test_there_are_no_more_walks_than_images(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[float] = []
     monkeypatch.setattr(Masked, "accuracy", lambda self, keep: walked.append(0.0) or 0.0)
-    for count, expected in ((2, 2), (256, agent._WALKS)):
+    for count, expected in ((2, 2), (256, amc._WALKS)):
         walked.clear()
         best_walk(subject_of(trained, count=count))
         assert len(walked) == expected
@@ -253,17 +263,17 @@ def test_a_predictor_learns_which_gates_accuracy_hangs_on() -> None:
 
 
 def test_gates_follow_what_is_foretold(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foretold, "_COST", 1.0)
+    monkeypatch.setattr(nppm, "_COST", 1.0)
     apart = []
     for counts in (1.0, 0.0):
-        monkeypatch.setattr(foretold, "_FORETOLD", counts)
+        monkeypatch.setattr(nppm, "_FORETOLD", counts)
         scores = learned_gates(subject_of(trained, count=512))
         apart.append(scores["useful"].mean() - scores["useless"].mean())
     assert apart[0] > apart[1] + 1  # the loss alone sees less well which way accuracy comes from
 
 
 def test_a_full_memory_forgets_what_is_most_like_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foretold, "_REMEMBERED", 2)
+    monkeypatch.setattr(nppm, "_REMEMBERED", 2)
     predictor = Predictor(4, seed=0)
     for gates, accuracy in (([1.0, 1, 1, 1], 0.9), ([0.0, 0, 0, 0], 0.1), ([1.0, 1, 1, 0], 0.8)):
         predictor.remember(torch.tensor(gates, dtype=torch.float64), accuracy)

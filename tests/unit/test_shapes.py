@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sbf_pruner.graph.shapes import quick_result
+from sbf_pruner.graph import quick_result
 
 MAP = torch.empty(2, 4, 5, 5, device="meta")
 LAST = MAP.contiguous(memory_format=torch.channels_last)

@@ -13,12 +13,9 @@ from torch.utils.data import TensorDataset
 from runs import small_recipe
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
-from sbf_pruner.scoring.statistics import fresh_statistics, lagging
+from sbf_pruner.scores import fresh_statistics, lagging
+from sbf_pruner.training import CALIBRATED_ON, Epochs, Result, fit, load_recipe, phases
 from sbf_pruner.training.engine import Engine
-from sbf_pruner.training.epoch import CALIBRATED_ON, Epochs
-from sbf_pruner.training.loop import Result, fit
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.schedule import phases
 
 IMAGES = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -195,7 +192,7 @@ def trained_shortly(data: dict[str, Any], folder: Path, momentum: float) -> tupl
         dense_control=False,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbf_pruner.training.summary.TIMED_SECONDS", 0.0)
+        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)
         result = fit(net, recipe, data=data, run=folder)
     return result, [json.loads(line)["test_accuracy"] for line in (folder / "metrics.jsonl").open()]
 

@@ -10,26 +10,30 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from clocks import work
-from sbf_pruner.deploy.choose import FORMS, ready
-from sbf_pruner.deploy.forms import Deployable
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import lay_out
-from sbf_pruner.inputs import made_up_inputs
-from sbf_pruner.latency.model import Conditions
-from sbf_pruner.latency.predictor import Predictor
-from sbf_pruner.latency.shapes import Site
-from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.graph import lay_out, trace
+from sbf_pruner.measurement import (
+    RUNTIMES,
+    Conditions,
+    Pairs,
+    Predictor,
+    Site,
+    cache_folder,
+    calibration,
+    get_model,
+    here,
+    layer_seconds,
+    passes,
+    rehearse,
+    same_place,
+    time_layers,
+)
+from sbf_pruner.models import resnet20
 from sbf_pruner.plan import Plan
-from sbf_pruner.stopwatch import calibration, source
-from sbf_pruner.stopwatch.layers import layer_seconds, time_layers
-from sbf_pruner.stopwatch.pairs import Pairs
-from sbf_pruner.stopwatch.runtimes import RUNTIMES
-from sbf_pruner.stopwatch.source import cache_folder, get_model, here, same_place
-from sbf_pruner.stopwatch.whole import passes, rehearse
+from sbf_pruner.runtimes import FORMS, Deployable, ready
 from sbf_pruner.surgery import extract
-from sbf_pruner.timing import waiting
-from sbf_pruner.training.recipe import settings
+from sbf_pruner.training import settings
+from sbf_pruner.utils import made_up_inputs, waiting
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
@@ -131,9 +135,9 @@ def fake(monkeypatch):
 
     monkeypatch.setattr(calibration, "time_layers", layers)
     monkeypatch.setattr(calibration, "Timer", Timer)
-    monkeypatch.setattr(source, "calibrate", calibrated)
-    monkeypatch.setattr(source, "load", lambda: 0.0)
-    monkeypatch.setattr(source, "rehearse", lambda network, example, conditions: None)
+    monkeypatch.setattr(calibration, "calibrate", calibrated)
+    monkeypatch.setattr(calibration, "load", lambda: 0.0)
+    monkeypatch.setattr(calibration, "rehearse", lambda network, example, conditions: None)
     return counted
 
 
@@ -169,14 +173,14 @@ def test_nothing_is_measured_twice(fake, tmp_path, monkeypatch):
 
 def test_processes_that_measure_at_once_keep_each_others_layers(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
-    real, other = source.measure_layers, resnet20(in_channels=1)
+    real, other = calibration.measure_layers, resnet20(in_channels=1)
 
     def meanwhile(table, wanted, conditions, report):
-        monkeypatch.setattr(source, "measure_layers", real)
+        monkeypatch.setattr(calibration, "measure_layers", real)
         get_model(other, torch.zeros(1, 1, 16, 16), TORCH)  # as another process would
         return real(table, wanted, conditions, report)
 
-    monkeypatch.setattr(source, "measure_layers", meanwhile)
+    monkeypatch.setattr(calibration, "measure_layers", meanwhile)
     get_model(resnet20(), IMAGE, TORCH)
     before = fake["layers"]
     for again in tmp_path.glob("latency-*"):
@@ -270,7 +274,7 @@ def deployable():
 def test_a_pass_elsewhere_has_all_of_the_network_there_and_waits(form, deployable, monkeypatch, tmp_path):
     made = deployable.form(form)
     waited = []
-    monkeypatch.setattr("sbf_pruner.deploy.choose.waiting", lambda device: lambda: waited.append(device))
+    monkeypatch.setattr("sbf_pruner.runtimes.forms.waiting", lambda device: lambda: waited.append(device))
     run = ready(made, torch.rand(4, 3, 16, 16), "eager", 1, tmp_path / "x.onnx", "meta")
     held = [getattr_of(made, node.target) for node in made.graph.nodes if node.op == "get_attr"]
     assert held and {tensor.device.type for tensor in held} == {"meta"}

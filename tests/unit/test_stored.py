@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from cases import random_plans
-from sbf_pruner import files
-from sbf_pruner.export import MODEL, save
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import cost_of, lay_out
-from sbf_pruner.measuring import Latency
-from sbf_pruner.stored import Stored, saved_bytes
+from sbf_pruner.budget import Stored, saved_bytes
+from sbf_pruner.graph import cost_of, lay_out, trace
+from sbf_pruner.measurement import Latency
+from sbf_pruner.saving import MODEL, save
 from sbf_pruner.surgery import extract
-from sbf_pruner.training.summary import _size
+from sbf_pruner.training.recording import _size
+from sbf_pruner.utils import files
 from zoo import ZOO
 
 FREE = [

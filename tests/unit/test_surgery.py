@@ -14,16 +14,15 @@ from torch.ao.quantization import fuse_modules
 from torch.nn.utils import prune
 
 from cases import foldable, folded, random_plans
-from sbf_pruner.copies import real_copy
 from sbf_pruner.errors import PlanError, PruningError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.costs import cost
-from sbf_pruner.layers import Adapted, Remap, Zeros
-from sbf_pruner.measuring import measure
+from sbf_pruner.graph import network_cost, trace
+from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
+from sbf_pruner.modules import Adapted, Remap, Zeros
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
+from sbf_pruner.utils import real_copy
 from zoo import ZOO, conv_bn, randomise
 
 IMAGE = torch.rand(2, 3, 8, 8)
@@ -379,7 +378,7 @@ def test_a_folded_resnet_computes_the_same_and_has_no_more_to_compute():
     assert len(pairs) == 19 and not any(isinstance(m, nn.BatchNorm2d) for m in fused.modules())
     for size in (32, 40):
         assert largest_difference(fused, small, torch.rand(2, 3, size, size).double()) < 1e-10
-    counted, expected = measure(small, inputs), cost(graph, plan.masks(graph))
+    counted, expected = measure(small, inputs), network_cost(graph, plan.masks(graph))
     assert (counted.params, counted.macs) == (expected.params, expected.macs)
     assert measure(fused, inputs).macs == counted.macs and measure(fused, inputs).params < counted.params
 
@@ -419,7 +418,7 @@ def test_the_dry_run_goes_as_the_recording_went(monkeypatch):
     def never(*_):
         pytest.fail("ran with numbers")
 
-    monkeypatch.setattr("sbf_pruner.graph.trace.real_copy", never)
+    monkeypatch.setattr("sbf_pruner.graph.tracer.real_copy", never)
     assert extract(model, inputs, Plan({"middle.0": [1, 4]}), graph).sbf_fixed_sizes
 
 

@@ -18,10 +18,8 @@ import sbf_pruner
 from sbf_pruner import Pruner
 from sbf_pruner.cli import main
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.files import read_tensors
-from sbf_pruner.team import Team
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.together import check_shared
+from sbf_pruner.training import check_shared, load_recipe
+from sbf_pruner.utils import Team, read_tensors
 
 PREPARED = """
 import atexit, os, sys

@@ -11,21 +11,14 @@ import torch
 
 from clocks import clock_of
 from runs import Small, small_recipe
-from sbf_pruner.budget.aim import Aim
-from sbf_pruner.budget.guards import Guards
-from sbf_pruner.budget.targets import Budget
+from sbf_pruner.budget import Aim, Budget, Guards
+from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.latency.ways import Chosen, made_up
-from sbf_pruner.models.resnet import resnet20
+from sbf_pruner.graph import trace
+from sbf_pruner.measurement import Chosen, here, made_up
+from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
-from sbf_pruner.stopwatch.source import here
-from sbf_pruner.terminal.lines import summary_lines
-from sbf_pruner.training import networks
-from sbf_pruner.training.finished import build_dense
-from sbf_pruner.training.loop import fit
-from sbf_pruner.training.recipe import load_recipe
-from sbf_pruner.training.timed import CLOSE, LANDINGS, Timed, timer_here
+from sbf_pruner.training import CLOSE, LANDINGS, Timed, build_dense, fit, load_recipe, networks, timer_here
 from shares import mostly_slow
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -320,7 +313,7 @@ def test_a_network_that_the_runtime_cannot_run_is_found_before_anything_is_train
     def fails(*given):
         raise OSError("no space\nleft")
 
-    monkeypatch.setattr("sbf_pruner.stopwatch.whole.ready", fails)
+    monkeypatch.setattr("sbf_pruner.measurement.stopwatch.ready", fails)
     with pytest.raises(PruningError, match=r"and cannot be: OSError: no space$"):
         fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
     assert not (tmp_path / "run").exists()

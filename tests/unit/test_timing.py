@@ -8,9 +8,8 @@ import statistics
 import pytest
 import torch
 
-from sbf_pruner import timing
 from sbf_pruner.errors import PruningError
-from sbf_pruner.timing import Interval, compared, median_interval, take_turns, using_threads
+from sbf_pruner.utils import Interval, compared, median_interval, take_turns, timing, using_threads
 
 
 def logged(rounds: int, names: str = "ab", seed: int = 0) -> list[str]:

@@ -15,9 +15,7 @@ from torch import nn
 
 from cases import assert_every_layer_is_in_one_list
 from sbf_pruner.errors import PruningError, TraceError
-from sbf_pruner.graph.build import trace
-from sbf_pruner.graph.records import STALE
-from sbf_pruner.graph.trace import record
+from sbf_pruner.graph import STALE, record, trace
 from sbf_pruner.pruner import Pruner
 from zoo import REFUSED, ZOO
 

@@ -14,15 +14,13 @@ import pytest
 from torch import nn
 
 from runs import Small, small_recipe, small_run
-from sbf_pruner.callables import NAMED, UNTRUSTED, Origin
 from sbf_pruner.cli import main
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.models import build_network
 from sbf_pruner.report.live import _View
+from sbf_pruner.training import DataConfig, build_dense, fit
 from sbf_pruner.training.data import load_data
-from sbf_pruner.training.finished import build_dense
-from sbf_pruner.training.loop import fit
-from sbf_pruner.training.material import DataConfig
+from sbf_pruner.utils import NAMED, UNTRUSTED, Origin
 
 MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 SHORT = {"warmup": 1, "cycles": 1, "score": 1, "weights": 0, "finetune": 1}

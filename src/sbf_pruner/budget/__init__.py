@@ -1,0 +1,36 @@
+"""Sizes asked for: targets, constraints, the search for filters that fit, and the penalty's controller."""
+
+from ..utils.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "constraints": (
+            "Allowed",
+            "Guards",
+            "coupled",
+            "links",
+            "raised",
+            "whole_branches",
+            "with_coupled",
+        ),
+        "controller": (
+            "Aim",
+            "Mix",
+            "RANGE",
+            "Steering",
+            "prices",
+        ),
+        "search": (
+            "Field",
+            "land",
+        ),
+        "targets": (
+            "Budget",
+            "Limits",
+            "POINT",
+            "Stored",
+            "saved_bytes",
+        ),
+    },
+)

@@ -20,16 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..errors import PruningError, nearest
-from ..inputs import check_model, uncollected
-from .boundary import Boundary
-from .channels import ChannelGraph, Layer, Site
-from .edges import Wiring, without_batch
-from .nodes import Elementwise, Located, Map, Sampled, Sum
-from .owners import LAYERS, owner
-from .places import Places
+from ..utils.user_model import check_model, uncollected
+from .channel_graph import ChannelGraph, Layer, Site
+from .gate_sites import Places
+from .layer_nodes import LAYERS, Contract, Norm, Product, owner
+from .nodes import Boundary, Elementwise, Located, Map, Sampled, Sum
 from .records import Value
-from .trace import record
-from .weighted import Contract, Norm, Product
+from .tracer import record
+from .wiring import Wiring, without_batch
 
 
 @uncollected()

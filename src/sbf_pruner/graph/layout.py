@@ -12,10 +12,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from .boundary import Boundary
-from .channels import ChannelGraph
-from .masks import Flow, Layout
-from .nodes import Node
+from .channel_graph import ChannelGraph
+from .nodes import Boundary, Flow, Layout, Node
 from .records import Call, Value
 
 

@@ -1,4 +1,21 @@
-"""What a copy of a model does while it runs: its operators, and what each belongs to.
+"""Which value each tensor is at the moment, and whether its memory was written since that was noted.
+
+Tensors of a running model enter; the values noted for them leave.  Two tensors may share memory: when one is
+written in place, the other is no longer what it was.
+
+The results of the commonest operators on tensors without numbers, at once.
+
+On the meta device an operator only works out a shape, but for most operators torch does so in Python, with
+care for every case.  For an activation, a batch norm, or the sum of two tensors alike, the shape is that of the
+operand; asked for these alone, a recording takes less than half the time.
+
+Instance norm, which torch takes apart, put together again.
+
+What one call of an instance norm ran enters: a batch norm for which every image has channels of its own, and the
+views and copies that make it so.  The norm as one operator over the user's channels leaves, with the arguments of a
+batch norm.  Where anything else was done, all is left as it ran.
+
+What a copy of a model does while it runs: its operators, and what each belongs to.
 
 Operators are seen below autograd, where every layer, functional call and tensor method has become one of a few
 hundred ATen operators.  Weights are recognised by the parameter object itself, not by guessing from names.
@@ -14,19 +31,131 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
-from ..layers import Remap, Zeros
-from .instances import put_together
-from .literals import Literals
-from .memory import Memory
-from .records import REMAP, STALE, ZEROS, Call, Op, Value
-from .shapes import quick_result
-from .where import holds_the_model, nested, not_from_torch, where
+from ..modules import Remap, Zeros
+from ..utils.user_code import holds_the_model, nested, not_from_torch, where
+from .layer_nodes import BATCH_NORMS
+from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Value
+
+
+class Memory:
+    """The tensors seen in one run of a model."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, list[Tensor]] = {}  # storage -> every tensor seen, so that no id is used twice
+        self._value: dict[int, Value] = {}
+        self._where: dict[int, int] = {}  # id(tensor) -> the storage it had when its value was noted
+        self._writes: dict[int, int] = {}  # storage -> how often it was written in place
+        self._seen: dict[int, int] = {}  # id(tensor) -> the count above when its value was noted
+        self._writer: dict[int, Value] = {}  # storage -> the value written last
+
+    def get(self, tensor: Tensor) -> Value | None:
+        """The value noted last, whatever has been written since; None if other memory was assigned to `.data`."""
+        known = self._value.get(id(tensor))
+        return known if known is not None and self._where[id(tensor)] == _storage(tensor) else None
+
+    def same_place(self, tensor: Tensor) -> Tensor | None:
+        """A tensor seen before that is this one by another name: `x.as_subclass(torch.Tensor)`."""
+        seen = self._alive.get(_storage(tensor), ())
+        return next((other for other in seen if _place(other) == _place(tensor)), None)
+
+    def note(self, tensor: Tensor, value: Value) -> Value:
+        """From now on a tensor is this value."""
+        key, storage = id(tensor), _storage(tensor)
+        if key not in self._value:
+            self._alive.setdefault(storage, []).append(tensor)
+        self._value[key], self._where[key] = value, storage
+        self._seen[key] = self._writes.get(storage, 0)
+        return value
+
+    def write(self, tensor: Tensor, value: Value) -> None:
+        """A tensor was written in place: it is this value now, and what shares its memory is stale."""
+        storage = _storage(tensor)
+        self._writes[storage] = self._writes.get(storage, 0) + 1
+        self._writer[storage] = self.note(tensor, value)
+
+    def written_since(self, tensor: Tensor) -> Value | None:
+        """What was written last where a tensor lies, if that was after its value was noted."""
+        storage = _storage(tensor)
+        return self._writer[storage] if self._seen[id(tensor)] != self._writes.get(storage, 0) else None
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_LIKE_THE_OPERAND = {
+    f"aten.{name}"
+    for name in (
+        *("relu", "hardswish", "hardsigmoid", "hardtanh", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu"),
+        *("neg", "abs", "exp", "sqrt", "mish", "clamp", "clamp_min"),
+    )
+}
+_PAIRS = {"aten.add", "aten.mul", "aten.sub"}
+
+
+def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operator returns, or None where torch itself must say, as of a tensor that has numbers."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
+        return None
+    plain = name.removesuffix("_")
+    if plain in _LIKE_THE_OPERAND:
+        if any(isinstance(a, Tensor) for a in args[1:]):
+            return None
+    elif plain in _PAIRS:
+        other = args[1] if len(args) == 2 else None
+        alike = isinstance(other, Tensor) and (other.shape, other.stride(), other.dtype, other.device) == (
+            (x.shape, x.stride(), x.dtype, x.device)
+        )
+        if not alike:
+            return None
+    elif name == "aten.native_batch_norm" and x.is_contiguous():
+        saved = x.shape[1] if args[5] else 0
+        return torch.empty_like(x), x.new_empty(saved), x.new_empty(saved)
+    else:
+        return None
+    return x if name.endswith("_") else torch.empty_like(x)
+
+
+_AROUND = {f"aten.{name}" for name in ("view", "repeat", "clone", "empty")}
+
+
+def put_together(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
+    """What a call of an instance norm ran, as the one operator that it is."""
+    norm = _instance_norm(call, ops)
+    return ops if norm is None else [norm]
+
+
+def _instance_norm(call: Call, ops: Sequence[Op]) -> Op | None:
+    norms = [op for op in ops if op.name in BATCH_NORMS]
+    if len(norms) != 1 or any(op.name not in BATCH_NORMS | _AROUND for op in ops):
+        return None
+    norm = norms[0]
+    made_from = {op.outputs[0]: op.inputs[0] for op in ops if op.name in _AROUND and op.inputs}
+
+    def origin(value: Value) -> Value:
+        while value in made_from:
+            value = made_from[value]
+        return value
+
+    x, *states = (origin(held) if isinstance(held, Value) else held for held in norm.args[:5])
+    ends = x in call.inputs and len(call.outputs) == 1 and origin(call.outputs[0]) is norm.outputs[0]
+    if not ends or call.outputs[0].shape != x.shape or norm.args[0].shape[2:] != x.shape[2:]:
+        return None
+    inputs = tuple(held for held in (x, *states) if held is not None)
+    args = (x, *states, *norm.args[5:])
+    return Op(INSTANCE_NORM, args, {}, inputs, call.outputs, call, norm.where)
 
 
 class Recorder(TorchDispatchMode):

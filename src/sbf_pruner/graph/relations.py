@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .boundary import Boundary
-from .masks import Mask
-from .nodes import Elementwise, Map, Node
+from .layer_nodes import Contract, Norm, Product
+from .nodes import Boundary, Elementwise, Map, Mask, Node
 from .records import Value
-from .weighted import Contract, Norm, Product
 
 if TYPE_CHECKING:
-    from .channels import ChannelGraph
+    from .channel_graph import ChannelGraph
+
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
 _MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}

@@ -1,5 +1,156 @@
-"""Pruning in training loops that somebody else has written: three calls, or a callback that makes them."""
+"""Scores and weights in turns, for a training loop that somebody else has written.
 
-from .turns import Turns
+A pruner and the lengths of its phases enter; as the loop tells of its epochs and backward passes, the phases are
+entered and left.  What holds: an epoch's phase follows from its number alone, so a loop that goes on from a
+checkpoint goes on in the right one; the loop's own optimiser may step in every epoch, for what is frozen has no
+gradient and is left alone.
+"""
 
-__all__ = ["Turns"]
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.amp import GradScaler
+
+from ..errors import PruningError
+from ..pruner import Pruner
+from ..schedule import Phase, planned
+from ..utils.lazy import lazy_exports
+
+_log = logging.getLogger("sbf_pruner")
+
+
+class Turns:
+    """The phases of a pruner, one after another: a warm-up, cycles of scores and weights, then fine-tuning.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> images, optimizer = torch.rand(2, 3, 16, 16), torch.optim.SGD(net.parameters(), 0.01)
+    >>> turns = Turns(Pruner(net, images, penalty=0.1, lr=0.1), warmup=1, cycles=1, score=1, weights=1)
+    >>> for epoch in range(4):
+    ...     _ = turns.epoch_begins(epoch)
+    ...     optimizer.zero_grad()
+    ...     net(images).square().mean().backward()
+    ...     turns.after_backward()
+    ...     optimizer.step()
+    ...     print(turns.phase)
+    warmup
+    score 1
+    weights 1
+    finetune
+    >>> turns.end()
+    >>> small = turns.pruner.extract()
+    """
+
+    def __init__(self, pruner: Pruner, *, warmup: int, cycles: int, score: int = 1, weights: int = 2) -> None:
+        if not isinstance(pruner, Pruner):
+            raise PruningError(
+                f"Turns takes an sbf.Pruner, not {type(pruner).__name__}; make one of the model first"
+            )
+        lengths = {"warmup": warmup, "cycles": cycles, "score": score, "weights": weights}
+        for name, epochs in lengths.items():
+            least = int(name in ("cycles", "score"))
+            if epochs < least:
+                raise PruningError(f"{name} = {epochs}: a loop in turns needs at least {least}; write more")
+        self.pruner, self.cycles = pruner, cycles
+        self._phases = planned({"phases": {**lengths, "finetune": 0}})
+        self._epoch: int | None = None
+        self._now: Phase | None = None
+        self._open: AbstractContextManager[Pruner] | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is trained now, and in which cycle."""
+        return "finetune" if self._now is None else str(self._now)
+
+    @property
+    def scores_now(self) -> bool:
+        """Do the scores move, while the weights stand still?"""
+        return self._now is not None and self._now.trains_scores
+
+    def epoch_begins(self, epoch: int) -> str:
+        """Tell that an epoch begins, numbered from 0; returns its phase."""
+        self._epoch = epoch
+        now = next((p for p in self._phases if p.first <= epoch < p.end), None)
+        if self._open is None or now != self._now:
+            self._close()
+            self._now = now
+            self._check_budget()
+            if self.scores_now:
+                assert now is not None
+                self.pruner.progress = now.cycle / self.cycles  # a budget closes in from cycle to cycle
+            self._open = self.pruner.scoring() if self.scores_now else self.pruner.gated()
+            self._open.__enter__()
+        return self.phase
+
+    def after_backward(self, scaler: GradScaler | None = None) -> None:
+        """Tell that the loss has been sent back, and what scaled it: where the scores are trained, they move."""
+        if self._epoch is None:
+            raise PruningError("after_backward() was told of no epoch yet; call epoch_begins(epoch) before it")
+        if self.scores_now:
+            penalty = self.pruner.penalty()
+            (penalty if scaler is None else scaler.scale(penalty)).backward()
+            self.pruner.step(scaler)
+
+    def end(self) -> None:
+        """Tell that the training is over: the scores become gates.
+
+        Logs a warning if the training ended before the budget was met, in an earlier cycle than the last.
+        """
+        self._close()
+        self._check_budget()
+        if (missed := self.pruner.missed()) is not None:
+            cycle = self._now.cycle if self._now is not None else 0
+            where = f"in cycle {cycle} of {self.cycles}" if cycle else f"before the first of {self.cycles} cycles"
+            _log.warning(
+                "the training ended %s, before the budget is met: %s; train all epochs of the cycles, or call "
+                "pruner.land() and train the weights before extract()",
+                where,
+                missed,
+            )
+
+    def abort(self) -> None:
+        """Tell that the training has failed: the phase is cut short, nothing stays frozen, and no gate is set."""
+        if self._open is not None:
+            left, self._open = self._open, None
+            given_up = RuntimeError("the training has failed")
+            left.__exit__(type(given_up), given_up, None)  # as it would pass through the phase
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, also in the middle of a score phase."""
+        return {"epoch": self._epoch, "pruner": self.pruner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self._close()
+        self.pruner.load_state_dict(state["pruner"])
+        if state["epoch"] is not None:  # a score phase that is not over has yet to set the gates
+            self.epoch_begins(state["epoch"])
+
+    def _close(self) -> None:
+        """Leave the phase under way."""
+        if self._open is not None:
+            left, self._open = self._open, None
+            left.__exit__(None, None, None)
+
+    def _check_budget(self) -> None:
+        """Refuse to train weights for good under gates that exceed the budget, with no score phase to come."""
+        last = max(phase.end for phase in self._phases if phase.trains_scores)
+        if self._epoch is None or self._epoch < last or (missed := self.pruner.missed()) is None:
+            return
+        raise PruningError(
+            f"epoch {self._epoch} is past the last of {self.cycles} cycles, but {missed}; load the state_dict() of "
+            "the Turns that ran the earlier epochs, or call pruner.land()"
+        )
+
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "lightning": ("pruning_callback",),
+    },
+)

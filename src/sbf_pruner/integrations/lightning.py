@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PruningError
-from .turns import Turns
+from . import Turns
 
 
 def pruning_callback(turns: Turns) -> Any:

@@ -18,14 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..callables import NAMED, Origin, said, signature, takes_anything, wanted
 from ..errors import PruningError, nearest
-from ..graph.where import failing_line
-from .mobilenet import MobileNetV2, mobilenet_v2
-from .resnet import ResNet, resnet20, resnet32, resnet44, resnet56, resnet110
-from .vgg import VGG16, vgg16_bn
+from ..utils.user_code import NAMED, Origin, failing_line, said, signature, takes_anything, wanted
+from .cifar import (
+    VGG16,
+    BasicBlock,
+    MobileNetV2,
+    ResNet,
+    Shortcut,
+    mobilenet_v2,
+    resnet20,
+    resnet32,
+    resnet44,
+    resnet56,
+    resnet110,
+    vgg16_bn,
+)
 
-__all__ = ["BUNDLED", "VGG16", "MobileNetV2", "ResNet", "build_network", "resolve"]
+__all__ = ["BUNDLED", "VGG16", "BasicBlock", "MobileNetV2", "ResNet", "Shortcut", "build_network", "resolve"]
 
 BUNDLED: dict[str, Callable[..., nn.Module]] = {
     builder.__name__: builder

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
-from ..files import write_text
-from ..writable import why_not_writable
+from ..utils.files import write_text
+from ..utils.lazy import lazy_exports
+from ..utils.paths import why_not_writable
 from .comparison import comparison_page
-from .data import read_run
 from .page import run_page
+from .run_data import read_run
 
 NAME = "report.html"
 COMPARISON = "comparison.html"
@@ -37,3 +38,66 @@ def leave_report(folder: Path, summary: dict[str, Any]) -> None:
         write_text(folder / NAME, run_page(read_run(folder, summary)))
     except Exception as error:
         logging.getLogger("sbf_pruner").warning("no report was drawn (%s: %s)", type(error).__name__, error)
+
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "comparison": (
+            "Point",
+            "against",
+            "comparison_page",
+        ),
+        "curves": ("course",),
+        "graph_drawing": (
+            "arrange",
+            "draw",
+        ),
+        "html": (
+            "Scale",
+            "Table",
+            "element",
+            "together",
+        ),
+        "inspection": (
+            "Box",
+            "FOLLOWER",
+            "GATE",
+            "JOINT",
+            "LAYER",
+            "SKIPPED",
+            "compose",
+            "inspect_model",
+            "overview",
+        ),
+        "live": (
+            "live_view",
+            "tensorboard_log",
+        ),
+        "page": (
+            "FIGURES",
+            "SECTIONS",
+            "WIDE",
+            "headline",
+            "run_page",
+            "run_parts",
+            "sentence",
+        ),
+        "run_data": (
+            "LayerKept",
+            "Run",
+            "checkpointed_plan",
+            "read_run",
+        ),
+        "sections": (
+            "kept",
+            "marked",
+            "network",
+            "recipe",
+            "refinement",
+            "scores",
+            "skipped",
+            "timed",
+        ),
+    },
+)

@@ -2,25 +2,37 @@
 
 page.html, page.css and page.js beside this file are put into one text.  Every part stands in a section of its
 own, so that a live page can put a new one in its place.
+
+The first thing a report says: what the run came to, in one sentence and a handful of numbers.
+
+A run enters; HTML leaves.  Of a run that is not finished it tells how far it is and what is there by now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
-from ..drawing.colours import DARK_HUES, HUES, colours, scoped
-from ..drawing.markup import NOTHING, Markup, document, element, policy
-from .chart import Figure
-from .course import course
-from .data import Run
-from .headline import headline, sentence
-from .kept import kept
-from .network import network
-from .refinement import refinement
-from .scores import scores
-from .settings import environment, recipe, skipped
-from .timed import timed
+from ..budget.targets import is_missed
+from ..criteria import OWN
+from ..utils.formatting import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
+from .curves import STAGES, course
+from .html import DARK_HUES, HUES, NOTHING, Figure, Markup, colours, document, element, policy, scoped, together
+from .run_data import Run
+from .sections import (
+    ELSEWHERE,
+    environment,
+    found,
+    kept,
+    network,
+    recipe,
+    refinement,
+    scores,
+    skipped,
+    timed,
+    where,
+)
 
 HEADLINE = "headline"
 FIGURES: dict[str, Callable[[Run], Figure | None]] = {
@@ -103,3 +115,179 @@ def _points(hues: Sequence[str]) -> str:
 
 def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def sentence(run: Run) -> str:
+    """The run in one sentence."""
+    if run.summary is None:
+        return _so_far(run)
+    dense, pruned = run.summary["dense"], run.summary["pruned"]
+    left = [f"{percent(100 * pruned[key] / dense[key], 0)} of the {words}" for key, words in _SIZES if dense[key]]
+    said = f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are right"
+    if dense["accuracy"] is None:
+        known = _earlier(dense)
+        return said + (f" ({known})." if known else ".")
+    gap = pruned["accuracy"] - dense["accuracy"]
+    if abs(gap) < 0.005:
+        return said + ", as many as with the dense control."
+    return f"{said}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
+
+
+def _earlier(dense: Mapping[str, Any]) -> str:
+    """What is known of the dense network where no control was trained."""
+    known = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
+    told = {words: dense.get(key) for key, words in known.items()}  # older summaries tell less
+    return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in told.items() if accuracy is not None)
+
+
+_EXACT = 1e-10  # of the largest output, in float64: rounding and nothing else
+_SIZES = (("params", "parameters"), ("macs", "multiply-accumulates"))
+
+
+def _so_far(run: Run) -> str:
+    last = run.last
+    if last is None:
+        return "The run is about to begin: nothing has been trained yet."
+    stage = "the dense control" if last["phase"] == "control" else STAGES[last["phase"]]
+    cycle = f" of cycle {last['cycle']}" if last["cycle"] else ""
+    seconds = [record["seconds"] for record in [*run.records, *run.control]][-20:]
+    left = (last["total"] - last["done"]) * sum(seconds) / len(seconds)
+    return (
+        f"Epoch {last['done']} of {last['total']} has ended, {last['epoch']} of {last['epochs']} of "
+        f"{stage}{cycle}; at this pace {duration(left)} are left."
+    )
+
+
+def headline(run: Run) -> Markup:
+    """The sentence and the cards."""
+    facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
+    if (method := run.recipe.get("method", OWN)) != OWN:
+        facts.insert(1, f"filters chosen by {method}")
+    state, progress, last = "finished", NOTHING, run.last
+    if run.summary is not None:
+        machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
+        facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
+        if "dense_from" in run.summary:
+            facts.append(f"dense stage of {run.summary['dense_from']}")
+    else:
+        state = "not finished"
+        share = 100 * last["done"] / last["total"] if last is not None else 0
+        progress = element("progress", percent(share, 0), max=100, value=f"{share:.1f}", aria_label="epochs done")
+    cards = _finished(run) if run.finished else _unfinished(run)
+    shown = element("span", state, class_=f"state {state.split()[0]}")
+    return together(
+        element("p", shown, " ", " · ".join(filter(None, facts)), class_="facts"),
+        element("h1", run.name),
+        element("p", sentence(run), class_="lead"),
+        progress,
+        element("dl", cards, class_="cards"),
+    )
+
+
+def _card(
+    label: str, value: str, was: str, note: str = "", share: float | None = None, good: bool | None = None
+) -> Markup:
+    mood = "" if good is None else " good" if good else " bad"
+    meter = NOTHING
+    if share is not None:
+        bar = element("i", style=f"width:{min(100 * share, 100):.1f}%")
+        meter = element("span", bar, class_="meter", aria_hidden="true")
+    told = element("span", note, class_=f"note{mood}")
+    return element(
+        "div",
+        element("dt", label),
+        element("dd", element("b", value), told, meter, element("small", was)),
+        class_="card",
+    )
+
+
+def _finished(run: Run) -> list[Markup]:
+    assert run.summary is not None
+    dense, pruned = run.summary["dense"], run.summary["pruned"]
+    judged, note = dense["accuracy"], ""
+    if judged is None:
+        was = "; ".join(filter(None, ["no dense control", _earlier(dense)]))
+    else:
+        was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
+    cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
+    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries do not tell
+    spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
+    timed = f" · {run.environment.get('device', '')}"
+    timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
+    sizes = [
+        ("Parameters", "params", short, _asked(run, "params", short)),
+        ("Multiply-accumulates", "macs", short, _asked(run, "macs", short)),
+        ("File", "file_bytes", _bytes, _asked(run, "size", _bytes)),
+        (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
+    ]
+    for label, key, spell, more in sizes:
+        before, after = dense.get(key), pruned.get(key)
+        if before and after:
+            share, good = after / before, after <= before
+            noise = max((part for part in spread if part is not None), default=0.0) if key == "latency_ms" else 0.0
+            mood = None if abs(after - before) < noise else good  # a difference within the spread is none
+            cards.append(
+                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, mood)
+            )
+        else:
+            cards.append(_card(label, spell(after), "dense: not stored"))
+    cards += _timed(run)
+    error = run.summary.get("cut_error")
+    exact = error is not None and error < _EXACT
+    was = "largest difference of their outputs, float64"
+    cards.append(_card("Masked = extracted", tiny(error), was, "exact" if exact else "", good=exact or None))
+    return cards
+
+
+def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
+    """The most that the recipe's budget lets a network have."""
+    most = float(run.recipe.get("budget", {}).get(name, 1.0))
+    if most == 1:
+        return ""
+    return f" · at most {percent(100 * most, 1) if most < 1 else spell(most)} asked for"
+
+
+def _timed(run: Run) -> list[Markup]:
+    """What became of a time that was asked for."""
+    if run.time is None:
+        return []
+    share, how = found(run.time, run.finished)
+    label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
+    value = DASH if share is None else percent(100 * share, 1)
+    elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
+    late = is_missed(run.time["asked"], run.time["measured"])
+    was = f"{where(run.time)} · {run.time['way']}{elsewhere}"
+    return [_card(label, value, was, f"{how}, missed" if late else how, share, False if late else None)]
+
+
+def _stored_bytes(run: Run) -> int | None:
+    stored = run.folder / "model.safetensors"
+    return stored.stat().st_size if stored.is_file() else None
+
+
+def _unfinished(run: Run) -> list[Markup]:
+    if not run.records:
+        return []
+    start, now = run.records[0], run.records[-1]
+    judged = next((r["test_accuracy"] for r in reversed(run.records) if r["test_accuracy"] is not None), None)
+    cards = [
+        _card("Test accuracy", percent(judged), "latest that was taken"),
+        _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
+    ]
+    for label, key, spell in (
+        ("Filters alive", "filters", count),
+        ("Parameters", "params", short),
+        ("Multiply-accumulates", "macs", short),
+    ):
+        before = now["filters_total"] if key == "filters" else start[key]
+        note = change(before, now[key]) if now[key] != before else ""
+        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
+    cards += _timed(run)
+    if run.control:
+        known = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
+        cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs"))
+    return cards
+
+
+def _bytes(value: float | None) -> str:
+    return short(value, "B")

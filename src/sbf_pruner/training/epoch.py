@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
-from ..phases import Phase
-from ..scoring.statistics import lagging
-from .checkpoint import NAME
-from .engine import BEGINNING, Begun, Engine, Tally
-from .feed import Feed
-from .optimizer import Descent
+from ..schedule import Phase
+from ..scores.norm_statistics import lagging
+from .data.datasets import Feed
+from .engine.eager import BEGINNING, Begun, Descent, Engine, Tally, Teacher
 from .recipe import Recipe
+from .run_folder import NAME
 from .schedule import is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
-from .teacher import Teacher
 
 CALIBRATED_ON = 20  # batches, for statistics that have not arrived
 

@@ -3,36 +3,50 @@
 A model and a recipe enter; the network of each phase leaves.  Removal happens here, once, when the first
 phase asks for the small network, and is proved on the spot: in float64 the gated network and the extracted
 one must give the same outputs.  `state` holds all that training changed, and `restore` brings it back.
+
+The pruner that a recipe asks for, on the dense network of a run.
+
+A network, its images and a recipe enter; a `Pruner` leaves, with what is known of a time that was asked for.  What
+holds: a network that cannot be cut, and a target that cannot be met or that the dense network meets already, are
+refused here, before anything is trained.
+
+What a run starts from, checked before anything is written: weights, and a network that fits the images.
+
+A file, a model and data enter; a loaded model, or one sentence of what does not fit, leaves.  Weights are loaded
+all or not at all.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..attached import without_attached
-from ..copies import real_copy
-from ..errors import PruningError, RunError
-from ..measuring import measure
-from ..phases import Phase
+from ..budget.constraints import Guards, check_names, raised
+from ..budget.targets import tensors_of
+from ..errors import PruningError, RunError, nearest
+from ..graph.build import trace
+from ..graph.channel_graph import ChannelGraph
+from ..measurement.counts import measure
 from ..plan import Plan
-from ..proof import prove
-from ..pruner import Pruner
-from ..stored import tensors_of
-from ..surgery import extract
-from .checkpoint import ELSEWHERE
-from .data import Data
-from .feed import Feed
-from .machine import lay_out
+from ..pruner import Pruner, try_cuts
+from ..schedule import Phase
+from ..surgery.extract import extract
+from ..surgery.verify import prove
+from ..utils.user_model import real_copy, without_attached
+from .data.datasets import SOURCES, Data, Feed
+from .device import lay_out
+from .latency_target import Timed, coupling, rehearse, timer_here
 from .recipe import Recipe
-from .schedule import closing_cycles
-from .scorer import attach
-from .start import check_fit, load_weights
-from .timed import rehearse, timer_here
+from .run_folder import ELSEWHERE
+from .schedule import batch_size, closing_cycles, phases
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
 STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, an eighth of a second for ResNet-56
@@ -195,3 +209,188 @@ def _snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
+
+
+TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
+AT_LEAST = 2  # cycles that it takes for that: in one, scores would be past the threshold before it is seen
+
+_log = logging.getLogger(__name__)
+
+
+def attach(
+    dense: nn.Module, images: Tensor, recipe: Recipe, trained_on: int, measured: Path | None = None
+) -> tuple[Pruner, Timed | None]:
+    """The pruner of a network that is trained on so many images, and its clock where a time is asked for.
+
+    `measured` is the file of that clock, if the run goes on.
+    """
+    scores, guards, budget, example = recipe.scores, recipe.guards, recipe.budget, images[:2]
+    graph = trace(dense, example, guards.ignore)
+    limits = budget.limits
+    kept = _guards(dense, example, graph, recipe)
+    together: dict[str, Any] = {"couple": guards.couple, "blocks": scores.blocks}
+    timed = None
+    if budget.latency != 1:
+        timed = Timed.of(dense, images, graph, recipe, measured, limits, kept)
+        together |= coupling(timed.chosen.way)
+    pruner = Pruner(
+        dense,
+        example,
+        penalty=scores.penalty,
+        projection=scores.projection,  # type: ignore[arg-type]
+        activation=scores.activation,  # type: ignore[arg-type]
+        leak=scores.leak,
+        balance=scores.balance,  # type: ignore[arg-type]
+        lr=scores.lr,
+        speed=_speed(recipe, trained_on),
+        eps=scores.eps,
+        threshold=scores.threshold,
+        freeze_norms=scores.freeze_norms,
+        binary=scores.binary,
+        min_filters=kept.min_filters,
+        max_removed=kept.max_removed,
+        round_to=kept.round_to,
+        budget=limits,
+        steer=budget.steer,
+        clock=None if timed is None else timed.clock,
+        graph=graph,
+        **together,
+    )
+    reached = pruner.aim.limits
+    if reached is not None and reached.hold(reached.whole):
+        found = " and ".join(reached.told(name, reached.whole) for name in reached.most)
+        raise PruningError(f"there is nothing to prune for: the dense network has {found}; ask for less")
+    return pruner, timed
+
+
+def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Guards:
+    """The guards of the recipe, and what the model's own code asks for."""
+    asked = Guards(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
+    check_names(asked, graph)  # now: what follows takes its time
+    whole = try_cuts(dense, example, graph)
+    if whole is None:
+        return asked
+    least = raised(asked.min_filters, 1, graph.layers)
+    if least != asked.min_filters:
+        _log.warning("every layer keeps a filter: without some of them, %s", whole)
+    return replace(asked, min_filters=least)
+
+
+def _speed(recipe: Recipe, images: int) -> float:
+    """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
+    scores, budget = recipe.scores, recipe.budget
+    if scores.speed or not budget.steer:
+        return scores.speed
+    moving = [phase for phase in phases(recipe) if phase.trains_scores][:1]
+    steps = sum(phase.epochs * max(images // batch_size(recipe, phase), 1) for phase in moving)
+    return TRAVEL / max(closing_cycles(recipe), AT_LEAST) / max(steps, 1)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a state_dict from a .safetensors, .pt or .pth file, which must fit the model tensor by tensor."""
+    where = f"model.weights: {path}"
+    given = _read(path, where)
+    held, trained = model.state_dict(), dict(model.named_parameters())
+    missing = [name for name in held if name not in given]
+    unknown = [name for name in given if name not in held]
+    if unknown and all(name.startswith("module.") for name in given):
+        raise RunError(f"{where} was saved from a DataParallel wrapper; save model.module.state_dict()")
+    if missing or unknown:
+        parts = [f"has no {missing[0]!r}{_more(missing)}"] if missing else []
+        if unknown:
+            hint = "" if missing else f" ({nearest(unknown[0], held)})"
+            parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model has not{hint}")
+        raise RunError(f"{where} {' and '.join(parts)}; give the weights of this very network")
+    for name, tensor in given.items():
+        if tensor.shape != held[name].shape:
+            raise RunError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(held[name].shape)}; "
+                "set model.num_classes, model.in_channels or model.options to what it was trained with"
+            )
+        if tensor.is_floating_point() != held[name].is_floating_point():
+            raise RunError(f"{where}: {name} has {tensor.dtype}, the model's {held[name].dtype}; save it so")
+        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # a mask may hold infinities
+            raise RunError(f"{where}: {name} holds numbers that are not finite; give others")
+    model.load_state_dict(given)
+
+
+def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
+    """Does the network run on these images and give one number per class?  It is left in evaluation mode."""
+    shape = "x".join(map(str, images.shape[1:]))
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(images)
+    except Exception as error:  # a user's network may fail in any way
+        cause = " ".join(str(error).split())
+        remedy = f"build it for {images.shape[1]} channels (model.in_channels), or set data.image_size"
+        if data.name not in SOURCES:
+            remedy += "; of a dataset of your own, give channels, height and width in this order"
+        if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
+            remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
+        raise RunError(
+            f"{type(model).__name__} does not run on the images of {data.name}, {shape} "
+            f"({type(error).__name__}: {cause}); {remedy}"
+        ) from error
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise RunError(
+            f"{type(model).__name__} gives {what} for {len(images)} images; training needs a network that "
+            f"gives one row of {data.num_classes} logits per image; return these alone, or prune it in a loop of "
+            "your own (sbf.Pruner)"
+        )
+    if outputs.shape[1] != data.num_classes:
+        raise RunError(
+            f"{type(model).__name__} gives {outputs.shape[1]} numbers per image but {data.name} has "
+            f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
+            f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RunError(
+            f"all weights of {type(model).__name__} are frozen, so nothing is trained; call requires_grad_(True)"
+        )
+    trained = _trained_outputs(model, images)
+    if trained is not None and not isinstance(trained, Tensor):
+        raise RunError(
+            f"{type(model).__name__} gives {type(trained).__name__} in training mode, where the loss needs logits "
+            "alone; build it without auxiliary outputs (such as model.options.aux_logits = false), or train it in "
+            "a loop of your own with sbf_pruner.Pruner"
+        )
+
+
+def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
+    """What a copy gives in training mode; None if it does not run on so few images, which says nothing yet."""
+    streams = torch.random.fork_rng(
+        [images.device] if images.is_cuda else []
+    )  # dropout must not move the run's own
+    try:
+        with torch.no_grad(), streams:
+            return real_copy(model).train()(images)
+    except Exception:
+        return None
+
+
+def _read(path: Path, where: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
+    try:
+        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+            pass
+        given: Any = (
+            load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        )
+    except SafetensorError as error:
+        raise RunError(f"{where} cannot be read ({error}); save it with safetensors.torch.save_file") from error
+    except OSError as error:
+        raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
+    except Exception as error:  # an unpickler fails in any way, and torch's words tell how to run the file's code
+        raise RunError(
+            f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
+            "with torch.save(model.state_dict(), path)"
+        ) from error
+    if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        raise RunError(f"{where} holds something other than a state_dict; save model.state_dict() alone")
+    return given
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -16,20 +16,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+from ..criteria import METHODS, OWN
 from ..errors import RecipeError, nearest
-from ..methods import METHODS, OWN
-from .material import DataConfig, ModelConfig
+from ..utils.settings import Section, Setting, about, describe, merge
 from .sections import (
     BudgetConfig,
+    DataConfig,
     DistillConfig,
     GuardsConfig,
     LatencyConfig,
+    ModelConfig,
     OptimizerConfig,
     PhasesConfig,
     ScoresConfig,
     adam,
 )
-from .settings import Section, Setting, about, describe, merge
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _settings_of(method: Any) -> Mapping[str, Any]:
 
 
 def _bundle() -> Any:
-    return resources.files("sbf_pruner").joinpath("recipes")
+    return resources.files("sbf_pruner.training").joinpath("recipes")
 
 
 def _read(path: Path) -> str:

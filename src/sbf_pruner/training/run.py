@@ -1,52 +1,184 @@
-"""A run in progress: warm-up, cycles of scores and gated weights, removal, fine-tuning, and a dense control.
+"""The whole schedule: a dense network in, a trained, smaller one and a run folder out.
+
+What holds: everything is checked before the first file is written; the model of the caller, the random streams and
+torch's settings stay as they were; a run that has come to its end is read, not trained again.
+
+A run in progress: warm-up, cycles of scores and gated weights, removal, fine-tuning, and a dense control.
 
 Every epoch follows from the seed and its number alone, and a checkpoint holds all that passes from one to the next,
 so a run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.  A signal stops a run
 after the present step, with a checkpoint that also holds the part of the epoch that is done.  Several processes,
 whose norms and random streams differ within an epoch, stop at its end.
+
+SIGINT and SIGTERM while a run trains: stop at the end of a step, with a checkpoint.
+
+Terminals send SIGINT, schedulers SIGTERM and some 30 seconds later SIGKILL.
+
+A run by several processes, which torchrun has started: each trains on its part of every batch, one writes.
+
+A team enters; a folder for each process leaves.  What holds: the first process works in the run's own folder, and
+every other one keeps the same books in a folder of its own, which begins with what the first has and is thrown
+away in the end.  So all of them take the same way through a run, and only one of them leaves anything.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
+import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from ..environment import environment
+from ..criteria import METHODS
+from ..criteria.ranking import REHEARSED, ranked, rehearse, shown
+from ..criteria.subject import Batch, Scores, Subject
 from ..errors import RunError, Stopped
-from ..export import save
-from ..methods import METHODS
-from ..methods.ranking import REHEARSED, ranked, rehearse, shown
-from ..methods.subject import Batch, Scores, Subject
-from ..phases import Phase
+from ..plan import Plan
 from ..pruner import Pruner
 from ..report import leave_report
-from ..team import Team
-from .captured import make_engine
-from .checkpoint import load_checkpoint, save_checkpoint
-from .data import Data
-from .dense_stage import DenseStage
-from .engine import BEGINNING, Begun, Engine
+from ..saving import load, save
+from ..schedule import Phase
+from ..utils.distributed import Team
+from ..utils.timing import environment
+from ..utils.user_model import check_model, real_copy
+from .data.datasets import Data, Feed, load_data, own_data
+from .device import Machine, choose_machine, cpu_threads, own_arithmetic
+from .engine.captured import make_engine
+from .engine.eager import BEGINNING, Begun, Descent, Engine, Teacher
 from .epoch import Epochs, judge
-from .feed import Feed
-from .folder import DENSE, INITIAL, SCORED, RunFolder
-from .machine import Machine
 from .networks import Networks
-from .optimizer import Descent
-from .recipe import Recipe
-from .recording import Recording
-from .schedule import cycles_end, is_scored, is_soft, optimizer_config, phases
-from .signals import Signals
-from .summary import summarise
-from .teacher import Teacher
+from .recipe import Recipe, load_recipe
+from .recording import Recording, summarise
+from .run_folder import (
+    DENSE,
+    INITIAL,
+    SCORED,
+    DenseStage,
+    RunFolder,
+    load_checkpoint,
+    read_dense_stage,
+    save_checkpoint,
+)
+from .schedule import batch_size, cycles_end, is_scored, is_soft, optimizer_config, phases
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: the small network, the filters it kept, the figures, and where they lie."""
+
+    model: nn.Module
+    plan: Plan
+    summary: dict[str, Any]
+    folder: Path
+    was_finished: bool = False
+    """The run had come to its end before it was resumed, and nothing was trained."""
+
+
+def fit(
+    model: nn.Module,
+    recipe: Recipe | str | Path,
+    *,
+    data: Data | Mapping[str, Dataset[Any]] | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    dense_from: str | Path | None = None,
+    trust: bool = False,
+    report: Report | None = None,
+) -> Result:
+    """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
+
+    A recipe may be given by its name, or as the path of its .toml file.  It says where the images are, unless
+    `data` holds them: datasets of (image, label) pairs, `{"train": ..., "test": ...}` and "val" if there is one.
+    A function that `data.name` of the recipe names is imported only with `trust`: give it for a recipe of your own.
+
+    `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
+    or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
+    With `dense_from` the warm-up of another run, of the same network, data and seed, is taken over.
+
+    Called by every process that torchrun has started, it shares each batch among them; the first one writes the
+    folder and calls `report`.
+
+    SIGINT (Ctrl-C) and SIGTERM stop a run after its present step, with a checkpoint that `resume` goes on from, and
+    raise `errors.Stopped`, a KeyboardInterrupt; a second one ends the process at once.  Several processes stop at
+    the end of the epoch.
+
+    >>> import tempfile
+    >>> from .recipe import load_recipe
+    >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
+    >>> recipe = load_recipe("digits", [*short, "dense_control=false"])
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = fit(net, recipe, run=folder)
+    >>> result.summary["pruned"]["macs"] <= result.summary["dense"]["macs"]
+    True
+    """
+    _check_kinds(model, recipe, data)
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    team, asked = join(), RunFolder.of(recipe, run)
+    check = partial(asked.check, recipe, resume=resume, force=force)
+    with Signals() as signals, books(team, asked, check, resume=resume) as folder:
+        if resume and folder.finished:
+            small = load(folder.path, lambda: real_copy(model))
+            return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
+        goes_on = resume and folder.has_checkpoint()
+        if resume and not goes_on:
+            log.info("the run in %s has no checkpoint yet, and begins again", asked.path)
+        stage = None
+        if dense_from is not None and not goes_on:
+            stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
+        machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
+        device = machine.device
+        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
+        with streams, cpu_threads(recipe.threads), own_arithmetic():
+            classes = recipe.model.num_classes
+            if isinstance(data, Mapping):
+                data = own_data(data, recipe.data, classes, recipe.seed)
+            others = () if dense_from is None else (Path(dense_from),)
+            origin = asked.origin(*others, trust=trust, resume=resume)
+            data = data or load_data(recipe.data, classes, recipe.seed, origin)
+            check_shared(recipe, len(data.train), team)
+            told = report if team.leads else None
+            ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
+            with folder.taken():
+                # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
+                folder.check(recipe, resume=resume, force=force)
+                if resume and (folder.finished or goes_on != folder.has_checkpoint()):
+                    raise RunError(
+                        f"another process went on with the run in {folder.path} meanwhile; resume it again"
+                    )
+                if goes_on:
+                    ahead.restore()
+                else:
+                    ahead.begin(stage, again=resume)
+                small, summary = ahead.go()
+            return Result(small, ahead.networks.plan, summary, asked.path)
+
+
+def _check_kinds(model: object, recipe: object, data: object) -> None:
+    """Refuse arguments that are not what they should be."""
+    check_model(model)
+    if not isinstance(recipe, (Recipe, str, Path)):
+        raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
+    if data is not None and not isinstance(data, (Data, Mapping)):
+        raise RunError(f"data is of type {type(data).__name__}; give {{'train': dataset, 'test': dataset}}")
+
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -374,3 +506,115 @@ class Run:
 
     def _seconds(self) -> float:
         return self.spent + time.perf_counter() - self.started
+
+
+_USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class Signals:
+    """While entered, the first signal is noted inside `deferred()` and raises `Stopped` elsewhere.
+
+    A second signal ends the process at once, because the first one puts the usual handlers back.  Handlers other
+    than the usual ones (a user's own, an ignored SIGINT) stay, and only in the main thread are any replaced.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._deferred = False
+        self._replaced: list[signal.Signals] = []
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._replaced = [number for number, usual in _USUAL.items() if signal.getsignal(number) is usual]
+            for number in self._replaced:
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back()
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While entered, a signal is only noted in `received`."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._put_back()
+        self.received = number
+        if not self._deferred:
+            raise Stopped(number)
+
+    def _put_back(self) -> None:
+        for number in self._replaced:
+            signal.signal(number, _USUAL[number])
+        self._replaced = []
+
+
+def join() -> Team:
+    """All processes of this run, found by what torchrun has written in the environment."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        on_gpus = torch.cuda.is_available()
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        atexit.register(_leave)
+    return Team.present()
+
+
+def _leave() -> None:
+    gc.collect()  # first the graphs that hold messages: the group waits for them
+    dist.destroy_process_group()
+
+
+def check_shared(recipe: Recipe, images: int, team: Team) -> None:
+    """Raise a RunError where a run cannot be shared among all processes."""
+    if team.alone:
+        return
+    if recipe.budget.latency != 1:
+        raise RunError(
+            f"budget.latency: a time is measured by one process, and here are {team.size}; ask for macs or params, "
+            "or leave torchrun out"
+        )
+    for size in dict.fromkeys(min(images, batch_size(recipe, phase)) for phase in phases(recipe)):
+        if size % team.size:
+            raise RunError(
+                f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; "
+                f"make it a multiple of {team.size}"
+            )
+
+
+def same_weights(model: nn.Module, team: Team) -> nn.Module:
+    """The model with the weights that the first process has; a copy, where there are other processes."""
+    if not team.alone:
+        model = real_copy(model)
+        team.follow([held for held in model.state_dict().values() if isinstance(held, Tensor)])
+    return model
+
+
+@contextmanager
+def books(team: Team, folder: RunFolder, check: Callable[[], None], *, resume: bool) -> Iterator[RunFolder]:
+    """The folder this process writes to, once the first one has found that the run may begin or go on."""
+
+    def found() -> dict[str, bytes]:
+        check()
+        return _files(folder.path) if resume and not team.alone else {}
+
+    held = team.from_first(found)
+    if team.leads:
+        yield folder
+        return
+    with TemporaryDirectory() as path:
+        for name, content in held.items():
+            (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(path) / name).write_bytes(content)
+        yield RunFolder(Path(path))
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    """What a run needs to go on, or to be read when it is finished."""
+    names: Sequence[str] = ("*.toml", "*.json", "*.jsonl", "*.safetensors", "checkpoints/*.safetensors")
+    return {str(file.relative_to(path)): file.read_bytes() for name in names for file in path.glob(name)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from ..methods import METHODS, OWN
-from ..phases import Phase, planned
+from ..criteria import METHODS, OWN
+from ..schedule import Phase, planned
 from .recipe import Recipe
 from .sections import OptimizerConfig
 

@@ -1,1 +1,0 @@
-"""`sbf export`: a finished run as files that others can use, with a card and checksums."""

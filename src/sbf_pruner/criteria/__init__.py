@@ -1,0 +1,179 @@
+"""Other ways to choose filters, behind one small protocol: those of the paper's table, and controls.
+
+A trained network and some images enter a method; a score for each filter leaves (`ranking`).  What is then done
+with the scores is the same for all: the same limits, guards, removal and fine-tuning.  This file is only the list
+of them, so that a command that names one need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..utils.lazy import lazy_exports
+
+OWN = "sbf"  # scores that are learned: what this package is about
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to judge filters."""
+
+    judge: str
+    """where in this room it is: file and function"""
+    said: str
+    """what a filter is judged by"""
+    across: bool = False
+    """Are filters compared across layers?  Else all layers lose the same part."""
+    images: int = 0
+    """how many it looks at"""
+    soft: bool = False
+    """Does it empty filters after every epoch of the cycles, which may come back?  Else it judges once."""
+    after: str = ""
+    """the published method it follows, if it departs too far from that to bear its name without a word"""
+    unlike: str = ""
+    """what is missing for it to be the published method of its name; empty if nothing is"""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """what it sets in a recipe, if it learns scores in a way of its own; the weights stand still in all cycles"""
+
+    @property
+    def learned(self) -> bool:
+        """Are scores learned, instead of judged?"""
+        return bool(self.settings)
+
+
+def judged_by(name: str) -> str:
+    """What a method judges a filter by, and how it relates to the published method of its name.
+
+    >>> judged_by("gal")
+    'how long its mask holds out against a penalty; after GAL'
+    >>> judged_by("pfp")
+    'its part in what the next layers make; not as published yet'
+    """
+    if name not in METHODS:
+        return "a score that is learned"
+    method = METHODS[name]
+    origin = f"; after {method.after}" if method.after else "; not as published yet" if method.unlike else ""
+    return method.said + origin
+
+
+def told(name: str) -> str:
+    """A method in words."""
+    return f"{name} ({judged_by(name)})"
+
+
+METHODS = {
+    "l1": Method("weights.absolute", "the sum of its absolute weights"),
+    "l2": Method("weights.euclidean", "the l2 norm of its weights"),
+    "sfp": Method("weights.euclidean", "the l2 norm of its weights, epoch by epoch", soft=True),
+    "fpgm": Method("weights.distance", "its distances to the other filters of its layer"),
+    "bnscale": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
+    "hrank": Method("feature_maps.rank", "the rank of its maps", images=640),
+    "chip": Method("feature_maps.independence", "what its maps add to those of its layer", images=640),
+    "nisp": Method("nisp.propagated", "its part in the last features", across=True, images=1024),
+    "pfp": Method(
+        "pfp.largest_part",
+        "its part in what the next layers make",
+        across=True,
+        images=128,
+        unlike="one threshold for the parts of all layers stands in for budgets from an error bound, and positive "
+        "and negative contributions are not taken apart",
+    ),
+    "taylor": Method("taylor.first_order", "the change of the loss, to the first order", across=True, images=2048),
+    "ccp": Method("taylor.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
+    "dcp": Method("dcp.taken_back", "how early an empty layer takes it back", images=256),
+    "gal": Method(
+        "gal.outlasting",
+        "how long its mask holds out against a penalty",
+        across=True,
+        images=512,
+        after="GAL",
+    ),
+    "dmc": Method(
+        "",
+        "a gate that is learned open or closed, straight through",
+        across=True,
+        after="DMC",
+        settings={
+            "scores.projection": "free",
+            "scores.binary": True,
+            "scores.balance": "cost",
+            "budget.steer": True,
+        },
+    ),
+    "amc": Method(
+        "amc.best_walk",
+        "its weights, in layers whose widths an agent chose",
+        across=True,
+        images=256,
+        unlike="60 networks are tried instead of hundreds, their widths are scaled to the size asked for all "
+        "alike, and nothing is made up for by least squares",
+    ),
+    "nppm": Method(
+        "nppm.learned_gates",
+        "a gate that raises the accuracy foretold",
+        across=True,
+        images=2048,
+        after="NPPM",
+    ),
+    "random": Method("weights.chance", "chance"),
+}
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "amc": (
+            "Agent",
+            "Way",
+            "best_walk",
+            "landing_on",
+        ),
+        "dcp": (
+            "selection",
+            "taken_back",
+        ),
+        "feature_maps": (
+            "lost_without",
+            "rank",
+        ),
+        "gal": (
+            "Descent",
+            "outlasting",
+        ),
+        "nisp": (
+            "infinite_selection",
+            "propagated",
+        ),
+        "nppm": (
+            "Predictor",
+            "Toll",
+            "learned_gates",
+        ),
+        "pfp": ("largest_part",),
+        "ranking": (
+            "Masked",
+            "aim_of",
+            "rank_by",
+            "ranked",
+            "rehearse",
+        ),
+        "subject": (
+            "NOBODY",
+            "Scores",
+            "Subject",
+            "read_filters",
+            "read_values",
+        ),
+        "taylor": (
+            "first_order",
+            "pairs",
+        ),
+        "weights": (
+            "absolute",
+            "distance",
+            "euclidean",
+            "norm_scale",
+        ),
+    },
+)

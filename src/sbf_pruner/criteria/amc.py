@@ -1,0 +1,158 @@
+"""AMC: an agent walks over the layers and says how much of each stays (He et al., 2018).
+
+A `Subject` enters; a score for each filter leaves.  The agent sees what a layer is like and what was done before,
+and gives the part of its filters that stays; within a layer those with the largest weights do.  Its reward is the
+accuracy of the network that comes of that, and actor and critic learn from all walks so far (DDPG: Lillicrap et
+al., 2016).  What holds: every network that is tried has the size asked for, because it is landed, and by the very
+scores that leave if it was the best.  This is not AMC as published yet: see `unlike` in `METHODS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..graph.channel_graph import ChannelGraph, Layer
+from .ranking import Masked, aim_of
+from .subject import Scores, Subject
+from .weights import absolute
+
+_WALKS = 60
+_AT_RANDOM = 0.25  # of them come before the agent is heard
+_LEAST = 0.1  # of a layer, before all layers are widened or narrowed alike
+_NOISE = (0.5, 0.05)  # deviation of an action in the first walk that the agent is heard in, and in the last
+_DEAF = 10.0  # a deviation so wide that the agent is not heard
+_HIDDEN = 64
+_SAMPLED = 64  # steps that are learned from at a time
+_ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
+
+
+@torch.enable_grad()
+def best_walk(subject: Subject) -> Scores:
+    """Scores that land on the network of the best walk."""
+    masked, aim, way = Masked(subject), aim_of(subject), Way(subject.graph)
+    # The place of a filter in its layer: 1 for the one with the largest weights.
+    places = {
+        name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in absolute(subject).items()
+    }
+    agent = Agent(way.features, subject.seed)
+    # A reward is a number of images: it cannot tell more walks apart than there are images.
+    walks = min(_WALKS, sum(len(labels) for _, labels in masked.batches))
+    heard_from = math.ceil(_AT_RANDOM * walks)
+    found: Scores = {}
+    best = -math.inf
+    for walk in range(walks):
+        heard = walk >= heard_from
+        fading = (walk - heard_from) / max(walks - 1 - heard_from, 1)
+        noise = _NOISE[0] * (_NOISE[1] / _NOISE[0]) ** fading if heard else _DEAF
+        parts: list[float] = []
+        for _ in places:
+            parts.append(agent.act(way.seen(parts), noise))
+        scores = landing_on(dict(zip(places, parts, strict=True)), places)
+        masks = aim.choose(scores).masks
+        reward = masked.accuracy(masks)
+        if reward > best:
+            best, found = reward, scores
+        kept = [float(masks[name].mean()) for name in places]  # what was done is what came of it
+        agent.remember([way.seen(kept[:place]) for place in range(len(kept))], kept, reward)
+        for _ in kept if walk + 1 >= heard_from else ():
+            agent.learn()
+    return found
+
+
+def landing_on(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64]]) -> Scores:
+    """Scores that are 1 and more in the part of each layer that stays; any other level leaves parts in that ratio.
+
+    >>> {name: values.round(2).tolist() for name, values in landing_on(
+    ...     {"a": 0.5, "b": 0.25}, {"a": np.array([1, 2, 3, 4]), "b": np.array([2, 1, 4, 3])}
+    ... ).items()}
+    {'a': [2.0, 1.0, 0.67, 0.5], 'b': [0.5, 1.0, 0.25, 0.33]}
+    """
+    return {name: parts[name] * len(own) / own for name, own in places.items()}
+
+
+class Way:
+    """The way over all layers, and what is seen of it."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        rows = np.array([_described(layer) for layer in graph.layers.values()], np.float64)
+        self._macs = rows[:, -1] / max(rows[:, -1].sum(), 1)
+        rest = self._macs.sum() - self._macs.cumsum()
+        fixed = np.column_stack([np.arange(len(rows)), rows, rest])
+        span = np.ptp(fixed, axis=0)
+        self._fixed = (fixed - fixed.min(0)) / np.where(span, span, 1)
+        self.features = self._fixed.shape[1] + 2
+
+    def seen(self, kept: Sequence[float]) -> Tensor:
+        """What is seen at a layer where so much of each one before it stays: the layer, what is reduced, the last.
+
+        Each is taken to read what the one before it gives.
+        """
+        place, last = len(kept), kept[-1] if kept else 1.0
+        left = self._macs[:place] * kept * np.array([1.0, *kept])[:place]
+        return torch.from_numpy(np.append(self._fixed[place], [(self._macs[:place] - left).sum(), last])).float()
+
+
+def _described(layer: Layer) -> tuple[float, ...]:
+    """Filters, input channels, pixels, stride, kernel and MACs of a layer."""
+    node = layer.nodes[0]
+    read, made = (math.prod(value.shape[2:]) for value in (node.x, node.out))
+    weights = math.prod(node.weight.shape)
+    macs = sum(weights * math.prod((run.x if run.transposed else run.out).shape[2:]) for run in layer.nodes)
+    return layer.filters, node.x.shape[1], read, read / made, math.prod(node.weight.shape[2:]), macs
+
+
+class Agent:
+    """An actor, a critic that foretells what an action will earn, and all that both remember."""
+
+    def __init__(self, features: int, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._actor, self._critic = _network(features), _network(features + 1)
+        self._random = torch.Generator().manual_seed(seed)
+        self._actor_descent = torch.optim.Adam(self._actor.parameters(), _ACTOR_RATE)
+        self._critic_descent = torch.optim.Adam(self._critic.parameters(), _CRITIC_RATE)
+        self._memory: list[Tensor] = []
+        self._usual: float | None = None
+
+    @torch.no_grad()
+    def act(self, state: Tensor, noise: float = 0.0) -> float:
+        """The part of a layer that stays, drawn from a normal distribution that is cut off where no part is."""
+        action = self._action(state)
+        if noise:
+            nn.init.trunc_normal_(action, float(action), noise, _LEAST, 1.0, generator=self._random)
+        return float(action)
+
+    def remember(self, states: Sequence[Tensor], actions: Sequence[float], reward: float) -> None:
+        """Every step of a walk has earned what the whole of it did."""
+        for state, action in zip(states, actions, strict=True):
+            self._memory.append(torch.cat([state, torch.tensor([action, reward], dtype=state.dtype)]))
+
+    def learn(self) -> None:
+        """One step of the critic and one of the actor, from some of what they remember."""
+        drawn = torch.randint(len(self._memory), (_SAMPLED,), generator=self._random)
+        rows = torch.stack([self._memory[number] for number in drawn.tolist()])
+        states, reward = rows[:, :-2], rows[:, -1:]
+        mean = float(reward.mean())
+        self._usual = mean if self._usual is None else (self._usual + mean) / 2
+        self._critic_descent.zero_grad()
+        F.mse_loss(self._critic(rows[:, :-1]), reward - self._usual).backward()
+        self._critic_descent.step()
+        self._actor_descent.zero_grad()
+        (-self._critic(torch.cat([states, self._action(states)], 1)).mean()).backward()
+        self._actor_descent.step()
+
+    def _action(self, states: Tensor) -> Tensor:
+        found: Tensor = _LEAST + (1 - _LEAST) * self._actor(states).sigmoid()
+        return found
+
+
+def _network(features: int) -> nn.Sequential:
+    first, second, last = nn.Linear(features, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN), nn.Linear(_HIDDEN, 1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last).float()

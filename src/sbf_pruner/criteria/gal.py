@@ -1,0 +1,159 @@
+"""After GAL: soft masks that are driven to zero while an adversary is not to notice (Lin et al., 2019).
+
+A `Subject` enters; a score for each filter leaves, the mean of its mask over the course.  Each filter has a mask, a
+factor that starts at 1; the weights stand still.  A discriminator learns to tell what the masked network gives from
+what the whole one gives.  The masks learn to deceive it and to give the same, under a penalty on their sum that
+grows, by accelerated proximal steps (FISTA: Beck and Teboulle, 2009).  No label is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import PruningError
+from ..utils.user_model import call
+from .subject import Scores, Subject
+
+_STEPS = 100
+_PENALTY = (0.3, 10.0)  # on the mean mask, at first and at last; losing all there is of the outputs costs 1/2
+_TRIALS = 30  # of a step's length, each half of the last
+_LONGER = 0.9  # the curvature that the next step supposes: the loss may bend less there
+_ROUNDING = 1e-6
+_HIDDEN = (128, 256, 128)  # of the discriminator
+_RATE = 1e-3  # of its weights
+_WIDEST = 4096  # numbers of a sample that it looks at
+
+
+def outlasting(subject: Subject) -> Scores:
+    """The mean of each filter's mask over all steps: the sooner it is gone, the less the filter is worth."""
+    if not subject.batches:
+        return {}
+    masked = _Masked(subject)
+    adversary = _Discriminator(masked.rows[0], subject.seed)
+    descent = Descent(masked.rows[0].new_ones(sum(layer.filters for layer in subject.graph.layers.values())))
+    course = torch.zeros_like(descent.held)
+    first, last = _PENALTY
+    for step in range(_STEPS):
+        batch = step % len(masked.rows)
+
+        def loss(masks: Tensor, batch: int = batch) -> Tensor:
+            fake = masked(batch, masks)
+            return (fake - masked.rows[batch]).square().mean() / 2 + F.softplus(-adversary(fake)).mean()
+
+        descent.step(loss, first * (last / first) ** (step / (_STEPS - 1)) / len(course))
+        adversary.learn(masked.rows[batch], masked.latest)
+        course += descent.held
+    return {name: values.cpu().numpy() for name, values in masked.split(course / _STEPS).items()}
+
+
+class Descent:
+    """Accelerated proximal steps of numbers that are never below zero, under a penalty on their sum.
+
+    A step is as long as the loss allows: it has to lie below the parabola that the step goes down.
+
+    >>> wanted, descent = torch.tensor([1.0, 0.5, 0.1]), Descent(torch.ones(3))
+    >>> for _ in range(20):
+    ...     descent.step(lambda held: (held - wanted).square().sum() / 2, penalty=0.2)
+    >>> descent.held
+    tensor([0.8000, 0.3000, 0.0000])
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        self.held, self.ahead = start, start
+        self.momentum, self.curvature = 1.0, 1.0 / len(start)
+
+    def step(self, loss: Callable[[Tensor], Tensor], penalty: float) -> None:
+        """One step; the loss is asked last where it ends."""
+        with torch.enable_grad():
+            ahead = self.ahead.detach().requires_grad_()
+            here = loss(ahead)
+            slope = torch.autograd.grad(here, ahead)[0]
+        with torch.no_grad():
+            for _ in range(_TRIALS):
+                moved = (ahead - (slope + penalty) / self.curvature).clamp_min(0)
+                change = moved - ahead
+                parabola = here + slope @ change + self.curvature / 2 * change @ change
+                if loss(moved) <= parabola + _ROUNDING * here.abs():
+                    break
+                self.curvature *= 2
+            if (ahead - moved) @ (moved - self.held) > 0:  # it has swung back
+                self.momentum = 1.0
+            before, self.momentum = self.momentum, (1 + math.sqrt(1 + 4 * self.momentum**2)) / 2
+            self.ahead = moved + (before - 1) / self.momentum * (moved - self.held)
+            self.held = moved
+            self.curvature *= _LONGER
+
+
+class _Masked:
+    """The network with a factor at each filter, and what it gives without."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        with torch.no_grad():
+            rows = [_row(call(subject.model, images), len(labels)) for images, labels in subject.batches]
+        self.mean = torch.cat(rows).mean(0)
+        spread = (torch.cat(rows) - self.mean).square().mean().sqrt()
+        if not spread.isfinite():
+            raise PruningError("what the network gives is not finite")
+        self.unit = torch.where(spread > 0, spread, 1.0)  # so that a loss says the same of any network
+        self.rows = [(row - self.mean) / self.unit for row in rows]
+        self.latest = self.rows[0]
+
+    def __call__(self, batch: int, masks: Tensor) -> Tensor:
+        images, labels = self.subject.batches[batch]
+        held = self.split(masks)
+
+        def gate(name: str, given: Tensor) -> Tensor:
+            dim = self.subject.graph.layers[name].site.dim
+            return given * held[name].to(given.dtype).view(-1, *[1] * (given.dim() - 1 - dim % given.dim()))
+
+        with self.subject.watched(gate):
+            row = (_row(call(self.subject.model, images), len(labels)) - self.mean) / self.unit
+        self.latest = row.detach()
+        return row
+
+    def split(self, masks: Tensor) -> dict[str, Tensor]:
+        layers = self.subject.graph.layers
+        return dict(zip(layers, masks.split([layer.filters for layer in layers.values()]), strict=True))
+
+
+class _Discriminator:
+    """Tells what the whole network gives from what the masked one does: above 0 is what it takes for real."""
+
+    def __init__(self, rows: Tensor, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)  # on the CPU, so that it is the same on every device
+        self.held: list[Tensor] = []
+        for inputs, outputs in zip((rows.shape[1], *_HIDDEN), (*_HIDDEN, 1), strict=True):
+            weight = torch.randn(inputs, outputs, generator=random) * math.sqrt(2 / inputs)
+            self.held += [weight.to(rows).requires_grad_(), rows.new_zeros(outputs).requires_grad_()]
+        self.optimizer = torch.optim.Adam(self.held, _RATE)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        for weight, bias in zip(self.held[:-2:2], self.held[1:-2:2], strict=True):
+            rows = (rows @ weight + bias).relu()
+        return (rows @ self.held[-2] + self.held[-1])[:, 0]
+
+    def learn(self, real: Tensor, fake: Tensor) -> None:
+        """One step.  That it is to take what is fake for real as well keeps it from winning at once."""
+        with torch.enable_grad():
+            loss = F.softplus(-self(real)) + F.softplus(self(fake)) + F.softplus(-self(fake))
+        for held, slope in zip(self.held, torch.autograd.grad(loss.mean(), self.held), strict=True):
+            held.grad = slope
+        self.optimizer.step()
+
+
+def _row(outputs: Any, samples: int) -> Tensor:
+    """All that a network gives, as one row of numbers for each sample."""
+    given = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+    rows = [x.reshape(samples, -1) for x in given if len(x) == samples]
+    if not rows:
+        raise PruningError("the network gives no numbers for each sample that could be compared")
+    row = torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], 1)
+    return row if row.shape[1] <= _WIDEST else F.adaptive_avg_pool1d(row, _WIDEST)

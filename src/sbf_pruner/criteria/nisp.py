@@ -1,0 +1,142 @@
+"""NISP: the importance of the last features, sent back through absolute weights (Yu et al., 2018).
+
+A `Subject` enters; a score for each filter leaves.  The last features are ranked by infinite feature selection
+(Roffo et al., 2015).  A neuron is then as important as those that read it, each times the absolute weight between
+them: which is the gradient of a network with absolute weights and no biases at inputs just above 0, where every
+activation lets them pass, ReLU6 and tanh too, and norms only scale.  That network is made, and asked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..errors import PruningError
+from ..utils.user_model import call, map_tensors, real_copy
+from .subject import Scores, Subject, readers
+
+_MIXING = 0.5  # of the deviation of two features against how little they go together
+_REACH = 0.9  # of the largest factor with which the sum over all paths is finite
+_ABOVE = 1e-150  # an input that no activation bends, however deep
+_CENTRING = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def propagated(subject: Subject) -> Scores:
+    """The importance of each filter, as a part of its layer's mean: depth alone changes the size."""
+    last, features = _last_features(subject)
+    importance = infinite_selection(features)
+    model = _absolute(subject.model)
+    found: dict[str, Tensor] = {}
+
+    def see(name: str, given: Tensor) -> None:
+        def add(slope: Tensor) -> None:
+            found[name] = found.get(name, 0) + subject.per_filter(name, slope).sum(0).abs()
+
+        if given.requires_grad:  # else it does not depend on the images
+            given.register_hook(add)
+
+    images = map_tensors(subject.batches[0][0], _barely)
+    mirror, kept = Subject(model, subject.graph, subject.batches), []
+    with mirror.watched(see), mirror.reading([last], lambda _, inputs: kept.append(inputs)), torch.enable_grad():
+        call(model, images)
+        (_by_channel(model, last, kept[-1]) * importance).sum().backward()
+    if not all(bool(values.isfinite().all()) for values in found.values()):
+        raise PruningError("the network is too deep for its weights to be multiplied")
+    if not any(bool(values.any()) for values in found.values()):
+        raise PruningError(f"what {last} reads depends on no filter where weights are absolute")
+    tiny = torch.finfo(torch.float64).tiny
+    return {name: (values / values.mean().clamp_min(tiny)).cpu().numpy() for name, values in found.items()}
+
+
+def infinite_selection(features: Tensor) -> Tensor:
+    """The energy of all paths through each feature, where two are joined by deviation and by being unlike.
+
+    >>> steady, wide = torch.zeros(50), torch.linspace(-1, 1, 50)
+    >>> infinite_selection(torch.stack([wide, steady, wide.square()], 1).double()).argmin()
+    tensor(1)
+    """
+    tiny = torch.finfo(features.dtype).tiny
+    deviation = features.std(0, correction=0)
+    deviation = deviation / deviation.max().clamp_min(tiny)
+    alike = torch.corrcoef(_ranks(features.T)).view(len(deviation), -1).abs()
+    alike = alike.nan_to_num(1.0)  # one that never changes tells nothing that others do not
+    joined = _MIXING * torch.maximum(deviation[:, None], deviation) + (1 - _MIXING) * (1 - alike)
+    radius = torch.linalg.eigvalsh(joined).abs().max().clamp_min(tiny)
+    one = torch.eye(len(joined), dtype=joined.dtype, device=joined.device)
+    return torch.linalg.solve(one - _REACH / radius * joined, torch.ones_like(deviation)) - 1
+
+
+def _ranks(rows: Tensor) -> Tensor:
+    """The place of each number in its row; those that are equal share theirs, as the zeros behind a ReLU are.
+
+    >>> _ranks(torch.tensor([[3.0, 0.0, 0.0, 5.0]]))
+    tensor([[2.5000, 1.0000, 1.0000, 3.5000]], dtype=torch.float64)
+    """
+    rows = rows.contiguous()
+    ordered = rows.sort(1).values
+    first, behind = (torch.searchsorted(ordered, rows, right=right) for right in (False, True))
+    return (first + behind).double() / 2
+
+
+def _last_features(subject: Subject) -> tuple[str, Tensor]:
+    """The last layer that the network calls, and what it reads: images by channels."""
+    names = [node.layer for node in readers(subject.graph)]
+    kept: dict[str, list[Tensor]] = defaultdict(list)
+
+    def see(name: str, inputs: Tensor) -> None:
+        kept[name].append(_by_channel(subject.model, name, inputs).double())
+
+    with subject.reading(names, see):
+        subject.look()
+    # A head that is there for training alone is not called now.
+    last = next((name for name in reversed(names) if name in kept), None)
+    if last is None:
+        raise PruningError("no convolution or linear layer is called as a module, so there are no last features")
+    return last, torch.cat(kept[last])
+
+
+def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
+    """The mean over all positions, samples by channels."""
+    if isinstance(model.get_submodule(name), nn.Linear):  # reads the last dimension
+        inputs = inputs.movedim(-1, 1) if inputs.dim() > 2 else inputs
+    return inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs
+
+
+def _barely(inputs: Tensor) -> Tensor:
+    """Of one sample, inputs just above 0; whole numbers as they are."""
+    inputs = inputs[:1]
+    if not inputs.is_floating_point():
+        return inputs
+    return torch.full_like(inputs, _ABOVE, dtype=torch.float64).requires_grad_()
+
+
+def _absolute(model: nn.Module) -> nn.Module:
+    """A copy with absolute weights and scales, nothing that is added, and norms that scale alone."""
+    mirror = real_copy(model).double().eval()
+    with torch.no_grad():
+        for name, parameter in mirror.named_parameters():
+            parameter.requires_grad_(False).abs_()
+            if name.rpartition(".")[2] == "bias":
+                parameter.zero_()
+        for name, buffer in mirror.named_buffers():
+            if name.rpartition(".")[2] == "running_mean":
+                buffer.zero_()
+    for module in mirror.modules():
+        if isinstance(module, _CENTRING) or (isinstance(module, _NormBase) and module.running_var is None):
+            module.forward = partial(_scaled, module)  # type: ignore[method-assign]
+    return mirror
+
+
+def _scaled(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What a norm that would take the mean away does beside that."""
+    weight: Tensor | None = getattr(module, "weight", None)
+    if weight is None:
+        return inputs
+    # Many a network has a LayerNorm of its own that works on maps, where channels come second.
+    if type(module).forward is nn.LayerNorm.forward or inputs.shape[1] != weight.numel():
+        return inputs * weight
+    return inputs * weight.view(-1, *[1] * (inputs.dim() - 2))

@@ -1,0 +1,112 @@
+"""After NPPM: gates that are learned to maximise the accuracy which a small network foretells (Gao et al., 2021).
+
+A `Subject` enters; a score for each filter leaves: what its gate has come to.  In every step gates are drawn, open
+or closed, and the accuracy of the sub-network they make goes into a memory, from which a predictor learns what
+accuracy hangs on.  The gates follow it, the loss, and the cost as long as that is more than was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..budget.controller import Aim
+from ..graph.nodes import Mask
+from .ranking import Masked, aim_of
+from .subject import Scores, Subject
+
+_EPOCHS = 10
+_OPEN = 3.0  # where all gates begin: 95 of 100 are open
+_SHARP = 1.0  # temperature of a gate
+_RATE = 0.1  # of the gates
+_COST, _FORETOLD = 4.0, 1.0  # how much the cost and the foretold accuracy count beside the loss
+_PRICED = 16  # steps after which it is asked anew what filters cost
+_REMEMBERED = 128  # sub-networks
+_HIDDEN = 64
+_LEARNED = 4  # steps of the predictor in each of the gates
+
+
+@torch.enable_grad()
+def learned_gates(subject: Subject) -> Scores:
+    """What the gate of each filter has come to: above 0 it is open more often than closed."""
+    masked, random = Masked(subject), np.random.default_rng(subject.seed)
+    spans, count = masked.gates.spans, len(masked.gates.soft)
+    values = torch.full((count,), _OPEN, dtype=torch.float64, requires_grad=True)
+    descent = torch.optim.Adam([values], lr=_RATE)
+    predictor, toll = Predictor(count, subject.seed), Toll(aim_of(subject))
+    for batch in (batch for _ in range(_EPOCHS) for batch in masked.batches):
+        drawn = ((values + torch.from_numpy(random.logistic(size=count))) / _SHARP).sigmoid()
+        gates = (drawn.detach() > 0.5).double()
+        accuracy, slope = masked.felt(gates, batch)
+        predictor.remember(gates, accuracy)
+        predictor.learn()
+        slope = slope - _FORETOLD * predictor.slope(gates)
+        priced = toll.slope({name: gates[span].bool().numpy() for name, span in spans.items()})
+        for name, price in priced.items():
+            slope[spans[name]] += _COST * price
+        descent.zero_grad()
+        drawn.backward(slope)  # straight through: a gate passes its gradient on to what it was drawn from
+        descent.step()
+    return {name: values.detach()[span].numpy() for name, span in spans.items()}
+
+
+class Toll:
+    """The logarithm of what a sub-network costs above what was asked for, and how it changes with a filter."""
+
+    def __init__(self, aim: Aim) -> None:
+        self._aim, self._steps = aim, 0
+        self._prices = aim.prices
+
+    def slope(self, keep: Mapping[str, Mask]) -> dict[str, float]:
+        """For each layer, how the toll grows with one of its filters; nothing where the size asked for is kept."""
+        aim, limits = self._aim, self._aim.limits
+        assert limits is not None
+        self._steps += 1
+        if self._steps % _PRICED == 0:
+            self._prices = aim.priced(keep)
+        usage = aim.count(dict(keep))
+        over = {name: limits.whole[name] / usage[name] for name in limits.broken(usage)}
+        return {layer: sum(over[name] * self._prices[name][layer] for name in over) for layer in keep}
+
+
+class Predictor:
+    """Foretells the accuracy of a sub-network from its gates, by a memory of those that were tried."""
+
+    def __init__(self, gates: int, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = nn.Linear(gates, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1), nn.Sigmoid()
+        self._network = nn.Sequential(*layers).double()
+        self._descent = torch.optim.Adam(self._network.parameters(), weight_decay=1e-4)
+        self.memory: list[tuple[Tensor, float]] = []
+
+    def remember(self, gates: Tensor, accuracy: float) -> None:
+        """Keep what a sub-network has come to; where the memory is full, in the place of the one most like it."""
+        if len(self.memory) < _REMEMBERED:
+            self.memory.append((gates, accuracy))
+        else:
+            unlike = [float((gates - held).abs().sum()) for held, _ in self.memory]
+            self.memory[int(np.argmin(unlike))] = gates, accuracy
+
+    def learn(self) -> None:
+        """Some steps towards all that is remembered."""
+        gates = torch.stack([held for held, _ in self.memory])
+        accuracies = torch.tensor([accuracy for _, accuracy in self.memory], dtype=gates.dtype)
+        for _ in range(_LEARNED):
+            self._descent.zero_grad()
+            F.mse_loss(self.foretold(gates), accuracies).backward()
+            self._descent.step()
+
+    def foretold(self, gates: Tensor) -> Tensor:
+        """The accuracy of each sub-network."""
+        found: Tensor = self._network(gates).squeeze(-1)
+        return found
+
+    def slope(self, gates: Tensor) -> Tensor:
+        """How the accuracy of a sub-network would change with each of its gates."""
+        gates = gates.clone().requires_grad_()
+        return torch.autograd.grad(self.foretold(gates), gates)[0]

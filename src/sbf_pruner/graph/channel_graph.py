@@ -1,0 +1,456 @@
+"""What ties the layouts of tensors to each other, and how they grow until every tie holds.
+
+The nodes of a graph enter; a layout that is grown leaves content each of them.  Nodes are asked in turn, forth and
+back, because what a convolution in groups adds depends on what is there by then; but one whose tensors have not
+grown since it was asked has nothing to add and is passed over.
+
+Which channels are alive under a choice of filters: pushed forward through the nodes of a graph.
+
+Masks by layer enter; what is alive of every tensor leaves, and which of them the network's inputs reach.  Choices
+that are asked about one after the other are much alike, so the last answer is kept: a node whose gate and inputs
+are as they were then is passed over.
+
+The channel graph: the layers that can be pruned, where each is gated, and the rest with reasons.
+
+`flow` runs liveness forward and need backward for any choice of filters; `settle` says which filters really
+survive it; `lifelines` names the layers that must keep one.  `build.trace` makes a graph from a model.
+
+A channel graph in; its residual blocks out: additions of a branch of layers with a way around it.
+
+The two tensors an addition joins have a last common origin; the one with more layers on its way from there
+is the branch `f(x)`, the other the shortcut `x`.  Where both sides have equally many layers (parallel
+branches) there is no way around, and the addition is no residual block.  Names play no part in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+
+from ..errors import PlanError
+from .layer_nodes import Contract, Norm, Product
+from .nodes import Boundary, Elementwise, End, Flow, Grids, Layout, Mask, Node, Sum, level, some, whole_groups
+from .records import ZEROS, Call, Op, Trace, Value
+from .relations import Relations
+
+
+class Ties:
+    """All ties of one graph: those of its nodes, and one layout for the several calls of one module."""
+
+    def __init__(self, nodes: Sequence[Node], grids: Grids) -> None:
+        nodes, shared = [node for node in nodes if node.tied], _calls_of_one_module(nodes, grids)
+        self._all: list[Callable[[Layout], None]] = [node.tie for node in nodes]
+        self._all += [partial(Layout.tie, ends=ends) for ends in shared]
+        forth = range(len(nodes))
+        self._turns = (*forth, *reversed(forth), *range(len(nodes), len(self._all)))
+        self._at: dict[Value, set[int]] = defaultdict(set)
+        tied = [*(node.tied for node in nodes), *([value for value, _ in ends] for ends in shared)]
+        for place, values in enumerate(tied):
+            for value in values:
+                self._at[value].add(place)
+
+    def grow(self, layout: Layout, begun: bool = False) -> None:
+        """Let every tie add what it must have, until none adds anything; all hold already in one that has `begun`,
+        but for what has changed since."""
+        waiting = set() if begun else set(self._turns)
+        waiting.update(*map(self._at.__getitem__, layout.changed))
+        while waiting:
+            for place in self._turns:
+                if place in waiting:
+                    waiting.remove(place)
+                    layout.changed.clear()
+                    self._all[place](layout)
+                    waiting.update(*map(self._at.__getitem__, layout.changed))
+        layout.changed.clear()
+
+
+def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
+    """What goes into (and comes out of) one module in its several calls, and must have one layout."""
+    ends: dict[tuple[str, str], list[End]] = defaultdict(list)
+    for node in nodes:
+        if isinstance(node, Boundary):
+            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
+            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
+        elif node.op.name == ZEROS and node.op.call is not None:
+            out = node.outputs[0]
+            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(grids[out]))))
+    return [e for e in ends.values() if len(e) > 1]
+
+
+class Liveness:
+    """Asks the nodes of one graph; `given` is what is alive from the start, `inputs` what the network is fed."""
+
+    def __init__(self, nodes: Sequence[Node], given: Mapping[Value, Mask], inputs: Iterable[Value]) -> None:
+        self._nodes = [(node, node.inputs, node.layer if isinstance(node, Boundary) else "") for node in nodes]
+        self._gates: dict[str, bytes] = {}
+        self._last = Flow(dict(given), reached=set(inputs))
+        self._last = self.of({}, anew=True)
+
+    def of(self, keep: Mapping[str, Mask], *, anew: bool = False) -> Flow:
+        """What is alive, and reached from the inputs, when each layer has only the given filters."""
+        before, gates = self._gates, {name: mask.tobytes() for name, mask in keep.items()}
+        moved = {name for name in gates.keys() | before.keys() if gates.get(name) != before.get(name)}
+        last, changed = self._last, set[Value]()
+        flow = Flow(dict(last.alive), reached=set(last.reached))
+        for node, inputs, layer in self._nodes:
+            if changed.isdisjoint(inputs) and layer not in moved and not anew:
+                continue
+            node.push(flow)
+            if isinstance(node, Boundary) and layer in keep:
+                node.gate(flow, keep[layer])
+            led = not flow.reached.isdisjoint(inputs)
+            if isinstance(node, Contract):
+                led = led and bool(flow.alive[node.x].any())
+            for value in node.outputs:
+                mask = flow.alive[value]
+                flow.reached -= {value}
+                if led and np.count_nonzero(mask):
+                    flow.reached.add(value)
+                same = value in last.alive and mask.tobytes() == last.alive[value].tobytes()
+                if not same or (value in flow.reached) != (value in last.reached):
+                    changed.add(value)
+        self._last, self._gates = flow, gates
+        return Flow(flow.alive, reached=flow.reached)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the model where a gate stands.
+
+    "affine": folded into the module's scale and shift; "map": multiplied into its output; "bias": into its
+    bias; "sum": into a sum that the layer's output goes into, where the model has a `GatePlace`.  `layer` owns the
+    gate; a site without one only follows: it closes where nothing alive arrives, so that a norm or a bias does
+    not bring a dead channel back.
+    """
+
+    module: str
+    kind: str
+    layer: str
+    parameters: tuple[str, ...] = ()
+    dim: int = 1
+    edges: tuple[Boundary, ...] = field(default=(), repr=False, compare=False)
+
+    def open(self, flow: Flow) -> Mask:
+        """Which gates are open under the given flow."""
+        masks = [flow.alive[e.out].reshape(-1) for e in self.edges]
+        return np.logical_or.reduce(masks)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or linear layer whose filters can be removed."""
+
+    name: str
+    filters: int
+    kind: str  # the module's class
+    weight: str  # the parameter's qualified name
+    map_size: tuple[int, ...]  # height and width of the input map; () for a linear layer
+    groups: int
+    site: Site
+    unit: int = 1  # filters that go together, because a norm shares their statistics
+    nodes: tuple[Contract, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass
+class Pinned:
+    """Where the model's own code insists on sizes: operators, and calls of modules, that get all their channels."""
+
+    positions: set[int] = field(default_factory=set)
+    whole: set[Call] = field(default_factory=set)
+
+
+@dataclass
+class ChannelGraph:
+    """What is connected to what; see `trace`.
+
+    Every convolution and linear layer of the model is in exactly one of `layers`, which can be pruned, `followers`,
+    which lose filters when others do, and `skipped`, which are left alone.
+    """
+
+    layers: dict[str, Layer]
+    unscored: dict[str, str]  # every other layer -> why it has no score of its own
+    sites: list[Site]
+    nodes: list[Node] = field(repr=False)
+    grids: Grids = field(repr=False)
+    trace: Trace = field(repr=False)
+    outputs: list[Value] = field(repr=False)
+    entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # what goes into every call of a module
+    pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # as far as cuts have shown it
+
+    @cached_property
+    def relations(self) -> Relations:
+        """How the layers hang together."""
+        return Relations(self)
+
+    @property
+    def followers(self) -> dict[str, tuple[str, ...]]:
+        """The layers without scores that lose filters when others do, each with those others."""
+        return self.relations.followers
+
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        """The layers that keep all their filters, each with the reason."""
+        return {name: reason for name, reason in self.unscored.items() if name not in self.followers}
+
+    def flow(self, keep: Mapping[str, Mask]) -> Flow:
+        """Liveness and need of every channel when each layer has only the given filters."""
+        flow = self._liveness.of(keep)
+        for value in self.outputs:
+            flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
+        for node in reversed(self.nodes):
+            node.pull(flow)
+        return flow
+
+    def carried(self, origin: Mapping[str, Mask]) -> Flow:
+        """How far the channels of some layers get, whatever those are fed, while no other layer gives anything."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer:
+                grid = self.grids[node.out]
+                given = origin.get(node.layer)
+                flow.alive[node.out] = np.zeros(grid, bool) if given is None else given.reshape(grid)
+        return flow
+
+    def thinned(self, layers: Collection[str]) -> Flow:
+        """What is alive whichever filters the given layers lose, if what adds up channels still gets some."""
+        flow = Flow(dict(self._given))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in layers:
+                node.gate(flow, np.zeros(self.grids[node.out], bool))
+            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.outputs[0]], default=1) == 1
+            if whole or (isinstance(node, Contract) and not node.depthwise):
+                flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
+        return flow
+
+    def undefined(self, flow: Flow) -> list[Elementwise]:
+        """The operators given a zero where they have no value, or no gradient, though all filters give none."""
+        return [
+            node
+            for node in self.avoiding
+            if any((self._whole.alive[v] & ~flow.alive[v]).any() for v in node.avoiding)
+        ]
+
+    @cached_property
+    def avoiding(self) -> list[Elementwise]:
+        """The operators that must not be given a zero."""
+        return [node for node in self.nodes if isinstance(node, Elementwise) and node.avoiding]
+
+    @cached_property
+    def _whole(self) -> Flow:
+        return self._liveness.of({})
+
+    @cached_property
+    def _given(self) -> dict[Value, Mask]:
+        """Inputs, parameters and constants: all of them is alive."""
+        return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
+
+    @cached_property
+    def _liveness(self) -> Liveness:
+        return Liveness(self.nodes, self._given, self.trace.inputs)
+
+    @cached_property
+    def ties(self) -> Ties:
+        """What the layouts of its tensors have to do with each other."""
+        return Ties(self.nodes, self.grids)
+
+    def all_filters(self) -> dict[str, Mask]:
+        """Every filter of every layer."""
+        return {name: np.ones(layer.filters, bool) for name, layer in self.layers.items()}
+
+    def settle(self, keep: Mapping[str, Mask]) -> dict[str, Mask]:
+        """The filters that are left once those without live input, or that nothing needs, are gone too.
+
+        A grouped convolution keeps equal numbers in the groups it keeps: the fullest decides.  Filters that
+        a group norm looks at together stay together.
+        """
+        return self.settled(keep)[0]
+
+    def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
+        """What `settle` leaves, and the flow under it."""
+        held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
+        for _ in range(len(self.layers) + 2):
+            flow = self.flow(held)
+            left = {name: self._left(layer, held[name], flow) for name, layer in self.layers.items()}
+            if all(np.array_equal(left[n], held[n]) for n in left):
+                return held, flow
+            held = left
+        return held, self.flow(held)
+
+    def _left(self, layer: Layer, held: Mask, flow: Flow) -> Mask:
+        left = np.zeros(layer.filters, bool)
+        for edge in layer.site.edges:
+            wanted = edge.wanted(flow)
+            if wanted is not None:
+                left |= wanted.reshape(-1)
+        left = whole_groups(left & held, layer.unit)
+        if layer.site.kind != "sum":  # there a channel may be alive without its filter
+            left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
+        if layer.groups > 1 and left.any():
+            rows = left.reshape(layer.groups, -1)
+            # Where all inputs stay, as those of the network do, no group can go.
+            whole = any(self.grids[n.x][1] < n.x.shape[1] for n in layer.nodes)
+            left = level(rows, some(rows, 1) | whole).reshape(-1)
+        return left
+
+    def connected(self, keep: Mapping[str, Mask]) -> bool:
+        """Does every output still depend on the inputs, as it does with all filters, and is it a number?"""
+        flow = self._liveness.of(keep)
+        return self._led <= flow.reached and not self.undefined(flow)
+
+    @cached_property
+    def _led(self) -> set[Value]:
+        """The outputs that depend on the inputs."""
+        return self._whole.reached & set(self.outputs)
+
+    def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
+        """The layers that cut the network: a smallest set that must keep more filters to connect it again.
+
+        Layers early in `order` are given up first.
+        """
+        if self.connected(keep):
+            return []
+        short = [n for n, m in keep.items() if not m.any()]
+        restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
+        if not self.connected(restored):  # no layer is empty, but what is left meets nothing: a * b, groups
+            short = [n for n, m in keep.items() if not m.all()]
+            restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
+        for name in (n for n in (order or short) if n in short):
+            without = {**restored, name: keep[name]}
+            if self.connected(without):
+                restored = without
+        return [n for n in short if restored[n] is not keep[n]]
+
+    def check_connected(self, keep: Mapping[str, Mask]) -> None:
+        """Raise a PlanError that names the culprits if the input is cut from an output, or a divisor is."""
+        culprits = self.lifelines(keep)
+        if culprits:
+            names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
+            empty = not any(keep[n].any() for n in culprits)
+            flow = self._liveness.of(keep)
+            harm = "cuts the input from the output"
+            if self._led <= flow.reached:
+                node = self.undefined(flow)[0]
+                harm = f"leaves {node.op.name} at {node.op.where} a zero, where it has no {node.lacks}"
+            raise PlanError(
+                f"the plan {harm}: {names} would keep no filter "
+                + ("and nothing leads around; keep at least one filter there" if empty
+                   else "that leads on and nothing leads around; keep others there")
+            )  # fmt: skip
+
+
+ADDITIONS = ("aten.add", "aten.add_")
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """One addition of a branch and a shortcut."""
+
+    name: str  # the module in whose forward the addition stands
+    addition: int  # its place among all additions of two tensors, in the order in which they run
+    branch: int  # which operand is the branch: 0 or 1
+    layer: str  # the prunable layer whose filters the branch's channels are; "" where there is no single one
+    layers: tuple[str, ...] = ()  # all prunable layers of the branch, in the order in which they run
+
+
+def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
+    """The residual blocks of a network, in the order in which they run.
+
+    >>> import torch
+    >>> from .build import trace
+    >>> from ..models import resolve
+    >>> found = residual_blocks(trace(resolve("resnet20"), torch.zeros(1, 3, 32, 32)))
+    >>> [block.name for block in found][:3], found[0].layer, len(found)
+    (['layer1.0', 'layer1.1', 'layer1.2'], 'layer1.0.conv2', 9)
+    """
+    places = {op.position: place for place, op in enumerate(additions(graph.trace.ops))}
+    walk = _Walk(graph)
+    found: list[ResidualBlock] = []
+    taken: dict[str, int] = {}
+    for node in graph.nodes:
+        op = node.op
+        if op.position not in places or not isinstance(node, Elementwise) or len(op.inputs) != 2:
+            continue
+        counts = walk.layers_since_fork(*op.inputs)
+        if counts is None or counts[0] == counts[1]:
+            continue
+        branch = int(counts[1] > counts[0])
+        layer = walk.owner(op.inputs[branch])
+        name = (op.call.module if op.call is not None else "") or layer or op.where
+        taken[name] = taken.get(name, 0) + 1
+        again = f" ({taken[name]})" if taken[name] > 1 else ""
+        inside = walk.layers_of(op.inputs[branch], op.inputs[1 - branch])
+        found.append(ResidualBlock(name + again, places[op.position], branch, layer, inside))
+    return found
+
+
+def additions(ops: list[Op]) -> list[Op]:
+    """The operators that add two feature maps, as `is_addition` knows them when they run."""
+    return [op for op in ops if len(op.inputs) == 2 and is_addition(op.name, *(v.shape for v in op.inputs))]
+
+
+def is_addition(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Is it the addition of two maps with as many pixels?"""
+    return name in ADDITIONS and len(first) == len(second) > 2 and first[2:] == second[2:]
+
+
+class _Walk:
+    """Ways back through the graph."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.maker: dict[Value, int] = {}
+        for place, node in enumerate(graph.nodes):
+            for value in node.outputs:
+                self.maker.setdefault(value, place)
+
+    def layers_since_fork(self, first: Value, second: Value) -> tuple[int, int] | None:
+        """How many layers either tensor has passed since both were one; None if they never were."""
+        above = [self._above(value) for value in (first, second)]
+        shared = above[0] & above[1]
+        fork = max(shared, default=None)
+        if fork is None:
+            inputs = [v in self.graph.trace.inputs for v in (first, second)]
+            if not any(inputs):
+                return None
+        one, two = (sum(isinstance(self.graph.nodes[p], Contract) for p in places - shared) for places in above)
+        return one, two
+
+    def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
+        """The prunable layers a branch has passed that the shortcut has not."""
+        places = sorted(self._above(branch) - self._above(shortcut))
+        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], Contract)]
+        return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
+
+    def owner(self, value: Value) -> str:
+        """The prunable layer whose filters a tensor's channels are, with nothing but per-channel steps since."""
+        while value in self.maker:
+            node: Node = self.graph.nodes[self.maker[value]]
+            if isinstance(node, Contract):
+                return node.layer if node.layer in self.graph.layers else ""
+            if isinstance(node, (Norm, Boundary)):
+                value = node.x
+            elif isinstance(node, Elementwise):
+                maps = [v for v in node.inputs if v.shape == value.shape and v.roots is None]
+                if len(maps) != 1:
+                    return ""
+                value = maps[0]
+            else:
+                return ""
+        return ""
+
+    def _above(self, value: Value) -> set[int]:
+        """The places of all nodes a tensor comes from."""
+        found: set[int] = set()
+        todo = [value]
+        while todo:
+            place = self.maker.get(todo.pop())
+            if place is not None and place not in found:
+                found.add(place)
+                todo += self.graph.nodes[place].inputs
+        return found

@@ -1,0 +1,404 @@
+"""What a network would cost if it kept the given filters, without extracting it.
+
+A channel graph and masks enter; parameters, multiply-accumulates and stored bytes leave, counted on the layout
+that surgery would cut, so that they are those of the extracted network: with products of activations, and with
+parameters that nothing reads.  Where the model's own code insists on sizes, surgery
+keeps more than that: how much, is known from the cuts that were made in this graph before.
+
+What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
+
+A channel graph and the filters it keeps enter; numbers leave: the difference between the network extracted with
+these filters and with all of them but one (modules that surgery has to leave as they are, and products of
+activations whose result is added to others, count here as liveness sees them).  A filter's absence changes little,
+so only what it changes is computed: liveness from its gate downwards, then need upwards from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from .channel_graph import ChannelGraph, Layer
+from .layer_nodes import Contract, Norm, Product, owner
+from .layout import solve, vanished
+from .nodes import Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
+from .records import Op, Trace, Value
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters, multiply-accumulates of one pass on the example inputs in evaluation mode, and the bytes of
+    the parameters and buffers that are used."""
+
+    params: int
+    macs: int
+    size: int = 0
+
+
+def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
+    """What is left when each layer keeps only the given filters.
+
+    >>> import numpy as np, torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    >>> network_cost(trace(net, torch.rand(1, 3, 5, 5)), {"0": np.arange(8) < 2})
+    Cost(params=16, macs=350, size=64)
+    """
+    return cost_of(graph, lay_out(graph, keep))
+
+
+@dataclass(frozen=True)
+class Laid:
+    """What a choice of filters would leave: filters, channels alive, channels there, and modules that are not."""
+
+    keep: dict[str, Mask]
+    flow: Flow
+    layout: Layout
+    gone: set[str]
+
+
+def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
+    """Lay a network out as surgery would cut it, or larger: what a cut insisted on before counts for all."""
+    left, flow = graph.settled(keep)
+    layout = solve(graph, flow, graph.pinned.positions, graph.pinned.whole)
+    return Laid(left, flow, layout, vanished(graph, flow))
+
+
+def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
+    """What a network that is laid out costs."""
+    macs = _fixed_macs(graph)
+    for node in graph.nodes:
+        if node.op.position in graph.trace.added:
+            continue
+        if isinstance(node, Product) and not node.op.inside(laid.gone):
+            macs += math.prod(laid.layout.sizes(node.out)) * laid.layout.sizes(node.left)[2]
+        elif isinstance(node, Contract) and owner(node.op) not in laid.gone:
+            pixels = (node.x if node.transposed else node.out).shape[2:]
+            macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
+    params, size = graph.trace.unused, 0
+    for name, entries in entries_left(graph, laid).items():
+        value = graph.trace.states[name]
+        params += entries if value.trained else 0
+        size += entries * (value.data.element_size() if value.data is not None else 0)
+    return Cost(params, macs, size)
+
+
+def whole_cost(graph: ChannelGraph) -> Cost:
+    """What the network costs as it is, with layers that lead nowhere, which a cut leaves out.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    >>> whole_cost(trace(net, torch.rand(1, 3, 5, 5)))
+    Cost(params=64, macs=1400, size=256)
+    """
+    trace, params, size = graph.trace, graph.trace.unused, 0
+    for value in trace.states.values():
+        entries = math.prod(value.shape)
+        params += entries if value.trained else 0
+        size += entries * (value.data.element_size() if value.data is not None else 0)
+    return Cost(params, sum(_macs(op) for op in trace.ops if op.position not in trace.added), size)
+
+
+def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
+    """How many numbers there are in every parameter and buffer that is left."""
+    grouped = {
+        node.weight: node
+        for node in graph.nodes
+        if isinstance(node, Contract) and node.groups > 1 and node.stored and owner(node.op) not in laid.gone
+    }
+    return {
+        name: _products(grouped[value], laid.layout) if value in grouped else _size(value, laid.layout)
+        for name, value in graph.trace.states.items()
+        if name.rpartition(".")[0] not in laid.gone
+    }
+
+
+def _products(node: Contract, layout: Layout) -> int:
+    """The products that a layer sums up for one pixel of all its outputs: the entries of its weight."""
+    per_group = layout.sizes(node.x)[1] // groups_left(node, layout)
+    return per_group * layout.sizes(node.out)[1] * math.prod(node.weight.shape[2:])
+
+
+# Of the operators that torch can count, those that are counted by their shapes alone.
+_PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
+_PRODUCTS |= {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn")}
+_FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
+
+
+def _fixed_macs(graph: ChannelGraph) -> int:
+    """Multiply-accumulates of what all channels stay for, such as attention head by head."""
+    if graph.trace not in _FIXED:
+        counted = {node.op.position for node in graph.nodes if isinstance(node, (Contract, Product))}
+        counted |= graph.trace.added
+        _FIXED[graph.trace] = sum(_macs(op) for op in graph.trace.ops if op.position not in counted)
+    return _FIXED[graph.trace]
+
+
+def _macs(op: Op) -> int:
+    formula = flop_registry.get(getattr(op.overload, "overloadpacket", None))
+    if formula is None or op.name not in _PRODUCTS:
+        return 0
+
+    def shape(held: Any) -> Any:
+        return held.shape if isinstance(held, Value) else held
+
+    args, kwargs, outputs = pytree.tree_map(shape, (op.args, op.kwargs, op.outputs))
+    return int(formula(*args, **kwargs, out_val=outputs[0])) // 2
+
+
+def _size(value: Value, layout: Layout) -> int:
+    # A dimension that nothing refers to, like those of a kernel, is as it was.
+    return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
+
+
+def groups_left(node: Contract, layout: Layout) -> int:
+    """How many of its groups a convolution still has."""
+    return int(node.grouped(layout.line(node.x, 1)).any(1).sum())
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What goes with a filter."""
+
+    macs: int
+    params: int
+
+
+class Appraiser:
+    """Asks a channel graph what goes when a layer loses one filter.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from .build import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+    >>> Appraiser(trace(net, torch.zeros(1, 3, 4, 4))).first_filter("0")  # three inputs and two outputs, 16 pixels
+    Worth(macs=80, params=7)
+    """
+
+    def __init__(self, graph: ChannelGraph, keep: Mapping[str, Mask] | None = None) -> None:
+        self.graph = graph
+        self.keep = keep or {}
+        self.whole = graph.flow(self.keep)
+        self.readers: dict[Value, list[int]] = defaultdict(list)
+        self.maker: dict[Value, int] = {}
+        for place, node in enumerate(graph.nodes):
+            for value in dict.fromkeys(node.inputs):
+                self.readers[value].append(place)
+            for value in node.outputs:
+                self.maker[value] = place
+        self.runs: dict[Hashable, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self.runs[self._owner(node)].append(node)
+        self.before: dict[Hashable, Worth] = {}
+        self.outputs = set(graph.outputs)
+        self.gates: dict[str, list[int]] = defaultdict(list)
+        for place, node in enumerate(graph.nodes):
+            if isinstance(node, Boundary) and node.layer:
+                self.gates[node.layer].append(place)
+
+    def first_filter(self, name: str) -> Worth:
+        """What goes when the layer loses its first filter and nothing else changes."""
+        return self.filter(name, 0)
+
+    def filter(self, name: str, place: int) -> Worth:
+        """What goes when the layer loses one filter and nothing else changes."""
+        layer = self.graph.layers[name]
+        in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
+        if in_group or layer.unit > 1:  # groups keep equal numbers, or share statistics: none goes alone
+            return Worth(0, 0)
+        flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
+        died = self._push(flow, name, place)
+        idle = self._pull(flow, died)
+        places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
+        nodes = [self.graph.nodes[place] for place in places if place >= 0]
+        # A module that runs several times holds its weight once, with what any of its calls asks for.
+        macs = params = 0
+        for module in {self._owner(node) for node in nodes}:
+            runs = self.runs[module]
+            if module not in self.before:
+                self.before[module] = filter_cost_of_runs(runs, self.whole)
+            before, after = self.before[module], filter_cost_of_runs(runs, flow)
+            macs += before.macs - after.macs
+            params += before.params - after.params
+        return Worth(macs, params)
+
+    def _reads_inputs(self, layer: Layer) -> bool:
+        return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+
+    @staticmethod
+    def _owner(node: Node) -> Hashable:
+        if isinstance(node, Contract):
+            return node.weight
+        if isinstance(node, Product) and (stored := _stored(node)):
+            return "product", stored[0][0]
+        return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
+
+    def _push(self, flow: Flow, name: str, place: int) -> list[Value]:
+        left = self.keep.get(name, np.ones(self.graph.layers[name].filters, bool)).copy()
+        left[place] = False
+        keep = {**self.keep, name: left}
+        changed: list[Value] = []
+        todo = list(self.gates[name])
+        for at in _in_order(todo):
+            node = self.graph.nodes[at]
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in keep:
+                node.gate(flow, keep[node.layer])
+            for value in node.outputs:
+                if _same(flow.alive, value):
+                    continue
+                changed.append(value)
+                for reader in self.readers[value]:
+                    heappush(todo, reader)
+        return changed
+
+    def _pull(self, flow: Flow, died: Iterable[Value]) -> list[Value]:
+        changed: list[Value] = []
+        todo: list[int] = []
+        for place in {self.maker[value] for value in died}:
+            # Elsewhere a channel is dead behind a node because it was dead before it: nobody asks for it.
+            node = self.graph.nodes[place]
+            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.zero != "any")
+            if product or (isinstance(node, Boundary) and node.layer):
+                heappush(todo, -place)
+        for place in {reader for value in died for reader in self.readers[value]}:
+            if isinstance(self.graph.nodes[place], Product):  # of the other side what it met is not asked for
+                heappush(todo, -place)
+        for place in _in_order(todo):
+            node = self.graph.nodes[-place]
+            for value in dict.fromkeys(node.inputs):
+                if value not in self.maker or value not in self.whole.needed:
+                    continue
+                heard = _Heard(flow.needed, value)
+                if value in self.outputs:
+                    heard[value] = self.whole.needed[value]
+                asked = Flow(flow.alive, heard)
+                for reader in self.readers[value]:
+                    self.graph.nodes[reader].pull(asked)
+                flow.needed[value] = heard.get(value, np.zeros(self.graph.grids[value], bool))
+                if not _same(flow.needed, value):
+                    changed.append(value)
+                    heappush(todo, -self.maker[value])
+        return changed
+
+
+class _Heard(dict[Value, Mask]):
+    """What is needed of one value, gathered anew; of all others as it is known."""
+
+    def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
+        super().__init__()
+        self.known, self.target = known, target
+
+    def get(self, value: Value, default: Any = None) -> Any:
+        return super().get(value, default) if value is self.target else self.known.get(value, default)
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) if value is self.target else value in self.known
+
+    def __getitem__(self, value: Value) -> Mask:
+        return super().__getitem__(value) if value is self.target else self.known[value]
+
+
+def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Worth:
+    """What is left of one layer, norm or bare parameter: all it holds for the channels alive and needed."""
+    first = runs[0]
+    if isinstance(first, Elementwise):
+        wanted = first.wanted(flow)
+        stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
+        held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
+        return Worth(0, sum(held))
+    if isinstance(first, Product):
+        return _filter_cost_of_products([run for run in runs if isinstance(run, Product)], flow)
+    if not isinstance(first, (Contract, Norm)):
+        return Worth(0, 0)
+    there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
+    if isinstance(first, Norm):
+        scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
+        return Worth(0, scales * int(whole_groups(there, first.per_group).sum()))
+    calls = [run for run in runs if isinstance(run, Contract)]
+    read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
+    rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
+    # All groups that are left have equal numbers; the fullest decides.
+    filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
+    # A weight that is computed, from what it is normalised over say, keeps all its inputs.
+    inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
+    entries = filters * inputs * math.prod(first.weight.shape[2:])
+    pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
+    moves = sum(math.prod(shape) // shape[1] for shape in pixels)
+    own = entries if first.weight.trained else 0
+    if not first.stored:  # what it is made of has one part per filter
+        own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
+    biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
+    return Worth(entries * moves, own + biases)
+
+
+def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Worth:
+    """What is left of products of matrices, and of what is stored for them."""
+    macs, stored = 0, dict[Value, int]()
+    for node in nodes:
+        sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
+        (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
+        macs += node.out.shape[0] * rows * min(terms, others) * columns
+        for root, value in _stored(node):  # which may be laid out anew, and once for every sample
+            left = math.prod(root.shape) * math.prod(sides[value]) // math.prod(value.shape)
+            stored[root] = max(stored.get(root, 0), left)
+    return Worth(macs, sum(stored.values()))
+
+
+def _stored(node: Product) -> list[tuple[Value, Value]]:
+    """The parameters that a product multiplies by, and what stands for each."""
+    return [(root, value) for value in (node.left, node.right) for root in value.roots or () if root.trained]
+
+
+def _sizes(value: Value, flow: Flow) -> list[int]:
+    """How much of a tensor is asked for, along each dimension."""
+    asked = _asked(value, flow)
+    if asked is None or not asked.any():
+        return [0] * len(value.shape)
+    lines = [some(asked, tuple(d for d in range(asked.ndim) if d != dim)) for dim in range(asked.ndim)]
+    return [n if len(line) < n else int(line.sum()) for n, line in zip(value.shape, lines, strict=True)]
+
+
+def _asked(value: Value, flow: Flow) -> Mask | None:
+    needed = flow.needed.get(value)
+    return None if needed is None else needed & flow.alive[value]
+
+
+def _line(mask: Mask | None, value: Value) -> Mask:
+    """One entry per channel."""
+    if mask is None:
+        return np.zeros(value.shape[1], bool)
+    grid = along(1, value.shape)
+    return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
+
+
+def _in_order(todo: list[int]) -> Iterator[int]:
+    """The places of a heap that may grow on the way, each once."""
+    last: int | None = None
+    while todo:
+        place = heappop(todo)
+        if place != last:
+            last = place
+            yield place
+
+
+def _same(masks: Mapping[Value, Mask], value: Value) -> bool:
+    """Is a mask what it was?  If so, the note of it is taken back."""
+    assert isinstance(masks, ChainMap)
+    now, before = masks.maps
+    if value in now and value in before and np.array_equal(now[value], before[value]):
+        del now[value]
+        return True
+    return value not in now

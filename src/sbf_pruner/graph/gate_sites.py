@@ -1,0 +1,125 @@
+"""Where the gate of each layer stands: at the first norm behind it, behind a sum, or at the layer itself.
+
+A wired network enters; the `Site` of a layer leaves, and those of the norms and biases that have no score of their
+own but would bring a removed channel back; their nodes are told that they no longer do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..modules import GatePlace
+from .channel_graph import Site
+from .layer_nodes import Contract, Norm
+from .nodes import Boundary, Elementwise, Map, Node, common_dim
+from .records import Value
+from .wiring import Wiring
+
+
+class Places:
+    """The places for gates in one network."""
+
+    def __init__(self, net: Wiring) -> None:
+        self.net = net
+        self._norms = {id(n): module for module, mains in net.main.items() for n in mains if isinstance(n, Norm)}
+
+    def of(self, module: str, layer: str) -> Site:
+        """The first norm after the layer if nothing but it reads the layer's output, else the layer itself.
+
+        If the model has a place for it behind the sum that comes next, it is there.
+        """
+        norm = self.norm_after(module)
+        behind = self._behind_sum(norm or module)
+        if behind is not None and behind.out.shape[behind.dim] == self._mains(module)[0].out.shape[1]:
+            return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
+        if norm is None:
+            edges = tuple(self.net.edges[module, "out"])
+            return Site(module, "map", layer, (), _dim(edges), edges)
+        return self._norm_site(norm, layer)
+
+    def followers(self, taken: set[str]) -> list[Site]:
+        """Gates without a score: norms (and biases of depthwise convolutions) that dead channels may reach."""
+        sites = []
+        for module, mains in self.net.main.items():
+            if module in taken or len(mains) > 1 or module in self.net.busy:
+                continue
+            main = mains[0]
+            edges = tuple(self.net.edges[module, "out"])
+            told_apart = self.net.grids[main.x][1] == main.x.shape[1]  # not so where the input itself is normalised
+            if isinstance(main, Norm) and main.revives and told_apart:
+                sites.append(self._norm_site(module, ""))
+                main.revives = False
+            elif isinstance(main, Contract) and main.depthwise and main.bias is not None:
+                bias = main.bias.name.rpartition(".")[2]
+                sites.append(Site(module, "bias", "", (bias,), _dim(edges), edges))
+                main.revives = False
+        return sites
+
+    def _norm_site(self, module: str, layer: str) -> Site:
+        edges = tuple(self.net.edges[module, "out"])
+        main = self.net.main[module][0]
+        assert isinstance(main, Norm)
+        pair = [v for v in main.op.args[1:3] if isinstance(v, Value)]
+        names = tuple(v.name.rpartition(".")[2] for v in pair)
+        has_running = isinstance(main.op.args[3], Value)
+        # Without a stored scale there is nothing to fold a gate into, and without a shift (but with running
+        # statistics) zero would still come back.
+        stored = all(v.name == f"{module}.{name}".lstrip(".") for v, name in zip(pair, names, strict=True))
+        foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
+        foldable = foldable and module not in self.net.busy  # what it does behind the norm, it does before the gate
+        kind = "affine" if foldable else "map"
+        return Site(module, kind, layer, names if foldable else (), _dim(edges), edges)
+
+    def norm_after(self, module: str) -> str | None:
+        """The norm that alone reads what a layer gives, in all of its calls."""
+        given = [edge.out for edge in self.net.edges[module, "out"]] if module in self.net.main else []
+        found = {self._follow_to_norm(value) for value in given or [node.out for node in self._mains(module)]}
+        norm = found.pop() if len(found) == 1 else None
+        return norm if norm is not None and len(self.net.main[norm]) == len(self._mains(module)) else None
+
+    def _mains(self, module: str) -> Sequence[Contract | Norm]:
+        return self.net.main.get(module) or self.net.inner[module]
+
+    def _behind_sum(self, module: str) -> Boundary | None:
+        """The place a model has set behind the sum that a module's output goes into, if no layer has it yet."""
+        edges = self.net.edges[module, "out"]
+        node: Node | None = edges[0] if len(edges) == 1 else None
+        while node is not None:
+            value = node.outputs[0]
+            readers = self.net.consumers[value]
+            node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
+            if isinstance(node, Boundary):
+                place = isinstance(self.net.modules[node.module], GatePlace) and node.dim == edges[0].dim
+                return node if place and not node.layer else None
+            if not (isinstance(node, Elementwise) and node.zero == "any"):
+                return None
+        return None
+
+    def _follow_to_norm(self, value: Value) -> str | None:
+        while True:
+            readers = self.net.consumers[value]
+            if len(readers) != 1 or value in self.net.outputs:
+                return None
+            node = readers[0]
+            if isinstance(node, Norm):
+                return self._norms.get(id(node))
+            edge = isinstance(node, Boundary) and node.labels is None
+            passes = isinstance(node, Elementwise) and node.zero == "any" and len(node.inputs) == 1
+            same = isinstance(node, Map) and self.net.grids[node.outputs[0]] == self.net.grids[value]
+            identity = isinstance(node, Map) and same and _is_identity(node)
+            if not (edge or passes or identity):
+                return None
+            value = node.outputs[0]
+
+
+def _dim(edges: Sequence[Boundary]) -> int:
+    dim = common_dim(edges)
+    assert dim is not None  # a module without one has no edges
+    return dim
+
+
+def _is_identity(node: Map) -> bool:
+    labels = node.labels[0]
+    return len(node.operands) == 1 and np.array_equal(labels.reshape(-1), np.arange(labels.size))

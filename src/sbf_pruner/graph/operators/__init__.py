@@ -1,0 +1,223 @@
+"""One row per operator: which kind of node it is.
+
+A rule takes the recorded operator and the grids known so far, and returns the node that stands for it; the
+grids of its outputs are set on the way.  An operator without a row is opaque: the layers that feed it are
+left alone and named.  A row holds for the in-place form too (`relu_` is looked up as `relu`).  The rules
+themselves stand in `pointwise`, `moves` and `layer_rules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ...errors import PruningError, nearest
+from ..nodes import Grid, Grids, Node, Source, along
+from ..records import STALE, Op, Value
+from .layers import (
+    batch_norm,
+    batched_product,
+    convolution,
+    group_norm,
+    layer_norm,
+    matrix_product,
+    transpose,
+    weight_norm,
+)
+from .movement import halved, indexed, joined, moved, padded, pooled, reduced, sampled
+from .pointwise import (
+    addition,
+    choice,
+    clamp,
+    clamp_max,
+    clamp_min,
+    comparison,
+    filled,
+    hardtanh,
+    nothing_seen,
+    opaque,
+    pole,
+    power,
+    prelu,
+    product,
+    quotient,
+    restrided,
+    root,
+    softmax,
+    threshold,
+    unpooled,
+    zero_kept,
+    zero_lost,
+    zero_made,
+)
+
+Rule = Callable[[Op, Grids], Node]
+
+# A stored tensor larger than this, if it is no layer's weight, is followed along its first dimension only.
+_LARGE_STATE = 1 << 22
+
+
+def rule_of(op: Op) -> Rule | None:
+    """The row of an operator, which is that of its in-place form too."""
+    return RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
+
+
+def build_node(op: Op, grids: Grids) -> Node:
+    """The node that stands for an operator; unknown ones are opaque, and only a user's own rule may fail."""
+    for value in op.inputs:
+        grids.setdefault(value, _first_grid(value))
+    rule = rule_of(op) or opaque
+    try:
+        node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
+    except Exception as error:
+        if op.name in _BUILT_IN:
+            raise
+        raise PruningError(
+            f"the rule that was registered for {op.name} does not fit it at {op.where} ({error}); register another"
+        ) from error
+    for value in node.outputs:
+        grids.setdefault(value, (1,) * len(value.shape))
+    return node
+
+
+def _gives_nothing(op: Op) -> bool:
+    outputs = [value for value in op.outputs if value is not None]
+    return bool(outputs) and all(0 in value.shape for value in outputs)
+
+
+def _first_grid(value: Value) -> Grid:
+    # The channels of an input are the user's and never removed: no dimension of it varies.
+    if value.kind != "state":
+        return (1,) * len(value.shape)
+    if math.prod(value.shape) <= _LARGE_STATE:
+        return value.shape
+    return along(0, value.shape)
+
+
+def fresh(op: Op, grids: Grids) -> Node:
+    """A tensor made from sizes and numbers."""
+    return Source(op, grids)
+
+
+def fresh_zeros(op: Op, grids: Grids) -> Node:
+    """A tensor of zeros made from sizes."""
+    return Source(op, grids, zero=True)
+
+
+def _rows(rule: Rule, names: str) -> dict[str, Rule]:
+    return {f"aten.{name}": rule for name in names.split()}
+
+
+RULES: dict[str, Rule] = {
+    **_rows(convolution, "convolution"),
+    **_rows(matrix_product, "mm addmm"),
+    **_rows(batched_product, "bmm"),
+    **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm"),
+    **_rows(weight_norm, "_weight_norm_interface"),
+    **_rows(group_norm, "native_group_norm"),
+    **_rows(layer_norm, "native_layer_norm"),
+    **_rows(
+        zero_kept,
+        "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sign square sin tan asin atan sinh "
+        "asinh atanh erf expm1 log1p floor ceil round trunc frac hardshrink softshrink nan_to_num rrelu_with_noise "
+        "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum lerp "
+        "addcmul",
+    ),
+    **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log_sigmoid_forward"),
+    **_rows(pole, "log log2 rsqrt reciprocal"),
+    **_rows(comparison, "eq ne lt le gt ge"),
+    **_rows(zero_lost, "rsub logical_not"),
+    **_rows(zero_made, "zeros_like"),
+    **_rows(zero_lost, "ones_like full_like empty_like rand_like randn_like randint_like"),
+    **_rows(zero_lost, "bernoulli uniform normal exponential geometric log_normal random"),
+    **_rows(addition, "add sub"),
+    **_rows(product, "mul"),
+    **_rows(quotient, "div fmod remainder"),
+    **_rows(clamp, "clamp"),
+    **_rows(clamp_min, "clamp_min"),
+    **_rows(clamp_max, "clamp_max"),
+    **_rows(hardtanh, "hardtanh"),
+    **_rows(threshold, "threshold"),
+    **_rows(prelu, "_prelu_kernel"),
+    **_rows(power, "pow"),
+    **_rows(root, "sqrt"),
+    **_rows(choice, "where"),
+    **_rows(filled, "masked_fill"),
+    **_rows(transpose, "t"),
+    **_rows(
+        moved,
+        "view _unsafe_view reshape _reshape_alias transpose permute slice select split split_with_sizes unbind "
+        "squeeze unsqueeze expand repeat roll flip pixel_shuffle pixel_unshuffle channel_shuffle index_select "
+        "stack narrow",
+    ),
+    **_rows(indexed, "index"),
+    **_rows(halved, "glu"),
+    **_rows(joined, "cat"),
+    **_rows(restrided, "as_strided_"),
+    **_rows(padded, "constant_pad_nd"),
+    **_rows(
+        pooled,
+        "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+        "upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
+        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+        "replication_pad3d",
+    ),
+    **_rows(unpooled, "max_unpool2d max_unpool3d"),
+    **_rows(sampled, "grid_sampler_2d grid_sampler_3d"),
+    **_rows(reduced, "mean sum amax amin max min linalg_vector_norm var std var_mean"),
+    **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
+    **_rows(fresh, "ones full empty arange linspace rand randn randint eye scalar_tensor"),
+    **_rows(fresh, "new_ones new_full new_empty"),
+    **_rows(fresh_zeros, "zeros new_zeros"),
+    STALE: opaque,
+}
+
+_BUILT_IN = frozenset(RULES)
+
+POINTWISE = frozenset(
+    (
+        *(addition, choice, clamp, clamp_max, clamp_min, comparison, filled, hardtanh, pole, power, prelu, product),
+        *(quotient, restrided, root, softmax, threshold, unpooled, zero_kept, zero_lost, zero_made),
+    )
+)
+"""Rules of operators that work element by element."""
+
+# The rules a user can name; each says what the operator does to a channel.
+NAMED: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (zero_kept, zero_lost, addition, product, quotient, softmax, moved, joined, pooled, reduced)
+}
+
+
+_PROVIDED = frozenset((*RULES.values(), *NAMED.values()))
+
+
+def is_custom(rule: Rule) -> bool:
+    """Return True for a function that a user registered as a rule."""
+    return rule not in _PROVIDED
+
+
+def register_rule(operator: str, rule: str | Rule) -> None:
+    """Tell how channels pass through an operator of your own, so that layers around it can be pruned.
+
+    `rule` is a name ("zero_kept": element by element with f(0) = 0; "zero_lost": element by element;
+    "addition", "product", "quotient", "softmax", "moved": channels change places; "joined": a concatenation;
+    "pooled": pixels change, channels do not; "reduced": a mean or maximum over other dimensions), or a function
+    from the recorded operator and the grids known so far to a node, as those in `pointwise` and `moves` are.
+
+    >>> register_rule("shop::soft_step", "zero_kept")
+    >>> register_rule("shop::soft_step", "smooth")
+    Traceback (most recent call last):
+        ...
+    sbf_pruner.errors.PruningError: no rule is called 'smooth'; known: zero_kept, ...
+    """
+    space, _, name = operator.replace("::", ".").partition(".")
+    if not (space and name) or "." in name:
+        raise PruningError(f"an operator is named namespace::name, like aten::relu, not {operator!r}")
+    if f"{space}.{name}" in _BUILT_IN:
+        raise PruningError(f"{operator} has a rule already")
+    if isinstance(rule, str) and rule not in NAMED:
+        raise PruningError(f"no rule is called {rule!r}; {nearest(rule, NAMED)}")
+    RULES[f"{space}.{name}"] = NAMED[rule] if isinstance(rule, str) else rule

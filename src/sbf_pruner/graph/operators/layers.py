@@ -1,0 +1,125 @@
+"""Rules for operators with weights: convolutions, matrix products, and the norms behind them.
+
+An operator and the grids known so far enter; the node that `weighted` has for it leaves.  A product of two
+activations that is none for every sample, and a norm whose statistics all channels share, are opaque.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..layer_nodes import Contract, Norm, Product
+from ..nodes import Grids, Node, Opaque, Source, along
+from ..records import Op, Value
+from .movement import moved
+from .pointwise import elementwise, opaque
+
+
+def _contract(
+    op: Op, grids: Grids, x: Value, weight: Value, bias: Value | None, axes: tuple[int, int], groups: int = 1
+) -> Node:
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = along(1, out.shape)
+    return Contract(
+        op,
+        grids,
+        x=x,
+        weight=weight,
+        bias=bias,
+        out_axis=axes[0],
+        in_axis=axes[1],
+        groups=groups,
+        revives=bias is not None,
+    )
+
+
+def convolution(op: Op, grids: Grids) -> Node:
+    """Plain, grouped, depthwise and transposed convolutions in one to three dimensions."""
+    x, weight, bias = op.args[:3]
+    transposed, groups = op.args[6], op.args[8]
+    if len(x.shape) != len(weight.shape):
+        return opaque(op, grids)
+    return _contract(op, grids, x, weight, bias, (1, 0) if transposed else (0, 1), groups)
+
+
+def matrix_product(op: Op, grids: Grids) -> Node:
+    """A linear layer; a product of two activations, which is one of samples too, is opaque."""
+    if op.name == "aten.addmm":
+        bias, x, weight = op.args[:3]
+        if len(bias.shape) != 1 or op.kwargs:
+            return opaque(op, grids)
+    else:
+        bias, (x, weight) = None, op.args[:2]
+    if weight.transpose_of is not None and weight.transpose_of.roots:
+        return _contract(op, grids, x, weight.transpose_of, bias, (0, 1))
+    if weight.roots:
+        return _contract(op, grids, x, weight, bias, (1, 0))
+    return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
+
+
+def batched_product(op: Op, grids: Grids) -> Node:
+    """A product of two activations for every sample: attention over pixels or channels, bilinear pooling."""
+    left, right, out = *op.args[:2], op.outputs[0]
+    assert out is not None
+    if grids[left][0] > 1 or grids[right][0] > 1:
+        # What is left of a head is a box: all of them would have to lose the same channels.
+        return Opaque(op, grids, f"{op.name} at {op.where} multiplies head by head, which must stay equally wide")
+    grids[out] = 1, grids[left][1], grids[right][2]
+    return Product(op, grids, left=left, right=right)
+
+
+def transpose(op: Op, grids: Grids) -> Node:
+    """The transpose of a stored weight, on its way into a linear layer, is the weight itself."""
+    out = op.outputs[0]
+    if out is not None and out.transpose_of is not None and out.transpose_of.roots:
+        return Source(op, grids)
+    return moved(op, grids)
+
+
+def batch_norm(op: Op, grids: Grids) -> Node:
+    """Batch norm, and instance norm, which differs in whose statistics it takes and not in what they are for."""
+    x = op.args[0]
+    states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
+    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = along(1, out.shape)
+    by_batch = bool(op.args[5])
+    shifts = isinstance(op.args[2], Value)
+    # By its own statistics a channel of zeros stays zero, unless a shift is added.
+    return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
+
+
+def weight_norm(op: Op, grids: Grids) -> Node:
+    """A weight as a direction and a length per filter: each filter by itself."""
+    value, length = op.args[:2]
+    dim = int(op.number(2, "dim", 0) or 0)
+    if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
+        return opaque(op, grids)
+    return elementwise(op, grids, "any")
+
+
+def group_norm(op: Op, grids: Grids) -> Node:
+    """Group norm: channels that share statistics go together or not at all."""
+    x, groups = op.args[0], op.args[6]
+    states = tuple(v for v in op.args[1:3] if isinstance(v, Value))
+    op = dataclasses.replace(op, outputs=op.outputs[:1])
+    out = op.outputs[0]
+    assert out is not None
+    grids[out] = along(1, out.shape)
+    per_group = x.shape[1] // groups
+    if groups == 1:
+        return _shared_statistics(op, grids)
+    # A channel of zeros among others is not zero after their mean has been taken off it.
+    shifts = isinstance(op.args[2], Value) or per_group > 1
+    return Norm(op, grids, x=x, states=states, revives=shifts, per_group=per_group)
+
+
+def layer_norm(op: Op, grids: Grids) -> Node:
+    """Layer norm shares its statistics among all channels, and removal would change them."""
+    return _shared_statistics(op, grids)
+
+
+def _shared_statistics(op: Op, grids: Grids) -> Node:
+    return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among all channels")

@@ -1,0 +1,277 @@
+"""Rules for operators that move channels about: each output channel is one input channel, or zero.
+
+Views, permutations, slices and shuffles are run themselves, on channel numbers instead of values; what comes
+out says where each channel went.  Dimensions along which channels do not differ are not laid out, so the
+numbers of a map take as much room as it has channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..layer_nodes import Norm
+from ..nodes import Boundary, Elementwise, Grid, Grids, Halves, Located, Map, Node, Opaque, Sampled, Source, Sum
+from ..records import Op, Value
+
+_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
+_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # they tell where, too
+RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
+_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # they can put channels and pixels into one dimension
+
+
+def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
+    count = math.prod(grid)
+    return torch.arange(start, start + count).reshape(grid).expand(value.shape)
+
+
+def _compact(numbers: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Drop the dimensions along which the channel numbers do not differ."""
+    for dim in range(numbers.dim()):
+        if numbers.shape[dim] > 1:
+            first = numbers.narrow(dim, 0, 1)
+            if numbers.stride(dim) == 0 or bool((numbers == first).all()):
+                numbers = first
+    return np.array(numbers.numpy())
+
+
+def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any]) -> Node:
+    outputs = [v for v in op.outputs if v is not None]
+    for value, table in zip(outputs, labels, strict=True):
+        grids[value] = tuple(table.shape)
+    kind = Located if op.name in _LOCATING and len(outputs) > 1 else Map
+    return kind(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
+
+
+def moved(op: Op, grids: Grids) -> Node:
+    """Views, permutations, slices, shuffles: the operator itself, run on channel numbers."""
+    if all(v.data is not None and not v.data.is_floating_point() for v in op.inputs):
+        return Source(op, grids)  # a table of indices on its way to where it is used
+    numbers: dict[Value, Tensor] = {}
+    start = 0
+    for value in dict.fromkeys(op.inputs):
+        if value.data is not None and not value.data.is_floating_point():
+            numbers[value] = value.data.cpu()  # an index table, which is used and not moved
+            continue
+        if value.kind == "constant" or value in op.args[2:]:  # an index table that is not stored
+            return Opaque(op, grids)
+        numbers[value] = _numbered(value, grids[value], start)
+        start += math.prod(grids[value])
+    operands = [v for v in numbers if v.data is None or v.data.is_floating_point()]
+    args, kwargs = pytree.tree_map_only(Value, numbers.__getitem__, (op.args, op.kwargs))
+    if op.name in RESHAPES:
+        result = args[0].reshape(args[1])
+    else:
+        function = op.overload
+        if op.mutates:
+            function = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
+        try:
+            result = function(*args, **kwargs)
+        except (IndexError, RuntimeError):  # a table may count on channels that a network that was cut has not
+            return Opaque(op, grids)
+    found = list(result) if isinstance(result, (list, tuple)) else [result]
+    return _map(op, grids, operands, [_compact(t) for t in found])
+
+
+def indexed(op: Op, grids: Grids) -> Node:
+    """One dimension by a table that is stored, or written into the forward; any other index is unknown."""
+    tables = [held for held in op.args[1] if held is not None]
+    known = len(tables) == 1 and len(tables[0].shape) == 1 and tables[0].data is not None
+    if not known or tables[0].data.dtype not in (torch.int32, torch.int64):
+        return Opaque(op, grids)
+    return moved(op, grids)
+
+
+def halved(op: Op, grids: Grids) -> Node:
+    """A gated linear unit: one half of the channels opens and closes the other; or of something else, in each."""
+    x = op.args[0]
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", -1)) % len(x.shape)
+    numbers = np.arange(math.prod(grids[x])).reshape(grids[x])
+    if grids[x][dim] == 1:
+        return _map(op, grids, [x], [numbers])
+    first, second = np.split(numbers, 2, dim)
+    (out,) = [v for v in op.outputs if v is not None]
+    grids[out] = first.shape
+    return Halves(op, grids, (x,), (first,), second)
+
+
+def joined(op: Op, grids: Grids) -> Node:
+    """A concatenation, without laying the channel numbers out over the whole map."""
+    values: list[Value] = list(op.args[0])
+    dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
+    values = [v for v in values if v.shape != (0,)]
+    rank = len(values[0].shape)
+    dim %= rank
+    start, pieces, operands = 0, [], list(dict.fromkeys(values))
+    numbered: dict[Value, Any] = {}
+    for value in operands:
+        count = math.prod(grids[value])
+        numbered[value] = np.arange(start, start + count).reshape(grids[value])
+        start += count
+    common = list(np.broadcast_shapes(*([n if d != dim else 1 for d, n in enumerate(grids[v])] for v in values)))
+    for value in values:
+        common[dim] = value.shape[dim]
+        pieces.append(np.broadcast_to(numbered[value], common))
+    return _map(op, grids, operands, [np.concatenate(pieces, axis=dim)])
+
+
+def padded(op: Op, grids: Grids) -> Node:
+    """Padding with zeros; channels that are padded on are dead."""
+    x, pads = op.args[0], list(op.args[1])
+    value = op.number(2, "value", 0)
+    grid, rank = grids[x], len(x.shape)
+    pixels_only = all(grid[rank - 1 - i // 2] == 1 for i, n in enumerate(pads) if n)
+    # Nothing but a maximum makes sense of minus infinity, and there it changes nothing.
+    if value not in (0, None) and not (value == -math.inf and pixels_only):
+        return Opaque(op, grids)
+    widths = [(0, 0)] * rank
+    for i in range(len(pads) // 2):
+        dim = rank - 1 - i
+        if grid[dim] > 1:  # along other dimensions nothing tells the padded part from the rest
+            widths[dim] = (pads[2 * i], pads[2 * i + 1])
+    if any(w < 0 for pair in widths for w in pair):
+        return Opaque(op, grids)
+    numbers = np.arange(math.prod(grid)).reshape(grid)
+    return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
+
+
+class Joined:
+    """Dimensions in which a reshape has joined channels and pixels, and whether they are split as they were joined.
+
+    The position of a channel in such a dimension depends on the image size.  That is harmless if the dimension goes
+    into a linear layer, or is split into the same channels and pixels again.  A reshape of `[batch, pixels,
+    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and other
+    ones at every image size, so what is found at one size does not hold at another.
+
+    Joined dimensions are rare; a network without them costs one comparison of sizes for each operator.
+    """
+
+    def __init__(self) -> None:
+        # For a tensor with a joined dimension: equal numbers are one channel, at several pixels.
+        self._channels: dict[Value, NDArray[np.int64]] = {}
+        self._count = 0  # of the numbers given so far
+
+    def holds(self, node: Node) -> bool:
+        """Note what a node does with joined dimensions; return False if that depends on the image size."""
+        if isinstance(node, Map):
+            return self._moved(node)
+        if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
+            for value in self._channels.keys() & set(node.inputs):
+                same = [out for out in node.outputs if node.grids[out] == node.grids[value]]
+                self._channels |= dict.fromkeys(same, self._channels[value])
+        return True
+
+    def _moved(self, node: Map) -> bool:
+        grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
+        if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
+            return True
+        held = [np.broadcast_to(self._numbers(value, grids[value]), grids[value]) for value in node.operands]
+        flat = np.concatenate([*(numbers.reshape(-1) for numbers in held), [-1]])
+        joined = {}
+        for out, labels in zip(node.outputs, node.labels, strict=True):
+            after = flat[labels]
+            if node.op.name in RESHAPES:
+                if _cut_elsewhere(node.operands[0].shape, out.shape, held[0], after):
+                    return False
+            elif len(held) == 1 and _part_of_a_channel(held[0], after):
+                return False
+            zeros = after < 0
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # none is the same channel as another
+            if len(np.unique(after)) < after.size:
+                joined[out] = after
+        self._channels |= joined
+        return True
+
+    def _numbers(self, value: Value, grid: Grid) -> NDArray[np.int64]:
+        found = self._channels.get(value)
+        return self._new(math.prod(grid)).reshape(grid) if found is None else found
+
+    def _new(self, count: int) -> NDArray[np.int64]:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+
+def _cut_elsewhere(
+    shape: Sequence[int], into: Sequence[int], before: NDArray[np.int64], after: NDArray[np.int64]
+) -> bool:
+    """Return True if a reshape cuts a dimension of channels, and leaves a part of it joined with pixels.
+
+    `before` and `after` say which entries are one channel.  Samples may be joined with channels, because groups and
+    heads are moved into the batch so.
+    """
+    varying = [dim for dim, size in enumerate(before.shape) if size > 1 and np.ptp(before, dim).any()]
+    if 0 not in varying and into[0] % shape[0] == 0 and len(after) == into[0]:
+        after = after[: into[0] // shape[0]]
+    for dim, size in enumerate(after.shape):
+        ends = math.prod(into[:dim]), math.prod(into[: dim + 1])
+        cut = any(math.prod(shape[:d]) < end < math.prod(shape[: d + 1]) for d in varying for end in ends)
+        if cut and size > 1:
+            line = np.sort(after, dim)
+            same = np.diff(line, axis=dim) == 0
+            if same.any() and not same.all():
+                return True
+    return False
+
+
+def _part_of_a_channel(before: NDArray[np.int64], after: NDArray[np.int64]) -> bool:
+    """Return True if some channels keep another share of their pixels than others."""
+    channels, counts = np.unique(before, return_counts=True)
+    places = np.searchsorted(channels, after[after >= 0])
+    left = np.bincount(places, minlength=len(channels))
+    return len(np.unique(left[left > 0] / counts[left > 0])) > 1
+
+
+def _spatial(op: Op, grids: Grids, kept: int) -> Node:
+    x = op.args[0]
+    grid = grids[x]
+    if any(n > 1 for n in grid[kept:]):
+        return Opaque(op, grids)
+    numbers = np.arange(math.prod(grid)).reshape(grid)
+    return _map(op, grids, [x], [numbers for v in op.outputs if v is not None])
+
+
+def pooled(op: Op, grids: Grids) -> Node:
+    """Pooling, interpolation and spatial padding: channels go through, pixels change."""
+    # The operator's name ends in its number of spatial dimensions: those are the last ones.
+    digits = [c for c in op.name if c in "123"]
+    rank = len(op.args[0].shape)
+    return _spatial(op, grids, rank - int(digits[-1]) if digits else 2)
+
+
+def sampled(op: Op, grids: Grids) -> Node:
+    """Pixels at places that a tensor tells: every channel at the same ones."""
+    x, places = op.args[:2]
+    if any(n > 1 for n in grids[x][2:]):
+        return Opaque(op, grids)
+    (out,) = [v for v in op.outputs if v is not None]
+    grids[out] = grids[x]
+    return Sampled(op, grids, (x, places), (np.arange(math.prod(grids[x])).reshape(grids[x]),))
+
+
+def reduced(op: Op, grids: Grids) -> Node:
+    """Mean, sum, maximum or norm; over the channels themselves a sum or a norm does without those that are gone."""
+    x = op.args[0]
+    grid, rank = grids[x], len(x.shape)
+    given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
+    if given is None and len(op.args) > 1 and type(op.args[1]) is int:
+        given = [op.args[1]]
+    dims = [given] if isinstance(given, int) else given or range(rank)
+    over = {int(d) % rank for d in dims} if rank else set()
+    outputs = [v for v in op.outputs if v is not None]
+    keep = len(outputs[0].shape) == rank
+    if any(grid[d] > 1 for d in over):
+        order = op.number(1, "ord", 2) if op.name == "aten.linalg_vector_norm" else None
+        if op.name == "aten.sum" or (order is not None and order > 0):
+            grids[outputs[0]] = tuple(1 if d in over else n for d, n in enumerate(grid) if keep or d not in over)
+            return Sum(op, grids, tuple(sorted(over)))
+        return Opaque(op, grids, f"{op.name} at {op.where} reduces over the channels, whose number would change")
+    shape = [n for d, n in enumerate(grid) if keep or d not in over]
+    numbers = np.arange(math.prod(grid)).reshape(shape)
+    return _map(op, grids, [x], [numbers for _ in outputs])

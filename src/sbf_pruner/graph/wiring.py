@@ -1,0 +1,432 @@
+"""A trace in; its operators as nodes, with the edges of modules as nodes of their own between them, out.
+
+Edges are where a gate can be placed and where, in the extracted network, a remap can be inserted: around
+every call of a module that holds one layer or norm and hands its channels on in their order, and of one without
+weights that pads channels (a shortcut between stages), so that a width it writes down binds nobody outside.
+Everything later rooms ask about the place of an operator (its module, its edges, who reads a value) is answered
+here.
+
+What a module does with the channels of its one operator before they leave it.
+
+The node of that operator and those behind it in the same call enter; along which dimension of the module's result
+the channels lie, each in its own place, leaves.  A module may pool, activate or turn its map and still be its
+layer; one that moves or mixes the channels is not, because a gate behind it would close others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..modules import Remap, Zeros, plain_names
+from .channel_graph import ChannelGraph
+from .layer_nodes import LAYERS, PRODUCTS, Contract, Norm, Product, owner, weight_grids
+from .nodes import (
+    Across,
+    Boundary,
+    Elementwise,
+    Flow,
+    Grids,
+    Map,
+    Node,
+    Opaque,
+    Source,
+    Sum,
+    along,
+    common_dim,
+    shrink,
+)
+from .operators import build_node
+from .operators.movement import Joined
+from .records import REMAP, ZEROS, Call, Op, Trace, Value
+
+
+class Wiring:
+    """The nodes of a network in order, and what is known of each one's place."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.trace = trace
+        self.modules = dict(model.named_modules())
+        self.plain = plain_names(self.modules)
+        self.outside = _held_outside(self.modules)
+        self.grids: Grids = weight_grids(trace)
+        self._joined = Joined()
+        self.nodes: list[Node] = []
+        self.outputs: list[Value] = []
+        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
+        self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> what goes in, as the nodes know it
+        self.padding: set[str] = set()  # modules without weights that pad channels
+        self.busy: set[str] = set()  # modules that make something of a zero, so that a gate stands at their edge
+        self.odd: dict[str, Op] = {}  # module -> what moves or mixes the channels of its operator inside it
+        self.inner: dict[str, list[Contract]] = {}  # module without edges -> its layer, per call, among others
+        self._lay_out(self._edged_calls())
+        self._close_edges()
+        self._find_inner()
+        self._close_overwritten()
+        self._keep_statistics()
+        self._find_idle()
+        self.consumers: dict[Value, list[Node]] = defaultdict(list)
+        self._makers: dict[Value, Node] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                self.consumers[value].append(node)
+            self._makers |= dict.fromkeys(node.outputs, node)
+
+    def what_mixes(self, weight: Value, filters: int) -> Op | None:
+        """Where a weight is computed: the operator, if any, that makes a filter depend on the other ones."""
+        todo, seen = [weight], {weight}
+        while todo:
+            node = self._makers.get(todo.pop())
+            if node is None:
+                continue
+            over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
+            together = any(node.inputs[0].shape[dim] == filters for dim in over)
+            if together or isinstance(node, (Opaque, Contract, Product)):
+                return node.op
+            for value in node.inputs:
+                if value not in seen:
+                    seen.add(value)
+                    todo.append(value)
+        return None
+
+    def _edged_calls(self) -> list[tuple[Call, Op]]:
+        """Calls of modules that hold one layer or norm: one tensor in, one out, one operator of interest."""
+        inside: dict[Call, list[Op]] = defaultdict(list)
+        read = self._last_reads()
+        owners = [owner(op) for op in self.trace.ops]
+        for op, module in zip(self.trace.ops, owners, strict=True):
+            call = op.call.within(module) if op.call is not None and module is not None else None
+            if call is not None:
+                inside[call].append(op)
+        good = [
+            call
+            for call, ops in inside.items()
+            if len(ops) == 1
+            and len(call.inputs) == len(call.outputs) == 1
+            and call.inputs != call.outputs
+            and call.module not in self.outside
+            # A block with a weight of its own among its layers is not that layer.
+            and {*owners[call.first : call.last]} <= {call.module, None}
+            and not without_batch(call, ops[0])
+            # What is kept by a hook is seen before a gate at the edge, but behind one that is folded into a norm.
+            and not (call.kept and not _foldable(ops[0]))
+            and not any(read.get(value, -1) >= call.last for value in self._inside(call))
+        ]
+        full = Counter(call.module for call in good)
+        found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
+        for module, calls in self.trace.calls.items():
+            pads = [op for op in map(self._channel_pad, calls) if op is not None]
+            if len(pads) == len(calls) and module not in self.outside and module != "":
+                self.padding.add(module)
+                found += zip(calls, pads, strict=True)
+        return found
+
+    def _inside(self, call: Call) -> Iterator[Value]:
+        """What a call computes of the network's inputs, beside what it gives and what it writes over its own."""
+        known = {*call.outputs, *call.overwritten, None}
+        for op in self.trace.ops[call.first : call.last]:
+            yield from (value for value in op.outputs if value and value not in known and value.roots is None)
+
+    def _channel_pad(self, call: Call) -> Op | None:
+        """What pads the channels in a call that does little else: one tensor in, one out, no weight."""
+        ops = self.trace.ops[call.first : call.last]
+        one = len(call.inputs) == len(call.outputs) == 1 and _width(call.outputs) is not None
+        one = one and len(call.inputs[0].shape) > 2
+        if not one or any(value.kind == "state" for op in ops for value in op.inputs):
+            return None
+        wider = [op for op in ops if op.name == "aten.constant_pad_nd" and _width(op.inputs) != _width(op.outputs)]
+        return wider[0] if len(wider) == 1 and wider[0].call is call else None
+
+    def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
+        """Build the nodes in order, with an edge before and after each of the given calls."""
+        first, last, entered_at = defaultdict(list), defaultdict(list), defaultdict(list)
+        mains: dict[Op, str] = {}
+        at: dict[Op, int] = {}  # operator of a module -> where its node is
+        for every in self.trace.calls.values():
+            for call in every:
+                entered_at[call.first].append(call)
+        for call, op in calls:
+            first[call.first].append((call, op))
+            last[call.last].append((call, op))
+            mains[op] = call.module
+        now: dict[Value, Value] = {}
+        before: dict[Call, Value | None] = {}
+        for position in range(len(self.trace.ops) + 1):
+            for call, op in last[position]:
+                inner, entered = call.outputs[0], before[call]
+                now.pop(call.inputs[0])
+                if entered is not None:
+                    now[call.inputs[0]] = entered
+                x = now.get(inner, inner)
+                dim = 1 if call.module in self.padding else self._leaving(call, x, at[op])
+                if dim is not None:
+                    now[inner] = self._edge(call, "out", x, dim)
+            for call in entered_at[position]:
+                self.entries[call] = tuple(now.get(v, v) for v in call.inputs)
+            for call, op in first[position]:
+                outer = call.inputs[0]
+                before[call] = now.get(outer)
+                now[outer] = self._edge(call, "in", now.get(outer, outer), self._entering(call, op, before[call]))
+            if position < len(self.trace.ops):
+                op = self.trace.ops[position]
+                node = self._node(_renamed(op, now))
+                self.nodes.append(node)
+                at[op] = len(self.nodes) - 1
+                if op in mains and isinstance(node, (Contract, Norm)):
+                    self.main[mains[op]].append(node)
+        self.outputs = [now.get(v, v) for v in self.trace.outputs]
+        for value in self.outputs:
+            self.grids.setdefault(value, (1,) * len(value.shape))
+
+    def _entering(self, call: Call, op: Op, entered: Value | None) -> int:
+        """Along which dimension channels go into a module: where its operator has them, or where they differ."""
+        shape = call.inputs[0].shape
+        grid = self.grids.get(entered or call.inputs[0], ())
+        if op.name in PRODUCTS:  # a linear layer's channels are last, whatever stands before them
+            rows = op.args[LAYERS[op.name] - 1].shape
+            usual = len(shape) - 1 if (math.prod(shape[:-1]), *shape[-1:]) == rows else None
+        else:
+            usual = 1 if len(shape) == len(op.inputs[0].shape) else None
+        differing = [dim for dim, size in enumerate(grid) if size > 1]
+        if usual is None and len(differing) == 1:
+            return differing[0]
+        return min(1, len(shape) - 1) if usual is None else usual
+
+    def _leaving(self, call: Call, out: Value, at: int) -> int | None:
+        """Along which dimension the channels of a module's operator, which is the node `at`, leave the module."""
+        main = self.nodes[at]
+        if not isinstance(main, (Contract, Norm)):
+            return None
+        found = leaving(main, out, self.nodes[at + 1 :])
+        if found.dim is None and found.odd is not None:
+            self.odd.setdefault(call.module, found.odd)
+        if not found.closed:
+            self.busy.add(call.module)
+        return None if call.kept and not found.closed else found.dim
+
+    def _close_edges(self) -> None:
+        """A module whose operator is not understood, or does not hand its channels on, is left as it is."""
+        kept = {call.module for calls in self.trace.calls.values() for call in calls if call.kept}
+        for module in [module for module, side in self.edges if side == "in" and module not in self.padding]:
+            sides = [self.edges.get((module, side), []) for side in ("in", "out")]
+            calls = len(self.main.get(module, ()))
+            if any(len(edges) != calls or common_dim(edges) is None for edges in sides):
+                self.main.pop(module, None)
+            if module not in self.main or module in kept:  # a remap would not be seen where something is kept
+                for edge in (*sides[0], *sides[1]):
+                    edge.free = False
+
+    def _find_inner(self) -> None:
+        """Layers that run beside others in every call of their module: a norm behind them may have their gate."""
+        found: dict[str, dict[Call | None, list[Contract]]] = defaultdict(lambda: defaultdict(list))
+        for node in self.nodes:
+            module = owner(node.op) if isinstance(node, Contract) else None
+            if isinstance(node, Contract) and node.op.call is not None and module and module not in self.main:
+                found[module][node.op.call.within(module)].append(node)
+        for module, ran in found.items():
+            if list(ran) == self.trace.calls.get(module) and all(len(nodes) == 1 for nodes in ran.values()):
+                self.inner[module] = [nodes[0] for nodes in ran.values()]
+
+    def _last_reads(self) -> dict[Value, int]:
+        """The position of the last operator that reads a value; an output is read at the end."""
+        read: dict[Value, int] = {}
+        for op in self.trace.ops:
+            read |= dict.fromkeys(op.inputs, op.position)
+        return read | dict.fromkeys(self.trace.outputs, len(self.trace.ops))
+
+    def _close_overwritten(self) -> None:
+        """No remap before a module that overwrites its input, if that is read again: it would overwrite a copy."""
+        read = self._last_reads()
+        for (module, side), edges in self.edges.items():
+            calls = self.trace.calls[module]
+            if side == "in" and any(read.get(v, -1) >= call.last for call in calls for v in call.overwritten):
+                for edge in edges:
+                    edge.free = False
+
+    def _keep_statistics(self) -> None:
+        """A norm that is called several times sees what each call brings, also where its result is not used."""
+        for module, mains in self.main.items():
+            if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
+                for edge in self.edges[module, "out"]:
+                    edge.lasting = True
+
+    def _find_idle(self) -> None:
+        """Channels that are zero in the user's own network (padding, say), and that a shift makes constants."""
+        flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs, {}).flow({})
+        for node in self.nodes:
+            if isinstance(node, Contract):
+                idle = ~node.live(flow)
+            elif isinstance(node, Norm) and node.revives:
+                idle = ~shrink(flow.alive[node.x], self.grids[node.out])
+            else:
+                continue
+            node.idle = idle if idle.any() else None
+
+    def _edge(self, call: Call, side: str, x: Value, dim: int) -> Value:
+        out = Value(x.shape, "result")
+        self.grids.setdefault(x, (1,) * len(x.shape))
+        self.grids[out] = self.grids[x]
+        op = Op(f"edge.{side}", (x,), {}, (x,), (out,), call, "")
+        edge = Boundary(op, self.grids, module=call.module, side=side, dim=dim, walled=call.module in self.padding)
+        self.nodes.append(edge)
+        self.edges[call.module, side].append(edge)
+        self._joined.holds(edge)
+        return out
+
+    def _node(self, op: Op) -> Node:
+        if op.name not in (REMAP, ZEROS):
+            node = build_node(op, self.grids)
+            if not self._joined.holds(node):
+                self.grids |= {value: (1,) * len(value.shape) for value in node.outputs}
+                why = f"{op.name} at {op.where} mixes channels with pixels, differently at every image size"
+                node = Opaque(op, self.grids, why)
+            return node
+        assert op.call is not None
+        module = self.modules[op.call.module]
+        assert isinstance(module, (Remap, Zeros))
+        out = op.outputs[0]
+        assert out is not None
+        dim = module.dim % len(out.shape)
+        grid = along(dim, out.shape)
+        self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
+        self.grids[out] = grid
+        if isinstance(module, Zeros):  # its width is ours to choose
+            return Source(op, self.grids, zero=True)
+        labels = np.array(module.source, np.int64).reshape(grid)
+        edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
+        self.edges[op.call.module, "remap"].append(edge)
+        return edge
+
+
+def without_batch(call: Call, op: Op) -> bool:
+    """Does a convolution get an image without a batch dimension?  Then torch puts one before it."""
+    return op.name == "aten.convolution" and op.inputs[0].shape in [(1, *value.shape) for value in call.inputs]
+
+
+def _foldable(op: Op) -> bool:
+    """Is it a norm with a stored scale and shift?"""
+    return op.name not in LAYERS and all(isinstance(v, Value) and v.kind == "state" for v in op.args[1:3])
+
+
+def _width(values: Sequence[Value | None]) -> int | None:
+    return values[0].shape[1] if values and values[0] is not None and len(values[0].shape) > 1 else None
+
+
+def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
+    if not any(v in now for v in op.inputs):
+        return op
+    args, kwargs = pytree.tree_map_only(Value, lambda v: now.get(v, v), (op.args, op.kwargs))
+    inputs = tuple(now.get(v, v) for v in op.inputs)
+    return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=inputs)
+
+
+def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Modules that a plain attribute (a list, say) refers to as well: a swap would not be seen there."""
+    paths = {id(module): path for path, module in modules.items()}
+    found: dict[str, str] = {}
+    for holder, module in modules.items():
+        for name, held in vars(module).items():
+            if name != "_modules" and not name.endswith("_hooks"):  # ours are hooks too, and hold modules
+                for other in _modules_in(held):
+                    if other is not module and id(other) in paths:
+                        found[paths[id(other)]] = f"{holder}.{name}" if holder else name
+    return found
+
+
+def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules in a nest, also in the objects, methods and partial functions there."""
+    for leaf in pytree.tree_leaves(held):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif isinstance(leaf, MethodType):
+            yield from _modules_in(leaf.__self__, depth)
+        elif depth and not isinstance(leaf, (Tensor, type, ModuleType)):
+            inside = (leaf.func, leaf.args, leaf.keywords) if isinstance(leaf, partial) else ()
+            yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)
+
+
+Numbers = NDArray[np.int64]  # over a tensor's grid: which of the operator's channels stands there, or -1 for none
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """How the channels of a module's operator leave it."""
+
+    dim: int | None  # of the module's result; None if they are not all there, once each and in their order
+    closed: bool  # a channel that is zero behind the operator is zero behind the module, whatever it meets there
+    odd: Op | None  # what first moves or mixes them, if anything does
+
+
+def leaving(main: Contract | Norm, out: Value, behind: Sequence[Node]) -> Leaving:
+    """Follow the channels of a module's operator through what the module runs behind it, to its result."""
+    if out is main.out:
+        return Leaving(1, True, None)
+    grids, filters = main.grids, main.out.shape[1]
+    numbers: dict[Value, Numbers] = {main.out: np.arange(filters).reshape(grids[main.out])}
+    mixed: set[Value] = set()
+    nothing = Flow({main.out: np.zeros(grids[main.out], bool)})
+    odd = None
+    for node in behind:
+        for value in node.inputs:
+            nothing.alive.setdefault(value, np.ones(grids[value], bool))
+        node.push(nothing)
+        if mixed.isdisjoint(node.inputs):
+            if numbers.keys().isdisjoint(node.inputs):
+                continue
+            found = _numbers(node, numbers)
+            if found is not None:
+                numbers |= found
+                if odd is None and any(_line(held, filters) is None for held in found.values()):
+                    odd = node.op
+                continue
+        mixed.update(node.outputs)
+        odd = odd or node.op
+    dims = _line(numbers[out], filters) if out in numbers else None
+    if dims is None:
+        return Leaving(None, False, odd)
+    # A single channel lies where a layer has them.
+    dim = dims[0] if dims else len(out.shape) - 1 if main.op.name in PRODUCTS else 1
+    fits = dim < len(out.shape) and out.shape[dim] == filters
+    return Leaving(dim if fits else None, not nothing.alive[out].any(), None)
+
+
+def _line(numbers: Numbers, filters: int) -> list[int] | None:
+    """The dimension along which all channels stand in their order, as a list, which is empty for a single one."""
+    dims = [dim for dim, size in enumerate(numbers.shape) if size > 1]
+    in_order = len(dims) <= 1 and np.array_equal(numbers.reshape(-1), np.arange(filters))
+    return dims if in_order else None
+
+
+def _numbers(node: Node, numbers: Mapping[Value, Numbers]) -> dict[Value, Numbers] | None:
+    """Where the channels are behind a node; None where they were mixed, or nothing is known."""
+    if isinstance(node, Map):
+        held = [numbers[v] if v in numbers else np.full(node.grids[v], -1) for v in node.operands]
+        flat = np.concatenate([*(n.reshape(-1) for n in held), [-1]])
+        return {value: flat[labels] for value, labels in zip(node.outputs, node.labels, strict=True)}
+    carried = [numbers[v] for v in node.inputs if v in numbers]
+    if isinstance(node, Boundary) and node.labels is not None:
+        if carried[0].shape != node.line(node.x):
+            return None
+        return {node.out: np.append(carried[0].reshape(-1), -1)[node.labels]}
+    alone = isinstance(node, (Boundary, Elementwise)) or (isinstance(node, Norm) and node.per_group == 1)
+    if not alone:
+        return None
+    found = {}
+    for value in node.outputs:
+        spread = [np.broadcast_to(held, node.grids[value]) for held in carried]
+        if any(not np.array_equal(spread[0], other) for other in spread[1:]):
+            return None  # different channels meet
+        found[value] = spread[0]
+    return found

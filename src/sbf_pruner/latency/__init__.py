@@ -1,1 +1,0 @@
-"""What removal is worth in milliseconds: a table of measured layers, and what it foretells of whole networks."""

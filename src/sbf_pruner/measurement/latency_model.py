@@ -1,0 +1,335 @@
+"""A few coefficients, none below zero, that make sums of terms come to what was measured.
+
+Rows of terms with measured seconds enter; coefficients leave.  It is the relative error that is made small, so a
+quick network counts as much as a slow one.  What holds: the result is a least-squares one among all that have no
+negative coefficient (a millisecond that an operator gives back does not exist).
+
+Seconds of a whole network from those of its layers, for any choice of filters, without cutting it.
+
+Operators, a table and a few coefficients enter; seconds leave.  A network is deployed in the way that is quickest
+for it, so both ways to bring a branch into its stream are reckoned, and the quicker one counts.  The coefficients
+are those of a sum: time of the layers by the table, numbers that are added up, numbers that other operators touch,
+numbers that are moved, operators, and passes.
+
+What is known of a network's time on one machine: the clock that a target in milliseconds is reckoned by.
+
+A table of layers, coefficients and the dense network's measured time enter, or the file that holds them; seconds
+leave for any choice of filters, and what a filter of each layer costs.  What holds: the dense network takes what
+was measured; the file is plain JSON, and serves machines that have no such runtime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..budget.controller import Clock
+from ..errors import PruningError
+from ..graph.channel_graph import ChannelGraph
+from ..graph.cost import Laid, lay_out
+from ..graph.nodes import Mask
+from ..utils.files import write_text
+from ..utils.formatting import counted
+from .latency_table import Operators, Site, Table, Widths, widths_of
+
+Row = Mapping[str, float]
+
+
+_ROUNDS = 20
+PULL = 1.0  # towards what is expected: as much as one network more
+ORDINARY = 0.03  # an error larger than this counts in proportion, not as its square: a machine may have hiccups
+
+
+def fit(
+    rows: Sequence[Row], seconds: Sequence[float], terms: Sequence[str], expected: Row | None = None
+) -> dict[str, float]:
+    """The coefficients of the terms; those that the rows say little about stay near what is expected.
+
+    >>> found = fit([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 2.0}], [3.0, 4.0], ["a", "b"])
+    >>> {name: round(value, 6) for name, value in found.items()}
+    {'a': 3.0, 'b': 0.5}
+    """
+    wanted = np.asarray(seconds, float)
+    matrix = np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / wanted[:, None]
+    ones = np.ones(len(wanted))
+    scale = np.maximum(np.abs(matrix).mean(axis=0), 1e-300)
+    matrix = matrix / scale  # now a coefficient is the part of a usual network's time that its term makes
+    pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
+    if expected is not None:
+        pulled = PULL * np.eye(len(terms))
+        towards = PULL * np.array([expected.get(name, 0.0) for name in terms]) * scale
+    weights = np.ones(len(wanted))
+    for _ in range(_ROUNDS):
+        found = nonnegative(
+            np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards])
+        )
+        weights = np.sqrt(ORDINARY / np.maximum(np.abs(matrix @ found - ones), ORDINARY))
+    return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
+
+
+def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Least squares without negative numbers (Lawson and Hanson's active set)."""
+    size = matrix.shape[1]
+    free = np.zeros(size, bool)
+    found = np.zeros(size)
+    for _ in range(10 * size):
+        slope = matrix.T @ (wanted - matrix @ found)
+        slope[free] = -np.inf
+        best = int(slope.argmax())
+        if slope[best] <= 1e-9:
+            break
+        free[best] = True
+        while True:
+            tried = np.zeros(size)
+            tried[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
+            if (tried[free] > 0).all():
+                found = tried
+                break
+            low = free & (tried <= 0)
+            step = np.min(found[low] / np.maximum(found[low] - tried[low], 1e-300))
+            found = found + step * (tried - found)
+            free &= found > 1e-12
+            if not free.any():
+                break
+    return found
+
+
+TERMS = ("layers", "added", "touched", "moved", "operators", "pass")
+FORMS = ("zeros", "moves")
+PLAIN = {"layers": 1.0}  # nothing but the table
+Terms = dict[str, float]
+
+
+@dataclass
+class Reckoned:
+    """What a network is made of, in either form: the terms of the sum, and the seconds of each layer."""
+
+    terms: dict[str, Terms]
+    layers: dict[str, dict[int, float]] = field(default_factory=dict)
+    """by form: place among the layers -> seconds by the table"""
+
+
+class Predictor:
+    """Foretells how long a network takes; `coefficients` are those of TERMS."""
+
+    def __init__(self, graph: ChannelGraph, table: Table, batch: int) -> None:
+        self.graph, self.table, self.batch = graph, table, batch
+        self.operators = Operators(graph)
+        self.coefficients: Mapping[str, float] = PLAIN
+
+    def wanted(self, least: Laid) -> dict[Site, list[Widths]]:
+        """The widths at which every kind of layer has to be measured; `least` is the smallest network there may be.
+
+        A side that even that network has in full is measured in full alone.
+        """
+        dense = lay_out(self.graph, {})
+        sides: dict[Site, tuple[set[int], set[int]]] = {}
+        for layer in self.operators.layers:
+            (i, o, _), (low, high, _) = layer.widths(dense), layer.widths(least)
+            gone, groups = not layer.runs(least), layer.site.groups
+            rows, columns = sides.setdefault(layer.site, (set(), set()))
+            rows.update(widths_of(i, gone or low < i, groups))
+            columns.update(widths_of(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
+        grids = {site: list(product(sorted(rows), sorted(columns))) for site, (rows, columns) in sides.items()}
+        depthwise = {site: [(n, n) for n in sorted(rows)] for site, (rows, _) in sides.items() if site.groups == 0}
+        return grids | depthwise
+
+    def reckon(self, laid: Laid) -> Reckoned:
+        """The terms of a network that is laid out."""
+        held = self.operators
+        layers: dict[str, dict[int, float]] = {form: {} for form in FORMS}
+        moved = 0.0
+        running = 0
+        for place, layer in enumerate(held.layers):
+            if not layer.runs(laid):
+                continue
+            running += 1
+            inputs, filters, own = layer.widths(laid)
+            layers["zeros"][place] = self.table.seconds(layer.site, inputs, filters)
+            layers["moves"][place] = self.table.seconds(layer.site, inputs, own)
+            if own < filters:
+                moved += filters * layer.pixels
+        joins = [n for n in held.joins if sum(held.alive(v, laid) for v in n.inputs) > 1]
+        rest = [n for n in held.rest if held.alive(n.outputs[0], laid)]
+        shared = {
+            "added": self.batch * sum(held.elements(n.outputs[0], laid) for n in joins),
+            "touched": self.batch * sum(held.elements(n.outputs[0], laid) for n in rest),
+            "operators": float(running + len(joins) + len(rest)),
+            "pass": 1.0,
+        }
+        extra = {"zeros": 0.0, "moves": self.batch * moved}
+        terms = {form: {**shared, "layers": sum(layers[form].values()), "moved": extra[form]} for form in FORMS}
+        return Reckoned(terms, layers)
+
+    def total(self, terms: Terms) -> float:
+        """What the terms come to."""
+        return sum(self.coefficients.get(name, 0.0) * value for name, value in terms.items())
+
+    def seconds(self, laid: Laid) -> float:
+        """How long the network takes in the form that is quicker."""
+        return min(self.total(terms) for terms in self.reckon(laid).terms.values())
+
+    def shares(self, laid: Laid) -> dict[int, float]:
+        """Seconds of every layer that runs, in the quicker form."""
+        found = self.reckon(laid)
+        form = min(found.terms, key=lambda name: self.total(found.terms[name]))
+        return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
+
+
+KIND = "sbf-pruner latency"
+_REMEDY = "measure again with `sbf latency`"
+BLOCKWISE = ("onnxruntime",)  # runtimes in which the inputs of a layer count in blocks
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which times were taken: all that two figures must have in common to be compared."""
+
+    runtime: str
+    batch: int
+    threads: int
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    def told(self) -> str:
+        """In words."""
+        return f"{self.runtime}, batch {self.batch}, {counted(self.threads, 'thread')}"
+
+
+class LatencyModel:
+    """Foretells the time of a network; see `Predictor`."""
+
+    def __init__(
+        self,
+        graph: ChannelGraph,
+        table: Table,
+        conditions: Conditions,
+        dense_seconds: float | None = None,
+        coefficients: Mapping[str, float] = PLAIN,
+        calibration: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.graph, self.table, self.conditions = graph, table, conditions
+        self.predictor = Predictor(graph, table, conditions.batch)
+        self.predictor.coefficients = dict(coefficients)
+        self.calibration = dict(calibration or {})
+        self._dense = lay_out(graph, {})
+        reckoned = self.predictor.seconds(self._dense)
+        self.dense_seconds = reckoned if dense_seconds is None else dense_seconds
+        self._unit = self.dense_seconds / reckoned
+        self.correction = 1.0
+        """what networks near the target really take, as a multiple of what is foretold"""
+
+    def seconds(self, laid: Laid) -> float:
+        """Seconds of one pass."""
+        return self.correction * self._unit * self.predictor.seconds(laid)
+
+    def ratio(self, keep: Mapping[str, Mask]) -> float:
+        """What a choice of filters leaves of the dense network's time."""
+        return self.seconds(lay_out(self.graph, keep)) / self.dense_seconds
+
+    def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
+        """By layer, the part of the dense network's time that one of its filters takes.
+
+        A filter alone may cost nothing where a runtime computes in blocks, so a layer's price is what would go if
+        all of it went, divided among the filters it has.
+        """
+        now, dense = self.predictor.shares(laid), self.predictor.shares(self._dense)
+        whole = self.predictor.seconds(self._dense)
+        found = {}
+        for name, parts in self._saved.items():
+            left = int(np.asarray(keep[name]).sum()) if name in keep else self.graph.layers[name].filters
+            times = now if left else dense
+            seconds = sum(part * times.get(place, 0.0) for place, part in parts.items())
+            found[name] = seconds / max(left or self.graph.layers[name].filters, 1) / whole
+        return found
+
+    @cached_property
+    def _saved(self) -> dict[str, dict[int, float]]:
+        """For every layer: of which layers' time what part goes with it."""
+        dense = self.predictor.shares(self._dense)
+        found: dict[str, dict[int, float]] = {}
+        for name, layer in self.graph.layers.items():
+            keep = {name: np.zeros(layer.filters, bool)}
+            if not self.graph.connected(keep):
+                keep[name][0] = True
+            left = self.predictor.shares(lay_out(self.graph, keep))
+            parts = {place: 1 - left.get(place, 0.0) / seconds for place, seconds in dense.items() if seconds}
+            found[name] = {place: part for place, part in parts.items() if part > 0}
+        return found
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        held = self.conditions
+        return {
+            "kind": KIND,
+            "runtime": held.runtime,
+            "batch": held.batch,
+            "threads": held.threads,
+            "machine": dict(held.machine),
+            "network": signature(self.predictor),
+            "dense_seconds": self.dense_seconds,
+            "coefficients": dict(self.predictor.coefficients),
+            "calibration": self.calibration,
+            "table": self.table.to_dict(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the file, in one step."""
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def read_model(path: str | PathLike[str], graph: ChannelGraph) -> LatencyModel:
+    """The model in a file, for a network it was measured for."""
+    try:
+        written = json.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise PruningError(f"latency.table: {path} does not exist; make it with `sbf latency --out`") from None
+    except (OSError, ValueError) as error:
+        raise PruningError(f"latency.table: {path} cannot be read ({error}); {_REMEDY}") from None
+    return from_dict(written, graph, str(path))
+
+
+def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measured") -> LatencyModel:
+    """The model that `to_dict` wrote, for a network it was measured for."""
+    try:
+        if written["kind"] != KIND:
+            raise ValueError(written["kind"])
+        table = Table.from_dict(written["table"], written["runtime"] in BLOCKWISE)
+        conditions = Conditions(written["runtime"], written["batch"], written["threads"], written["machine"])
+        dense = float(written["dense_seconds"])
+        if not 0 < dense < math.inf:
+            raise ValueError(f"a dense network that takes {dense} s")
+        if written["network"] == signature(Predictor(graph, table, conditions.batch)):
+            return LatencyModel(graph, table, conditions, dense, written["coefficients"], written["calibration"])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise PruningError(f"latency.table: {source} is no file of `sbf latency` ({error!r}); {_REMEDY}") from None
+    raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
+
+
+def bound(clock: Clock | str | PathLike[str] | None, graph: ChannelGraph) -> Clock | None:
+    """A clock for this very graph, also where it comes as a file or knows another trace of the network."""
+    if isinstance(clock, (str, PathLike)):
+        return read_model(clock, graph)
+    if isinstance(clock, LatencyModel) and clock.graph is not graph:
+        return from_dict(clock.to_dict(), graph)
+    return clock
+
+
+def signature(predictor: Predictor) -> str:
+    """What tells one network from another: its layers with their widths, and those that can be pruned."""
+    dense = lay_out(predictor.graph, {})
+    layers = [f"{layer.node.layer} {layer.site} {layer.widths(dense)}" for layer in predictor.operators.layers]
+    text = "\n".join([*layers, *predictor.graph.layers])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

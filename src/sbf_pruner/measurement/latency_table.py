@@ -1,0 +1,331 @@
+"""Layers as a clock sees them: what is computed on which map, and the widths worth measuring.
+
+A convolution or linear layer of a channel graph enters; a `Site` leaves, which is all that its time depends on but
+for its two widths.  What holds: layers with equal sites and equal widths take equal time, so one measurement serves
+all of them, in any network.
+
+Seconds per layer, as measured on one machine in one runtime.
+
+Measured points enter; for any widths seconds leave, between points by interpolation.  What holds: a narrower layer
+never takes longer than a wider one, because it can be filled up with zeros to that width; where a runtime computes
+in blocks, widths count as the next multiple.  The table is plain data, and so is its file.
+
+From a channel graph to the operators that a deployed network runs.
+
+A graph enters; its layers leave, each with the tensors that decide its widths, and the other operators that cost
+time.  As `deploy` writes networks: a norm behind a layer is folded into it; a layer reads the whole stream before
+it (columns of zeros stand for what it does not need); a branch with fewer filters than the stream it is added to
+either computes the whole stream (rows of zeros) or has its channels moved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..graph.channel_graph import ChannelGraph
+from ..graph.cost import Laid
+from ..graph.layer_nodes import Contract, Norm, owner
+from ..graph.nodes import Boundary, Elementwise, Map, Node
+from ..graph.records import Value
+
+Sizes = tuple[int, ...]
+WIDE = 64  # from here on widths are measured sparsely
+UNIT = 8  # of narrow widths all multiples of this
+SMALL, FINE = 16, 4  # and of the smallest, below SMALL, all multiples of FINE
+_PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a wide one these
+_NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) groups (\d+) on (\S+)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer without its widths."""
+
+    kind: str
+    """"conv", "transposed" or "linear" """
+    kernel: Sizes = ()
+    stride: Sizes = ()
+    padding: Sizes = ()
+    dilation: Sizes = ()
+    groups: int = 1
+    """0: as many as there are channels (depthwise)"""
+    size: Sizes = ()
+    """height and width of the map that is read; of a linear layer, rows per sample"""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {_times(self.kernel)} stride {_times(self.stride)} padding {_times(self.padding)} "
+            f"dilation {_times(self.dilation)} groups {self.groups} on {_times(self.size)}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """A site from how it is written.
+
+        >>> site = Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (32, 32))
+        >>> Site.parse(str(site)) == site
+        True
+        """
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        kernel, stride, padding, dilation = (_sizes(match[place]) for place in (2, 3, 4, 5))
+        return cls(match[1], kernel, stride, padding, dilation, int(match[6]), _sizes(match[7]))
+
+    @classmethod
+    def of(cls, node: Contract, samples: int) -> Site:
+        """What a layer of a channel graph computes, and on what; the graph saw so many samples."""
+        if node.op.name != "aten.convolution":
+            return cls("linear", size=(max(node.x.shape[0] // samples, 1),))
+        stride, padding, dilation = (tuple(node.op.args[i]) for i in (3, 4, 5))
+        return cls(
+            "transposed" if node.transposed else "conv",
+            tuple(node.weight.shape[2:]),
+            stride,
+            padding,
+            dilation,
+            0 if node.depthwise and node.filters == node.groups else node.groups,
+            tuple(node.x.shape[2:]),
+        )
+
+
+def widths_of(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
+    """The widths at which a side of a layer is measured: all steps of a narrow one, few of a wide one.
+
+    >>> widths_of(20, True), widths_of(256, True), widths_of(3, False)
+    ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
+    """
+    if not may_shrink:
+        return [full]
+    if full <= WIDE:
+        found = [*range(FINE, min(SMALL, full), FINE), *range(SMALL, full, UNIT), full]
+    else:
+        found = [round_up(round(full * part), 2 * UNIT) for part in _PARTS[:-1]] + [full]
+    multiple = max(multiple, 1)
+    return sorted({min(round_up(width, multiple), full) for width in found})
+
+
+def stepped(width: int) -> int:
+    """The width that a runtime which works in blocks computes, as far as widths are measured.
+
+    >>> [stepped(width) for width in (3, 13, 17, 25)]
+    [4, 16, 24, 32]
+    """
+    return round_up(width, FINE if width <= SMALL else UNIT)
+
+
+def round_up(width: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-width // unit) * unit
+
+
+def _times(sizes: Sizes) -> str:
+    return "x".join(map(str, sizes)) or "-"
+
+
+def _sizes(text: str) -> Sizes:
+    return () if text == "-" else tuple(int(part) for part in text.split("x"))
+
+
+Widths = tuple[int, int]  # inputs, filters
+
+
+class Table:
+    """Measured layers: site -> widths -> seconds.
+
+    >>> table = Table({Site("linear", size=(1,)): {(8, 8): 1.0, (16, 8): 2.0, (8, 16): 2.0, (16, 16): 4.0}})
+    >>> table.seconds(Site("linear", size=(1,)), 12, 8)
+    1.5
+    """
+
+    def __init__(self, points: Mapping[Site, Mapping[Widths, float]] | None = None, blocks: bool = False) -> None:
+        self.points = {site: dict(held) for site, held in (points or {}).items()}
+        self.blocks = blocks
+        """do the inputs, too, count in blocks?  Filters do everywhere."""
+        self._grids: dict[Site, tuple[list[int], list[int], dict[Widths, float]]] = {}
+        self._known: dict[tuple[Site, int, int], float] = {}
+
+    def missing(self, wanted: Mapping[Site, Iterable[Widths]]) -> dict[Site, list[Widths]]:
+        """What is asked for and not there yet."""
+        found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
+        return {site: widths for site, widths in found.items() if widths}
+
+    def of(self, wanted: Mapping[Site, Iterable[Widths]]) -> Table:
+        """The part of it that one network asks for: other networks' widths would leave gaps in the grid."""
+        return Table(
+            {site: {w: self.points[site][w] for w in widths} for site, widths in wanted.items()}, self.blocks
+        )
+
+    def add(self, site: Site, seconds: Mapping[Widths, float]) -> None:
+        """Take in what was measured."""
+        self.points.setdefault(site, {}).update(seconds)
+        self._grids.pop(site, None)
+        self._known = {key: value for key, value in self._known.items() if key[0] != site}
+
+    def seconds(self, site: Site, inputs: int, filters: int) -> float:
+        """How long a layer of these widths takes."""
+        key = site, inputs, filters
+        if key not in self._known:
+            self._known[key] = self._between(site, inputs, filters)
+        return self._known[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {str(site): [[*w, s] for w, s in sorted(held.items())] for site, held in self.points.items()}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
+        """What `to_dict` wrote; a ValueError where it is something else."""
+        points = {Site.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
+        if not all(points.values()):
+            raise ValueError("a layer without any time")
+        return cls(points, blocks)
+
+    def _grid(self, site: Site) -> tuple[list[int], list[int], dict[Widths, float]]:
+        if site not in self._grids:
+            held = self.points[site]
+            rows, columns = sorted({i for i, _ in held}), sorted({o for _, o in held})
+            if site.groups == 0:  # depthwise: it has as many filters as inputs
+                least = {(n, n): min(s for (i, _), s in held.items() if i >= n) for n in rows}
+                full = {(i, o): least[max(i, o), max(i, o)] for i in rows for o in columns}
+            else:
+                full = {}
+                for i in reversed(rows):
+                    for o in reversed(columns):
+                        wider = [full[w] for w in ((_next(rows, i), o), (i, _next(columns, o))) if w in full]
+                        full[i, o] = min([held[i, o], *wider])
+            self._grids[site] = rows, columns, full
+        return self._grids[site]
+
+    def _between(self, site: Site, inputs: int, filters: int) -> float:
+        rows, columns, full = self._grid(site)
+        if self.blocks:
+            inputs = _stepped(inputs, rows)
+        filters = _stepped(filters, columns)
+        (i0, i1, a), (o0, o1, b) = _bracket(rows, inputs), _bracket(columns, filters)
+        near, far = (full[i, o0] + b * (full[i, o1] - full[i, o0]) for i in (i0, i1))
+        return near + a * (far - near)
+
+
+def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
+    if not (isinstance(inputs, int) and isinstance(filters, int) and 0 < float(seconds) < math.inf):
+        raise ValueError(f"no widths with their time: {inputs}, {filters}, {seconds}")
+    return (inputs, filters), float(seconds)
+
+
+def _stepped(width: int, known: list[int]) -> int:
+    """The width a block-wise runtime computes; the full one is what it is."""
+    return min(stepped(width), known[-1])
+
+
+def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
+    """The measured widths around one, and how far it is from the first to the second."""
+    place = bisect_left(known, width)
+    if place == 0:
+        return known[0], known[0], 0.0  # below the narrowest: a layer is not free because it is thin
+    if place == len(known):
+        return known[-1], known[-1], 0.0
+    low, high = known[place - 1], known[place]
+    return low, high, (width - low) / (high - low)
+
+
+def _next(known: list[int], width: int) -> int:
+    place = known.index(width) + 1
+    return known[place] if place < len(known) else -1
+
+
+FREE = ("aten.view", "aten._unsafe_view", "aten.t", "aten.detach", "aten.alias", "aten.expand", "aten.slice")
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer with weights, as it runs once."""
+
+    node: Contract
+    site: Site
+    before: Value
+    """what it reads, before anything is left out for it"""
+    behind: Value
+    """what it gives, put into the layout of those it is added to"""
+
+    def widths(self, laid: Laid) -> tuple[int, int, int]:
+        """Channels it reads, filters it has in the layout of the stream, and filters of its own."""
+        sizes = laid.layout.sizes
+        return sizes(self.before)[1], sizes(self.behind)[1], sizes(self.node.out)[1]
+
+    def runs(self, laid: Laid) -> bool:
+        """Is it still there?"""
+        return owner(self.node.op) not in laid.gone
+
+    @cached_property
+    def pixels(self) -> int:
+        """Numbers per channel and sample that it gives."""
+        return math.prod(self.node.out.shape[2:])
+
+
+class Operators:
+    """All that a network runs."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.samples = graph.trace.samples
+        self._readers: dict[Value, list[Node]] = defaultdict(list)
+        self._maker: dict[Value, Node] = {}
+        for node in graph.nodes:
+            for value in dict.fromkeys(node.inputs):
+                self._readers[value].append(node)
+            for value in node.outputs:
+                self._maker[value] = node
+        self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, Contract)]
+        self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
+        joined = set(map(id, self.joins))  # to compare nodes would compare all they know
+        self.rest = [node for node in graph.nodes if id(node) not in joined and self._costs(node)]
+
+    def elements(self, value: Value, laid: Laid) -> float:
+        """How many numbers of a tensor there are, per sample."""
+        return math.prod(laid.layout.sizes(value)) / self.samples
+
+    @staticmethod
+    def alive(value: Value, laid: Laid) -> bool:
+        """Is any of it computed for anybody?"""
+        needed = laid.flow.needed.get(value)
+        return needed is not None and bool((needed & laid.flow.alive[value]).any())
+
+    def _layer(self, node: Contract) -> Layer:
+        before = self._outside(node.x)
+        behind, reader = node.out, self._only_reader(node.out)
+        while isinstance(reader, Boundary | Norm) or (isinstance(reader, Elementwise) and not self._joins(reader)):
+            behind = reader.outputs[0]
+            reader = self._only_reader(behind)
+        return Layer(node, Site.of(node, self.samples), before, behind)
+
+    def _outside(self, value: Value) -> Value:
+        """A tensor as it was before the edges of modules that it has passed."""
+        while isinstance(edge := self._maker.get(value), Boundary):
+            value = edge.x
+        return value
+
+    def _only_reader(self, value: Value) -> Node | None:
+        readers = self._readers[value]
+        return readers[0] if len(readers) == 1 and value not in self.graph.outputs else None
+
+    @staticmethod
+    def _joins(node: Elementwise) -> bool:
+        """Do two maps meet in it?"""
+        return sum(v.roots is None for v in dict.fromkeys(node.inputs)) > 1
+
+    def _costs(self, node: Node) -> bool:
+        """Does it take any time of its own?"""
+        if isinstance(node, Contract | Boundary) or not node.outputs or node.op.name in FREE:
+            return False
+        if isinstance(node, Map) and len(node.inputs) == 1 and node.op.name.endswith(("reshape", "flatten")):
+            return False
+        if isinstance(node, Norm):  # folded into the layer before it
+            return not isinstance(self._maker.get(self._outside(node.x)), Contract)
+        return any(v.roots is None for v in node.inputs)

@@ -1,0 +1,311 @@
+"""Single layers on the clock, in the runtime they are to run in.
+
+A site and widths enter; seconds leave, the least of several turns, because whatever else the machine does can only
+add to them.  In ONNX Runtime a layer is timed by the runtime's own profiler between two others, so that it has the
+memory layout it would have inside a network, and what it takes to get there counts as its own.  torch.compile has
+layers computed by kernels of the same library as torch without it, so they are timed without it.
+
+Whole networks on the clock: the dense one and what is left of it, in turns, in their compact forms.
+
+A network and example inputs enter; calls leave, one per form, that run it once in the runtime asked for; and of
+two networks the ratio of their times, pair by pair.  What holds: the dense network has the same care as the compact
+one, as in `sbf bench`; a pass ends when its result is there, on a GPU too.  What is needed can be rehearsed, so
+that nobody learns after hours of training that something is not installed.
+
+A plan's real time: the network cut as it says, in its fastest form, in turns with the dense one.
+
+A dense network and conditions enter; for a plan the ratio of both times leaves, the median over pairs.  All forms
+that `sbf bench` and `sbf export` would try are tried, of the dense network too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import PruningError
+from ..plan import Plan
+from ..runtimes.capture import first_line
+from ..runtimes.forms import FORMS, Deployable, Form, fastest, ready, written
+from ..runtimes.onnx import require, session_options
+from ..surgery.extract import extract
+from ..utils.timing import Interval, compared, take_turns, using_threads
+from ..utils.user_model import made_up_inputs
+from .latency_model import Conditions
+from .latency_table import Site, Widths
+from .runtimes import RUNTIMES
+
+TURNS = 7
+AT_ONCE = 16  # layers that take turns, so that not all of their maps are in memory
+AROUND = 16  # channels before and behind the layer that is timed
+NETWORK_INPUT = 4  # a layer that reads fewer channels reads the images themselves
+_SAMPLE = 0.002
+
+Measured = dict[Widths, float]
+
+
+def time_layers(runtime: str, site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
+    """Seconds of a layer at each of the widths."""
+    found: Measured = {}
+    for start in range(0, len(widths), AT_ONCE):
+        some = widths[start : start + AT_ONCE]
+        if runtime == "onnxruntime":
+            found |= _in_onnxruntime(site, some, batch, threads)
+        else:
+            found |= _in_torch(site, some, batch, RUNTIMES[runtime].device)
+    return found
+
+
+# -- torch -------------------------------------------------------------------------------------------------
+
+
+def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> Measured:
+    with torch.device(device):
+        calls = {pair: _call(site, *pair, batch) for pair in widths}
+    with torch.inference_mode():
+        # On a GPU many calls are launched before the clock is read: inside a network no layer is waited for.
+        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)
+    return {pair: min(seconds) for pair, seconds in taken.items()}
+
+
+def _call(site: Site, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
+    bias = torch.zeros(filters)
+    if site.kind == "linear":
+        x, weight = torch.rand(batch * site.size[0], inputs), torch.rand(filters, inputs)
+        return lambda: functional.linear(x, weight, bias)
+    groups = site.groups or inputs
+    maps = _last(torch.rand(batch, inputs, *site.size))
+    if site.kind == "transposed":
+        weight = torch.rand(inputs, max(filters // groups, 1), *site.kernel)
+        put = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[
+            len(site.size) - 1
+        ]
+        return lambda: put(maps, weight, bias, site.stride, site.padding, 0, groups, site.dilation)
+    weight = _last(torch.rand(filters, max(inputs // groups, 1), *site.kernel))
+    taken = (functional.conv1d, functional.conv2d, functional.conv3d)[len(site.size) - 1]
+    return lambda: taken(maps, weight, bias, site.stride, site.padding, site.dilation, groups)
+
+
+def _last(tensor: Tensor) -> Tensor:
+    """With channels last, as the forms for torch have it."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+# -- ONNX Runtime ------------------------------------------------------------------------------------------
+
+
+def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
+    runtime = require()
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = {pair: _session(runtime, _model(site, *pair), threads, folder, pair) for pair in widths}
+        fed = {pair: _fed(held, batch) for pair, held in sessions.items()}
+        order = list(sessions)
+        chosen = random.Random(0)
+        for _ in range(TURNS):
+            chosen.shuffle(order)
+            for pair in order:
+                for _ in range(2):
+                    sessions[pair].run(None, fed[pair])
+        return {
+            pair: min(layer_seconds(json.loads(Path(held.end_profiling()).read_text("utf-8")))[2:])
+            for pair, held in sessions.items()
+        }
+
+
+def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Of a profile, pass by pass: the time of the layer in the middle, with what lays its input out for it."""
+    found: list[float] = []
+    ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    passes = [e["ts"] for e in events if e.get("name") == "model_run"]
+    for begin, end in zip(passes, [*passes[1:], float("inf")], strict=True):
+        since, layers, timed = 0.0, 0, 0.0
+        inside = sorted((e for e in ran if begin <= e["ts"] < end), key=lambda e: e["ts"])
+        weighted = [e for e in inside if e["args"]["op_name"] in _WEIGHTED]
+        middle = 1 if len(weighted) == 3 else 0
+        for event in inside:
+            since += event["dur"]
+            if event in weighted:
+                if layers == middle:
+                    timed = since if middle else event["dur"]
+                since, layers = 0.0, layers + 1
+        found.append(1e-6 * timed)
+    return found
+
+
+_WEIGHTED = ("Conv", "ConvTranspose", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul")
+
+
+def _session(runtime: Any, model: bytes, threads: int, folder: str, pair: Widths) -> Any:
+    options = session_options(threads)
+    options.enable_profiling = True
+    options.profile_file_prefix = f"{folder}/{pair[0]}-{pair[1]}"
+    return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _fed(session: Any, batch: int) -> dict[str, Any]:
+    (given,) = session.get_inputs()
+    rows = batch * (given.shape[0] if isinstance(given.shape[0], int) else 1)
+    return {given.name: np.random.default_rng(0).random((rows, *given.shape[1:]), np.float32)}
+
+
+def _model(site: Site, inputs: int, filters: int) -> bytes:
+    """An ONNX network of the layer, between two 1x1 convolutions where it is a convolution inside a network."""
+    from onnx import TensorProto, helper
+
+    weights: list[Any] = []
+
+    def layer(kind: str, name: str, reads: str, shape: Sequence[int], width: int, **attributes: Any) -> Any:
+        drawn = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        weights.append(helper.make_tensor(f"{name}.w", TensorProto.FLOAT, shape, drawn.tobytes(), raw=True))
+        zeros = np.zeros(width, np.float32).tobytes()
+        weights.append(helper.make_tensor(f"{name}.b", TensorProto.FLOAT, [width], zeros, raw=True))
+        return helper.make_node(kind, [reads, f"{name}.w", f"{name}.b"], [name], name=name, **attributes)
+
+    if site.kind == "linear":
+        shape: list[Any] = ["rows", inputs]
+        nodes = [layer("Gemm", "layer", "x", [filters, inputs], filters, transB=1)]
+    else:
+        ones, groups = [1] * len(site.size), site.groups or inputs
+        how = {
+            "kernel_shape": list(site.kernel),
+            "strides": list(site.stride),
+            "pads": [*site.padding, *site.padding],
+            "dilations": list(site.dilation),
+            "group": groups,
+        }
+        inside = inputs >= NETWORK_INPUT and site.kind == "conv"
+        shape = ["rows", AROUND if inside else inputs, *site.size]
+        nodes = [layer("Conv", "first", "x", [inputs, AROUND, *ones], inputs)] if inside else []
+        reads = "first" if inside else "x"
+        if site.kind == "conv":
+            weight = [filters, max(inputs // groups, 1), *site.kernel]
+            nodes.append(layer("Conv", "layer", reads, weight, filters, **how))
+        else:
+            weight = [inputs, max(filters // groups, 1), *site.kernel]
+            nodes.append(layer("ConvTranspose", "layer", reads, weight, filters, **how))
+        if inside:
+            nodes.append(layer("Conv", "last", "layer", [AROUND, filters, *ones], AROUND))
+    end = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, None)
+    begin = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    graph = helper.make_graph(nodes, "layer", [begin], [end], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    content: bytes = model.SerializeToString()
+    return content
+
+
+Pass = Callable[[], Any]
+BESIDE = 4.0  # seconds that networks are timed side by side, about
+FEWEST, MOST = 11, 60  # rounds
+TRIAL = 2.0  # seconds in which the forms of one network are tried
+
+
+def all_forms(runtime: str) -> dict[str, Form]:
+    """Every form that `sbf bench` and `sbf export` try."""
+    return {str(form): form for form in FORMS[RUNTIMES[runtime].target]}
+
+
+def passes(
+    network: nn.Module, example: Any, forms: Mapping[str, Form], runtime: str, batch: int, threads: int
+) -> dict[str, Pass]:
+    """Calls that run a network once, by form; forms that are the same network are there once."""
+    held = RUNTIMES[runtime]
+    held.check_device()
+    made = written(Deployable(network, example), forms)
+    inputs = made_up_inputs(example, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            name: ready(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
+            for place, (name, network_) in enumerate(made.items())
+        }
+
+
+def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
+    """Run a network once as it will be timed; one sentence of what stands in the way."""
+    held = conditions
+    form = dict([next(iter(all_forms(held.runtime).items()))])
+    try:
+        with using_threads(held.threads):
+            (once,) = passes(network.eval(), example, form, held.runtime, held.batch, held.threads).values()
+            once()
+    except Exception as error:  # a compiler, or a package that is only half installed, may fail in any way
+        cause = str(error) if isinstance(error, PruningError) else first_line(error)
+        raise PruningError(f"a time is to be measured here, in {held.told()}, and cannot be: {cause}") from error
+
+
+def quickest(held: Mapping[str, Pass]) -> Pass:
+    """The pass of the form that is fastest."""
+    if len(held) == 1:
+        return next(iter(held.values()))
+    times = fastest(held, TRIAL)
+    return held[min(times, key=times.__getitem__)]
+
+
+def time_pairs(dense: Pass, compact: Pass, pairs: int) -> Interval:
+    """The compact network's time as a part of the dense one's."""
+    taken = take_turns({"dense": dense, "compact": compact}, pairs)
+    return compared(taken["compact"], taken["dense"])
+
+
+def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
+    """The least seconds of several passes, and of the dense network beside them.
+
+    The least, because whatever else the machine does can only add to it.
+    """
+    once = fastest({"dense": dense, **others}, 0.0)
+    rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
+    taken = take_turns({"dense": dense, **others}, rounds)
+    return {name: min(once[name], *taken[name]) for name in others}, min(once["dense"], *taken["dense"])
+
+
+PAIRS = 40
+SURE = 0.04  # of the ratio: how wide its interval may be
+PATIENCE = 3  # times that pairs are taken, each time twice as many, if it is wider
+
+
+class Pairs:
+    """Times plans beside the dense network."""
+
+    def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
+        self.network, self.example, self.conditions = network, example, conditions
+
+    def rehearse(self) -> None:
+        """Is all there that timing needs?  One sentence of what stands in the way if not."""
+        rehearse(self.network, self.example, self.conditions)
+
+    def ratio(self, plan: Plan) -> float:
+        """What is left of the dense network's time, from more pairs where the machine is not quiet."""
+        with using_threads(self.conditions.threads):
+            compact = self._compact(plan)
+            for more in range(PATIENCE):
+                found = time_pairs(self._dense, compact, PAIRS * 2**more)
+                if found.high - found.low <= SURE * found.median:
+                    break
+        return found.median
+
+    def interval(self, plan: Plan, pairs: int) -> Interval:
+        """What is left of the dense network's time, and how sure that is."""
+        with using_threads(self.conditions.threads):
+            return time_pairs(self._dense, self._compact(plan), pairs)
+
+    def _compact(self, plan: Plan) -> Pass:
+        return self._quickest(extract(self.network, self.example, plan))
+
+    @cached_property
+    def _dense(self) -> Pass:
+        return self._quickest(self.network)
+
+    def _quickest(self, network: nn.Module) -> Pass:
+        held = self.conditions
+        made = passes(network.eval(), self.example, all_forms(held.runtime), held.runtime, held.batch, held.threads)
+        return quickest(made)

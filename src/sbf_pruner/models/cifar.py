@@ -1,0 +1,251 @@
+"""How the bundled networks start: one rule for all of them.
+
+A freshly built network enters; the same network leaves with He-normal convolutions (variance kept on the way
+back, hence fan-out).  Norms start as the identity and linear layers as PyTorch leaves them.  It works on the
+meta device too, where nothing is drawn.
+
+The CIFAR family of residual networks: 20, 32, 44, 56 and 110 layers.
+
+Images of any size enter (32x32 and 8x8 alike), class logits leave.  Shortcuts have no weights (option A:
+every second pixel, missing channels filled with zeros), so the dense counts are the ones the pruning
+literature quotes: 853,018 parameters and 125,485,696 MACs for ResNet-56 on 3x32x32.
+
+VGG-16 with batch norm, for small images.
+
+Images of `image_size` pixels or more enter, class logits leave.  The thirteen convolutions are the
+original's; one linear layer, fed by the average over what is left of the map, replaces its three large ones.
+How often the map is halved is settled when the network is built (four times at 32 pixels), so that at least
+2x2 pixels reach the average.
+
+MobileNetV2 for small images.
+
+Images enter, class logits leave.  Blocks and widths are the original's; the stem and the second stage keep
+the size of the map (they halve it in the ImageNet network), so 32x32 pixels end as 4x4 and 8x8 as one.  Its
+3x3 convolutions are depthwise: their channels follow the 1x1 convolution before them.  There is no dropout,
+so a gated network and the one extracted from it agree in training too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def start_weights(model: nn.Module) -> None:
+    """Draw every convolution of `model` from He's normal distribution, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class Shortcut(nn.Module):
+    """Subsample by two and pad the channels with zeros, half of them before and half behind."""
+
+    def __init__(self, extra_channels: int) -> None:
+        super().__init__()
+        before = extra_channels // 2
+        self.padding = (0, 0, 0, 0, before, extra_channels - before)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, ::2, ::2], self.padding)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut; a wider block halves the map."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__()
+        widens = channels != in_channels
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=2 if widens else 1, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = Shortcut(channels - in_channels) if widens else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return torch.relu(out + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, three stages of 16, 32 and 64 channels with `blocks` blocks each, and a linear classifier."""
+
+    def __init__(self, blocks: int, num_classes: int = 10, in_channels: int = 3) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _stage(16, 16, blocks)
+        self.layer2 = _stage(16, 32, blocks)
+        self.layer3 = _stage(32, 64, blocks)
+        self.fc = nn.Linear(64, num_classes)
+        start_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def _stage(in_channels: int, channels: int, blocks: int) -> nn.Sequential:
+    widths = [in_channels] + [channels] * (blocks - 1)
+    return nn.Sequential(*(BasicBlock(width, channels) for width in widths))
+
+
+def resnet20(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The CIFAR ResNet with 20 layers."""
+    return ResNet(3, num_classes, in_channels)
+
+
+def resnet32(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The CIFAR ResNet with 32 layers."""
+    return ResNet(5, num_classes, in_channels)
+
+
+def resnet44(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The CIFAR ResNet with 44 layers."""
+    return ResNet(7, num_classes, in_channels)
+
+
+def resnet56(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The CIFAR ResNet with 56 layers, the paper's first network.
+
+    >>> sum(p.numel() for p in resnet56().parameters())
+    853018
+    """
+    return ResNet(9, num_classes, in_channels)
+
+
+def resnet110(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The CIFAR ResNet with 110 layers, the paper's second network."""
+    return ResNet(18, num_classes, in_channels)
+
+
+VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+class VGG16(nn.Module):
+    """Thirteen convolutions in five stages, max pooling between them, and a linear classifier."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
+        super().__init__()
+        pools = _pools(image_size)
+        layers: list[nn.Module] = []
+        for index, stage in enumerate(VGG_STAGES):
+            if 0 < index <= pools:
+                layers.append(nn.MaxPool2d(2))
+            for channels in stage:
+                conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+                layers += [conv, nn.BatchNorm2d(channels), nn.ReLU()]
+                in_channels = channels
+        self.features = nn.Sequential(*layers)
+        self.fc = nn.Linear(in_channels, num_classes)
+        start_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
+
+
+def _pools(image_size: int) -> int:
+    """How many halvings leave at least two pixels a side, four at most."""
+    return max(0, min(len(VGG_STAGES) - 1, image_size.bit_length() - 2))
+
+
+def vgg16_bn(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> VGG16:
+    """VGG-16 with batch norm; `image_size` is the smallest side it will be given."""
+    return VGG16(num_classes, in_channels, image_size)
+
+
+class Stage(NamedTuple):
+    """One row of the paper's table: expansion factor, width, number of blocks, stride of the first."""
+
+    expansion: int
+    channels: int
+    blocks: int
+    stride: int
+
+
+MOBILENET_STAGES = (
+    Stage(1, 16, 1, 1),
+    Stage(6, 24, 2, 1),
+    Stage(6, 32, 3, 2),
+    Stage(6, 64, 4, 2),
+    Stage(6, 96, 3, 1),
+    Stage(6, 160, 3, 2),
+    Stage(6, 320, 1, 1),
+)
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution, its batch norm, and a ReLU6 unless `activate` is false."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        groups: int = 1,
+        activate: bool = True,
+    ) -> None:
+        conv = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2, groups=groups, bias=False)
+        parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, bn=nn.BatchNorm2d(channels))
+        if activate:
+            parts["act"] = nn.ReLU6()
+        super().__init__(parts)
+
+
+class InvertedResidual(nn.Module):
+    """Expand, filter each channel on its own, project; added to its input where the shapes agree."""
+
+    def __init__(self, in_channels: int, channels: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        hidden = in_channels * expansion
+        self.expand = ConvNorm(in_channels, hidden, 1) if expansion > 1 else nn.Identity()
+        self.depthwise = ConvNorm(hidden, hidden, 3, stride=stride, groups=hidden)
+        self.project = ConvNorm(hidden, channels, 1, activate=False)
+        self.residual = stride == 1 and in_channels == channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.project(self.depthwise(self.expand(x)))
+        return x + out if self.residual else out
+
+
+class MobileNetV2(nn.Module):
+    """A stem, seven stages of inverted residuals, a wide 1x1 head, and a linear classifier."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, width_mult: float = 1.0) -> None:
+        super().__init__()
+        width = _rounded(32 * width_mult)
+        head = _rounded(1280 * max(1.0, width_mult))
+        self.stem = ConvNorm(in_channels, width, 3)
+        blocks: list[nn.Module] = []
+        for stage in MOBILENET_STAGES:
+            channels = _rounded(stage.channels * width_mult)
+            for index in range(stage.blocks):
+                blocks.append(InvertedResidual(width, channels, stage.expansion, stage.stride if index == 0 else 1))
+                width = channels
+        self.blocks = nn.Sequential(*blocks)
+        self.head = ConvNorm(width, head, 1)
+        self.fc = nn.Linear(head, num_classes)
+        start_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(self.blocks(self.stem(x)))
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def _rounded(width: float, divisor: int = 8) -> int:
+    """The nearest multiple of `divisor` that is not more than a tenth below `width`."""
+    nearest = max(divisor, int(width + divisor / 2) // divisor * divisor)
+    return nearest if nearest >= 0.9 * width else nearest + divisor
+
+
+def mobilenet_v2(num_classes: int = 10, in_channels: int = 3, width_mult: float = 1.0) -> MobileNetV2:
+    """MobileNetV2 for small images; `width_mult` scales every layer's width."""
+    return MobileNetV2(num_classes, in_channels, width_mult)

@@ -1,0 +1,564 @@
+"""Boxes in; rows of cells out, in an order with few crossings.
+
+Every box gets a row below all its sources.  A wire that passes several rows gets a cell in each of them, so
+that it has room there; wires that leave the same box share these cells.  Rows are then sorted by where
+their neighbours stand, down and up, and the order with the fewest crossings is kept.
+
+Rows of cells in; a position for every cell and a path for every wire, out.
+
+A tall network is cut into columns, like a newspaper, where few wires cross.  Within a column every row is
+moved to where its neighbours pull it, as far as the cells beside leave room (a least-squares problem with
+ordered unknowns, solved exactly by pooling); a few passes down and up straighten the drawing.
+
+Boxes in; the text of an SVG picture out.
+
+Plain SVG with a small style sheet inside, light and dark, no script: it opens in any browser and can be
+committed beside a document.  The page for the browser (`page`) embeds the same drawing without its heading.
+
+Boxes in; one self-contained HTML page out, to pan, zoom and search in a browser without a network.
+
+The drawing is that of the SVG; page.html, page.css and page.js beside this file are put into one text.
+
+An inspected network in; a picture of its channel graph out, as SVG or as a page for the browser.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from math import log, log2
+from typing import Any
+
+from .html import HUES, SHAPES, Markup, colours, document, element, style, together
+from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box, Inspection, compose
+
+_SWEEPS = 8
+MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # how hard wires pull
+_BRANCHES = 3  # where so many wires meet or part, none of them is the main one
+
+
+@dataclass(eq=False)
+class Cell:
+    """A place in a row: a box's, or that of a wire passing by."""
+
+    row: int
+    box: Box | None
+    width: float
+    height: float
+    above: list[tuple[Cell, float]] = field(default_factory=list, repr=False)  # with how hard the wire pulls
+    below: list[tuple[Cell, float]] = field(default_factory=list, repr=False)
+    place: int = 0
+    x: float = 0.0  # of the middle
+    y: float = 0.0  # of the top
+
+
+@dataclass(frozen=True)
+class Wire:
+    """From one box to another, by the cells on its way."""
+
+    cells: tuple[Cell, ...]
+
+
+def lay_rows(boxes: Sequence[Box], sizes: dict[Box, tuple[float, float]]) -> tuple[list[list[Cell]], list[Wire]]:
+    """The rows from top to bottom, and the wires between them."""
+    depth, slack = _depths(boxes)
+    readers = Counter(source for box in boxes for source in box.sources)
+    cells = {box: Cell(depth[box], box, *sizes[box]) for box in boxes}
+    lanes: dict[Box, list[Cell]] = {box: [cells[box]] for box in boxes}
+    rows: list[list[Cell]] = [[] for _ in range(max(depth.values()) + 1)]
+    wires = []
+    for box in boxes:
+        rows[depth[box]].append(cells[box])
+    for box in boxes:
+        meet = MAIN if len(box.sources) >= _BRANCHES else SIDE
+        for source in box.sources:
+            part = MAIN if readers[source] >= _BRANCHES else SIDE
+            lane = lanes[source]
+            need = depth[box] - depth[source]
+            while len(lane) < need:
+                passing = Cell(lane[-1].row + 1, None, 8, 0)
+                _join(lane[-1], passing, STRAIGHT if lane[-1].box is None else part)
+                rows[passing.row].append(passing)
+                lane.append(passing)
+            main = need == 1 and not slack[box] and not slack[source]
+            _join(lane[need - 1], cells[box], MAIN if main else max(meet, part) if need == 1 else meet)
+            wires.append(Wire((*lane[:need], cells[box])))
+    _order(rows)
+    return rows, wires
+
+
+def _join(upper: Cell, lower: Cell, pull: float) -> None:
+    upper.below.append((lower, pull))
+    lower.above.append((upper, pull))
+
+
+def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
+    """The row of each box, and by how many rows it could stand lower."""
+    readers: dict[Box, list[Box]] = {box: [] for box in boxes}
+    depth: dict[Box, int] = {}
+    for box in boxes:
+        depth[box] = 1 + max((depth[source] for source in box.sources), default=-1)
+        for source in box.sources:
+            readers[source].append(box)
+    lowest: dict[Box, int] = {}
+    for box in reversed(boxes):
+        lowest[box] = min((lowest[reader] - 1 for reader in readers[box]), default=max(depth.values()))
+        if not box.sources and readers[box]:  # a second input stands where it is needed
+            depth[box] = min(depth[reader] for reader in readers[box]) - 1
+    return depth, {box: lowest[box] - depth[box] for box in boxes}
+
+
+def _order(rows: list[list[Cell]]) -> None:
+    def number() -> None:
+        for row in rows:
+            for place, cell in enumerate(row):
+                cell.place = place
+
+    number()
+    best, fewest = [list(row) for row in rows], _crossings(rows)
+    for sweep in range(_SWEEPS):
+        down = sweep % 2 == 0
+        for row in rows if down else reversed(rows):
+            row.sort(key=lambda cell: _middle(cell, [n.place for n, _ in (cell.above if down else cell.below)]))
+            for place, cell in enumerate(row):
+                cell.place = place
+        crossings = _crossings(rows)
+        if crossings < fewest:
+            best, fewest = [list(row) for row in rows], crossings
+    rows[:] = best
+    number()
+
+
+def _middle(cell: Cell, places: list[int]) -> float:
+    return sum(places) / len(places) if places else cell.place
+
+
+def _crossings(rows: Sequence[Sequence[Cell]]) -> int:
+    total = 0
+    for row in rows:
+        ends: list[int] = []
+        for cell in row:
+            places = sorted(lower.place for lower, _ in cell.below)
+            total += sum(len(ends) - bisect_right(ends, place) for place in places)
+            for place in places:
+                insort(ends, place)
+    return total
+
+
+GAP_X, GAP_Y, MARGIN, LANE = 18.0, 20.0, 24.0, 7.0
+_PASSES = 12
+_TALL = 1300.0  # a drawing lower than this stays one column
+_SHAPE = 1.5  # the width to height that columns aim at
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Where everything is."""
+
+    width: float
+    height: float
+    cells: list[Cell]  # the boxes only
+    wires: list[tuple[Wire, str]]  # with their SVG paths
+
+
+def arrange(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) -> Picture:
+    """Place the boxes, whose sizes `size` knows, and route the wires."""
+    rows, wires = lay_rows(boxes, {box: size(box) for box in boxes})
+    columns = [_Column(rows[first:last], first, last) for first, last in _columns(rows, _heights(rows))]
+    top = MARGIN + max(column.room for column in columns)
+    left = MARGIN
+    for column in columns:
+        column.put(left, top)
+        left = column.right + 30 + column.room
+    around = {ends: path for column in columns for ends, path in column.around(top).items()}
+    return Picture(
+        width=columns[-1].right + MARGIN,
+        height=max(column.bottom + column.room for column in columns) + MARGIN,
+        cells=[cell for row in rows for cell in row if cell.box is not None],
+        wires=[(wire, _path(wire, around)) for wire in wires],
+    )
+
+
+class _Column:
+    """Rows below each other; wires leave it at the bottom and go on at the top of the next."""
+
+    def __init__(self, rows: Sequence[list[Cell]], first: int, last: int) -> None:
+        self.rows = rows
+        self.inside = range(first, last)
+        self.leaving = [cell for cell in rows[-1] if any(lower.row == last for lower, _ in cell.below)]
+        self.room = LANE * len(self.leaving) + 8 if self.leaving else 0.0
+        self.right = self.bottom = 0.0
+
+    def put(self, left: float, top: float) -> None:
+        _straighten(self.rows, self.inside)
+        shift = left - min(c.x - c.width / 2 for row in self.rows for c in row)
+        for row, tall in zip(self.rows, _heights(self.rows), strict=True):
+            for cell in row:
+                cell.x += shift
+                if cell.box is None:  # a wire passes the whole row
+                    cell.height = tall
+                cell.y = top + (tall - cell.height) / 2
+            self.bottom = top + tall
+            top += tall + GAP_Y
+        self.right = max(c.x + c.width / 2 for row in self.rows for c in row)
+
+    def around(self, top: float) -> dict[tuple[Cell, Cell], str]:
+        """The ways to the next column."""
+        found = {}
+        for lane, upper in enumerate(self.leaving):
+            # The leftmost wire goes outside, below the others and above them again, so that none cross.
+            down = self.bottom + 4 + LANE * (len(self.leaving) - lane)
+            up = top - 4 - LANE * (lane + 1)
+            aside = self.right + 15 + LANE * (len(self.leaving) - lane - 1)
+            start = [(upper.x, upper.y + upper.height), (upper.x, down), (aside, down), (aside, up)]
+            for lower, _ in upper.below:
+                found[upper, lower] = _rounded([*start, (lower.x, up), (lower.x, lower.y)])
+        return found
+
+
+def _heights(rows: Sequence[Sequence[Cell]]) -> list[float]:
+    return [max((cell.height for cell in row if cell.box is not None), default=0.0) for row in rows]
+
+
+def _columns(rows: Sequence[Sequence[Cell]], heights: Sequence[float]) -> list[tuple[int, int]]:
+    """Ranges of rows that stand below each other."""
+    ends, total = [], 0.0
+    for tall in heights:
+        total += tall + GAP_Y
+        ends.append(total)
+    if total <= _TALL:
+        return [(0, len(rows))]
+    wide = max(sum(cell.width + GAP_X for cell in row) for row in rows) + 40
+    number = min(range(1, 40), key=lambda n: abs(log(n * wide / (total / n) / _SHAPE)))
+    leaving = [sum(bool(cell.below) for cell in row) for row in rows]
+    cuts = [0]
+    for column in range(1, number):
+        ideal, reach = total * column / number, total / number
+        cost = {
+            place + 1: abs(ends[place] - ideal) / reach + 0.25 * leaving[place]
+            for place in range(cuts[-1], len(rows) - 1)
+            if abs(ends[place] - ideal) < 0.45 * reach
+        }
+        if cost:
+            cuts.append(min(cost, key=lambda place: cost[place]))
+    return list(zip(cuts, [*cuts[1:], len(rows)], strict=True))
+
+
+def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
+    for row in rows:
+        at = 0.0
+        for cell in row:
+            cell.x = at + cell.width / 2
+            at += cell.width + GAP_X
+        for cell in row:
+            cell.x -= at / 2
+    for turn in range(_PASSES):
+        down = turn % 2 == 1  # the last pass goes down, so that what can be straight is
+        for row in rows if down else reversed(rows):
+            _settle(row, [_wish(cell, down, inside) for cell in row])
+    _straighten_lanes(rows)
+
+
+def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
+    """Where the wires that pull hardest would have a cell, and how hard they pull."""
+    neighbours = cell.above if down else cell.below
+    if cell.box is None:  # a wire passing by minds both its ends, so that it stays straight
+        neighbours = [*cell.above, *cell.below]
+    near = [(other.x, pull) for other, pull in neighbours if other.row in inside]
+    hardest = max((pull for _, pull in near), default=0.0)
+    places = [x for x, pull in near if pull == hardest]
+    return (sum(places) / len(places), hardest) if places else (cell.x, SIDE)
+
+
+def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
+    """Give a wire that passes several rows one place in all of them, where there is room."""
+    beside: dict[Cell, tuple[float, float]] = {}
+    lanes: dict[Cell, list[Cell]] = {}
+    for row in rows:
+        for cell in row:
+            if cell.box is None:
+                above = cell.above[0][0]
+                lanes[cell] = lanes.get(above, [])
+                lanes[cell].append(cell)
+    unique = {id(lane): lane for lane in lanes.values()}.values()
+    # The outermost first: where it makes way, those inside can follow.
+    for side in (1, -1):
+        for lane in sorted(unique, key=lambda lane: -side * max(side * cell.x for cell in lane)):
+            wish = side * max(side * cell.x for cell in lane)
+            for cell in lane:
+                row = rows[cell.row - rows[0][0].row]
+                near = [row[i] for i in (cell.place - 1, cell.place + 1) if 0 <= i < len(row)]
+                beside[cell] = (
+                    max((n.x + n.width / 2 for n in near if n.x < cell.x), default=float("-inf")),
+                    min((n.x - n.width / 2 for n in near if n.x > cell.x), default=float("inf")),
+                )
+            if all(beside[c][0] + GAP_X / 2 <= wish <= beside[c][1] - GAP_X / 2 for c in lane):
+                for cell in lane:
+                    cell.x = wish
+
+
+def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:
+    """Each cell as near to its wish as the order and the room between cells allow."""
+    offset, before = 0.0, 0.0
+    blocks: list[tuple[float, float, int]] = []  # wish, weight, how many cells
+    offsets: list[float] = []
+    for cell, (wish, weight) in zip(row, wishes, strict=True):
+        offset += (before + cell.width) / 2 + GAP_X if offsets else 0.0
+        before = cell.width
+        offsets.append(offset)
+        blocks.append((wish - offset, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (one, w1, n1), (two, w2, n2) = blocks[-2:]
+            blocks[-2:] = [((one * w1 + two * w2) / (w1 + w2), w1 + w2, n1 + n2)]
+    place = 0
+    for wish, _, count in blocks:
+        for cell, offset in zip(row[place : place + count], offsets[place : place + count], strict=True):
+            cell.x = wish + offset
+        place += count
+
+
+def _path(wire: Wire, around: dict[tuple[Cell, Cell], str]) -> str:
+    words = []
+    for upper, lower in zip(wire.cells, wire.cells[1:], strict=False):
+        if upper.box is None:
+            words.append(f"M{upper.x:.1f} {upper.y:.1f}V{upper.y + upper.height:.1f}")
+        if (upper, lower) in around:
+            words.append(around[upper, lower])
+            continue
+        start, end = upper.y + upper.height, lower.y
+        words.append(f"M{upper.x:.1f} {start:.1f}")
+        if abs(upper.x - lower.x) < 0.5:
+            words.append(f"V{end:.1f}")
+        else:
+            half = (start + end) / 2
+            words.append(f"C{upper.x:.1f} {half:.1f} {lower.x:.1f} {half:.1f} {lower.x:.1f} {end:.1f}")
+    return "".join(words)
+
+
+def _rounded(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
+    """Straight lines with rounded corners."""
+    words = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
+        before, after = abs(x1 - x0) + abs(y1 - y0), abs(x2 - x1) + abs(y2 - y1)
+        r = min(radius, before / 2, after / 2)
+        enter = (x1 - (x1 - x0) / before * r, y1 - (y1 - y0) / before * r) if before else (x1, y1)
+        leave = (x1 + (x2 - x1) / after * r, y1 + (y2 - y1) / after * r) if after else (x1, y1)
+        words.append(f"L{enter[0]:.1f} {enter[1]:.1f}Q{x1:.1f} {y1:.1f} {leave[0]:.1f} {leave[1]:.1f}")
+    words.append(f"L{points[-1][0]:.1f} {points[-1][1]:.1f}")
+    return "".join(words)
+
+
+LAYOUT = "layout"
+_LONGEST = 30  # letters of a name that are shown
+_HEAD = 62.0
+_NARROWEST = 610.0  # what the heading needs
+_LEGEND = (
+    (LAYER, "prunable, the bluer the more filters", 214),
+    (FOLLOWER, "follows another layer", 138),
+    (SKIPPED, "left alone", 78),
+    (GATE, "gate", 48),
+    (LAYOUT, "shares a layout", 90),
+)
+
+
+def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
+    """The whole picture, with a heading, as one file."""
+    body, width, height = drawing(boxes)
+    aside = max(_NARROWEST - width, 0) / 2
+    width, height = width + 2 * aside, height + _HEAD
+    return together(
+        element(
+            "svg",
+            element("style", Markup(style())),
+            element("rect", class_="paper", width="100%", height="100%"),
+            _head(facts),
+            element("g", body, transform=f"translate({aside:.0f} {_HEAD:.0f})"),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width:.0f} {height:.0f}",
+            width=f"{width:.0f}",
+            height=f"{height:.0f}",
+            role="img",
+            aria_label=heading(facts),
+        ),
+        "\n",
+    )
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """One line about the network."""
+    counts = f"{len(facts['layers'])} prunable layers with {facts['filters']:,} filters"
+    return f"{facts['model']}: {counts}; {facts['params']:,} parameters, {facts['macs']:,} MACs"
+
+
+def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
+    """The elements of the drawing, its width and its height."""
+    picture = arrange(boxes, _size)
+    number = {box: place for place, box in enumerate(boxes)}
+    most = max((box.filters for box in boxes if box.kind == LAYER), default=1)
+    parts = []
+    for wire, path in picture.wires:
+        upper, lower = wire.cells[0].box, wire.cells[-1].box
+        assert upper is not None and lower is not None
+        hue = _hue(upper.group) if upper.group == lower.group else ""
+        gone = " gone" if 0 in (upper.kept, lower.kept) else ""
+        parts.append(
+            element("path", class_=f"wire{hue}{gone}", data_ends=f"{number[upper]} {number[lower]}", d=path)
+        )
+    parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
+    return together(parts), picture.width, picture.height
+
+
+def _size(box: Box) -> tuple[float, float]:
+    if box.kind == JOINT:
+        return (18.0, 18.0) if len(box.label) == 1 else (14 + 6.0 * len(box.label), 18.0)
+    letters = 6.9 * len(short(box.label))
+    if box.kind in (INPUT, OUTPUT):
+        return letters + 22, 22.0
+    if box.kind in (GATE, OPAQUE):
+        return 5.9 * len(short(box.label)) + 28, 18.0
+    return max(letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
+
+
+def _box(cell: Cell, number: int, most: int) -> Markup:
+    box = cell.box
+    assert box is not None
+    kind = f"{box.kind} gone" if box.kept == 0 else box.kind
+    return element(
+        "g",
+        element("title", "\n".join(box.tip)),
+        _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most),
+        class_=f"box {kind}{_hue(box.group)}",
+        id=f"b{number}",
+        data_group=box.group,
+    )
+
+
+def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Markup:
+    middle = x + w / 2
+    where = {"x": x, "y": y, "width": w, "height": h}
+    if box.kind in (JOINT, INPUT, OUTPUT):
+        shape = element("rect", class_="shape", **where, rx=h / 2, stroke_width="1.4")
+        return together(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
+    if box.kind in (GATE, OPAQUE):
+        at = middle + 7 if box.kind == GATE else middle
+        text = element("text", short(box.label), class_="note", x=at, y=y + 12.5)
+        if box.kind == GATE:
+            back = element("rect", class_="back pill", **where, rx=9)
+            return together(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
+        back = element("rect", class_="back", **where, rx=4)
+        return together(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
+    strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
+    if box.kind == SKIPPED:
+        strength = 0.18
+    if box.kept is not None:
+        strength = 0.07  # the part that is kept is drawn over it
+    parts = [
+        element("rect", class_="back", **where, rx=6),
+        element("rect", class_="shape", **where, rx=6, fill_opacity=f"{min(strength, 0.62):.2f}"),
+    ]
+    if box.kept:
+        left = {**where, "width": w * box.kept / box.filters}
+        parts.append(element("rect", class_="kept", **left, rx=6, fill_opacity=".38"))
+    if box.group is not None:
+        parts.append(element("rect", class_="stripe", x=x, y=y + 5, width=4, height=h - 10, rx=2))
+    parts.append(element("text", short(box.label), class_="name", x=middle, y=y + 15))
+    parts.append(element("text", box.note, class_="note", x=middle, y=y + 28))
+    if box.gate:
+        parts.append(
+            element("path", class_="mark" if box.gate == "affine" else "mark map", d=_diamond(middle, y + h, 4.5))
+        )
+    return together(parts)
+
+
+def _diamond(x: float, y: float, r: float) -> str:
+    return f"M{x - r:.1f} {y:.1f}l{r:.1f} {-r:.1f} {r:.1f} {r:.1f} {-r:.1f} {r:.1f}z"
+
+
+def _head(facts: Mapping[str, Any]) -> Markup:
+    name, _, rest = heading(facts).partition(": ")
+    parts = [
+        element("text", name, class_="title", x=f"{MARGIN:.0f}", y=26),
+        element("text", rest, class_="note left", x=f"{MARGIN + 9 * len(name) + 14:.0f}", y=26),
+    ]
+    at = MARGIN
+    for sign, words, room in legend():
+        said = element("text", words, class_="note left", x=21, y=50.5)
+        parts.append(element("g", sign, said, transform=f"translate({at:.0f} 0)"))
+        at += room
+    return together(parts)
+
+
+def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
+    """The signs at a given place, each with what it means and the room both take."""
+    found: list[tuple[Markup, str, float]] = []
+    for kind, words, room in _LEGEND:
+        if kind == GATE:
+            sign = element("g", element("path", class_="shape", d=_diamond(x + 8, 47, 5)), class_="gate")
+        elif kind == LAYOUT:
+            stripe = element("rect", class_="stripe", x=f"{x + 8:.0f}", y=40, width=4, height=14, rx=2)
+            sign = element("g", stripe, class_="g0")
+        else:
+            opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
+            at = {"x": f"{x:.0f}", "y": 41, "width": 16, "height": 12}
+            sign = element("g", element("rect", class_="shape", **at, rx=3, fill_opacity=opacity), class_=kind)
+        found.append((sign, words, room))
+    return found
+
+
+def _hue(group: int | None) -> str:
+    return "" if group is None else f" g{group % len(HUES)}"
+
+
+def short(name: str) -> str:
+    """A long name without its beginning.
+
+    >>> short("features.denseblock4.denselayer32.conv2")
+    '…denselayer32.conv2'
+    """
+    if len(name) <= _LONGEST:
+        return name
+    words = name.split(".")
+    while len(words) > 1 and len(".".join(words)) > _LONGEST - 1:
+        words = words[1:]
+    return "…" + ".".join(words)[-_LONGEST + 1 :]
+
+
+def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
+    """The page as text."""
+    body, width, height = drawing(boxes)
+    model, _, rest = heading(facts).partition(": ")
+    colour = colours("") + colours(':root[data-theme="dark"]', dark=True)
+    swatches = [
+        element(
+            "p",
+            element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18),
+            words,
+            class_="key",
+        )
+        for sign, words, _ in legend(2.0)
+    ]
+    return document(
+        _read("graph_page.html"),
+        _read("graph_page.js"),
+        title=f"{model}: channel graph",
+        model=model,
+        heading=rest,
+        style=Markup(_read("graph_page.css") + SHAPES + colour),
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+        body=body,
+        legend=swatches,
+    )
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def draw(seen: Inspection, ending: str) -> str:
+    """The text of a file with the given ending, ".svg" or ".html"."""
+    boxes = compose(seen)
+    return draw_page(boxes, seen.facts) if ending == ".html" else draw_svg(boxes, seen.facts)

@@ -1,0 +1,385 @@
+"""HTML and SVG source, made from elements: the one place where text is escaped.
+
+`element` returns `Markup`. Any other string given to it, as content or as an attribute, is text and is escaped.
+Operations of `str` on a `Markup` (`+`, `join`, f-strings) return a plain string, which is escaped again where it is
+used, so text cannot become markup by accident; `together` concatenates.
+
+The style sheet of a drawing, light and dark.
+
+Nothing enters; CSS leaves.  Groups of layers that share a layout take turns with the hues.
+
+The parts that every figure is made of: tables of numbers, scales, lines, and the figure's frame.
+
+Places across a figure are percentages and places down it are pixels, so a picture fits any width while its
+text keeps its size; curves stretch in frames of their own.  A figure is a picture with marks and a table with
+one row for each mark: what a mark says when it is asked stands in its row, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from string import Template
+from typing import Any
+
+_SHAPES = frozenset(["circle", "line", "path", "rect"])  # without content they need no closing tag
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # not allowed in a document
+
+
+class Markup(str):
+    """HTML or SVG source."""
+
+    __slots__ = ()
+
+
+NOTHING = Markup()
+Content = str | Iterable[str]
+
+
+def element(tag: str, *content: Content, **attributes: Any) -> Markup:
+    """An element; attributes that are None are left out, and floats are written with one decimal.
+
+    An underscore in an attribute's name stands for a hyphen, one at its end is dropped.
+
+    >>> element("b", "a < b", element("i", "c"), class_='"x"', data_row=3, title=None)
+    '<b class="&quot;x&quot;" data-row="3">a &lt; b<i>c</i></b>'
+    >>> element("rect", x=0.25, width="50%")
+    '<rect x="0.2" width="50%"/>'
+    """
+    opened = tag
+    for name, value in attributes.items():
+        if value is not None:
+            spelled = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
+            opened += f' {name.rstrip("_").replace("_", "-")}="{spelled}"'
+    inside = together(*content)
+    return Markup(f"<{opened}/>" if tag in _SHAPES and not inside else f"<{opened}>{inside}</{tag}>")
+
+
+def together(*content: Content) -> Markup:
+    """One after the other, as markup.
+
+    >>> together("a & ", element("b", "c"), [element("i"), "<"])
+    'a &amp; <b>c</b><i></i>&lt;'
+    """
+    parts = (part for held in content for part in ([held] if isinstance(held, str) else held))
+    return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in parts))
+
+
+def document(template: str, script: str, connect: str = "'none'", **content: Content) -> str:
+    """Fill the page of a template, which has a place for its one script and for the policy that allows no other."""
+    parts = {name: together(part) for name, part in content.items()}
+    held = {"policy": together(policy(script, connect)), "script": Markup(script)}
+    return Template(template).substitute(parts | held)
+
+
+def policy(script: str, connect: str = "'none'") -> str:
+    """The Content-Security-Policy of a page: nothing is loaded, and no script runs but the given one.
+
+    `connect` says what that script may fetch.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_UNPRINTABLE.sub("\ufffd", text))
+
+
+HUES = [
+    "#d9730d",
+    "#0f8a5f",
+    "#b5379b",
+    "#5b5bd6",
+    "#b08900",
+    "#c93a3a",
+    "#0b84a5",
+    "#6f9a1d",
+    "#8d5524",
+    "#7a7a8c",
+]
+DARK_HUES = [
+    "#ff9a3d",
+    "#3fcf9b",
+    "#f07ad6",
+    "#9d9dff",
+    "#e6c229",
+    "#ff7b7b",
+    "#4cc3e6",
+    "#a8d44b",
+    "#d29b68",
+    "#b0b0c4",
+]
+_LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
+_LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
+_DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
+_DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
+
+
+SHAPES = (
+    "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
+    ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
+    ".name{font-weight:600}.wire{fill:none;stroke-width:1.4}.follower .shape{stroke-dasharray:4 2.5}"
+    ".gone .shape{stroke-dasharray:3 4;fill-opacity:0}.gone text{opacity:.65}"
+    ".gone .name{text-decoration:line-through}"
+    ".gone .mark,.gone .stripe{display:none}.wire.gone{stroke-dasharray:2 5;opacity:.7}"
+)
+
+
+def tones(*, dark: bool = False) -> dict[str, str]:
+    """The colours by what they are for: paper, ink, soft, wire, line, fill, grey, gate."""
+    return _DARK if dark else _LIGHT
+
+
+def scoped(scope: str) -> str:
+    """The shapes' rules under a selector, for a page that holds other things too.
+
+    >>> scoped(".graph").startswith(".graph text{font:")
+    True
+    """
+    text = ""
+    for rule in SHAPES.split("}")[:-1]:
+        selectors, _, body = rule.partition("{")
+        text += ",".join(f"{scope} {one}" for one in selectors.split(",")) + f"{{{body}}}"
+    return text
+
+
+def style() -> str:
+    """The style sheet of a picture that stands alone."""
+    return f"{SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
+
+
+def colours(scope: str, dark: bool = False) -> str:
+    """The rules that differ between light and dark, under a selector."""
+    tone, hues = tones(dark=dark), DARK_HUES if dark else HUES
+    rules = {
+        ".paper": f"fill:{tone['paper']}",
+        "text": f"fill:{tone['ink']}",
+        "text.note": f"fill:{tone['soft']}",
+        ".wire": f"stroke:{tone['wire']}",
+        ".back": f"fill:{tone['paper']}",
+        ".pill": f"stroke:{tone['gate']}",
+        ".shape": f"fill:{tone['fill']};stroke:{tone['line']}",
+        ".follower .shape": f"fill:{tone['fill']};stroke:{tone['fill']}",
+        ".skipped .shape,.opaque .shape": f"fill:{tone['grey']};stroke:{tone['grey']}",
+        ".input .shape,.output .shape": f"fill:{tone['ink']};stroke:{tone['ink']}",
+        ".input text,.output text": f"fill:{tone['paper']}",
+        ".joint .shape": f"fill:{tone['paper']};stroke:{tone['line']}",
+        ".kept": f"fill:{tone['fill']}",
+        ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
+        ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
+    }
+    text = ""
+    for key, rule in rules.items():
+        text += ",".join(f"{scope} {one}".strip() for one in key.split(",")) + f"{{{rule}}}"
+    for place, hue in enumerate(hues):
+        at = f"{scope} .g{place}".strip()
+        text += (
+            f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
+        )
+    return text
+
+
+_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+WIDE = 1000.0  # units across a frame of curves
+
+
+@dataclass(frozen=True)
+class Table:
+    """The numbers of a figure: a heading, rows, and which columns hold words."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1  # how many columns from the left
+
+    def html(self) -> Markup:
+        """The table as HTML; the first cell of a row names it."""
+        rows = []
+        for first, *rest in self.rows:
+            kinds = ("w" if place < self.words - 1 else None for place in range(len(rest)))
+            cells = (element("td", cell, class_=kind) for cell, kind in zip(rest, kinds, strict=True))
+            rows.append(element("tr", element("th", first, scope="row"), cells))
+        head = element("tr", (element("th", cell, scope="col") for cell in self.head))
+        return element("table", element("thead", head), element("tbody", rows))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One part of a page."""
+
+    key: str
+    title: str
+    caption: str = ""  # one paragraph
+    picture: Markup = NOTHING  # with an element of class "hit" and data-row for each row of the table
+    table: Table | None = None
+    legend: Sequence[tuple[str, str]] = field(default=())  # class of the sign, words
+    missing: str = ""  # why there is no picture
+    wide: bool = False  # it takes the whole width of the page
+    text: Markup = NOTHING  # whole paragraphs and lists
+
+    def html(self) -> Markup:
+        """What stands inside the figure's section."""
+        name = f"{self.key}-title"
+        parts = [element("h2", self.title, id=name)]
+        if self.missing:
+            return together(parts, element("p", self.missing, class_="missing"))
+        if self.caption:
+            parts.append(element("p", self.caption, class_="caption"))
+        if self.text:
+            parts.append(element("div", self.text, class_="caption"))
+        if self.legend:
+            signs = (element("li", element("i", class_=sign), words) for sign, words in self.legend)
+            parts.append(element("ul", signs, class_="legend"))
+        if self.picture:
+            parts.append(element("figure", self.picture, data_marks="", aria_labelledby=name))
+        if self.table is not None:
+            scrolled = scroll(self.table.html(), f"{self.title}: the numbers")
+            summary = element("summary", "The numbers")
+            parts.append(element("details", summary, scrolled, data_key=f"{self.key}-numbers"))
+        return together(parts)
+
+
+def scroll(inside: Content, label: str) -> Markup:
+    """A part of the page that may be wider than it and is scrolled on its own."""
+    return element("div", inside, class_="scroll", tabindex=0, role="region", aria_label=label)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values onto pixels, the least at the bottom."""
+
+    low: float
+    high: float
+    height: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        """How far down a value stands."""
+        low, high, at = float(self.low), float(self.high), float(value)
+        if self.logarithmic:
+            low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
+        return self.height * (1 - (at - low) / (high - low if high > low else 1))
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """Round values to write beside the scale.
+
+        >>> Scale(0, 70, 100).ticks(), Scale(0.002, 3, 100, True).ticks()
+        ([0.0, 20.0, 40.0, 60.0], [0.01, 0.1, 1.0])
+        """
+        if self.logarithmic:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            each = max(1, -(-(last - first + 1) // most))
+            return [10.0**power for power in range(first, last + 1, each)]
+        rough = (self.high - self.low) / most
+        size = math.pow(10.0, math.floor(math.log10(rough))) if rough > 0 else 1.0
+        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> Markup:
+    """Lines across a figure, with their values at the left."""
+    parts = []
+    for value in scale.ticks(most):
+        y = top + scale(value)
+        parts.append(element("line", class_="grid", x1=0, x2="100%", y1=y, y2=y))
+        parts.append(element("text", f"{tick(value)}{unit}", class_="tick", x=-8, y=y + 3.5))
+    return together(parts)
+
+
+def tick(value: float) -> str:
+    """A value beside a scale.
+
+    >>> tick(20.0), tick(0.001), tick(2000.0), tick(1e-6), tick(1e6), tick(2e6)
+    ('20', '0.001', '2,000', '10⁻⁶', '10⁶', '2,000,000')
+    """
+    if value > 0 and not 1e-3 <= value < 1e6 and math.log10(value).is_integer():
+        return f"10{str(round(math.log10(value))).translate(_RAISED)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
+    """A line through points: units across a frame, pixels down.  A single point is a dot."""
+    if not points:
+        return NOTHING
+    return element("path", class_=f"curve {kind}", d=f"{way(points, 1)}{'h.01' if len(points) == 1 else ''}")
+
+
+def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
+    """The words of a path through points, each told from the one before, which takes few letters.
+
+    >>> way([(0, 10), (5.2, 10), (10.4, 7)], 1)
+    'M0 10l5.2 0 5.2 -3'
+    """
+    unit = 10**digits
+    places = [(round(x * unit), round(y * unit)) for x, y in points]
+
+    def spelled(place: tuple[int, int]) -> str:
+        return " ".join(f"{number / unit:g}" for number in place)
+
+    steps = [(x - x0, y - y0) for (x0, y0), (x, y) in pairwise(places)]
+    return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
+
+
+def frame(top: float, height: float, *inside: Content) -> Markup:
+    """A part of the figure that stretches with its width; what goes beyond it is cut off."""
+    return element(
+        "svg",
+        *inside,
+        y=f"{top:.0f}",
+        width="100%",
+        height=f"{height:.0f}",
+        viewBox=f"0 0 {WIDE:.0f} {height:.0f}",
+        preserveAspectRatio="none",
+    )
+
+
+def picture(kind: str, height: float, label: str, *inside: Content) -> Markup:
+    """A whole figure, as wide as there is room; below it there is room for one line of text."""
+    return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
+
+
+def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
+    """The mark of a table's row: a column of the figure, in percent across and pixels down."""
+    return element(
+        "rect",
+        class_=f"hit {kind}".rstrip(),
+        data_row=row,
+        x=f"{left:.2f}%",
+        y=f"{top:.0f}",
+        width=f"{width:.2f}%",
+        height=f"{height:.0f}",
+    )
+
+
+def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
+    """Below a figure with a column per name: which of them belong together, as modules are nested."""
+    spans: list[tuple[str, int, int]] = []
+    for place, name in enumerate(names):
+        part = name.partition(".")[0]
+        if spans and spans[-1][0] == part:
+            spans[-1] = part, spans[-1][1], place + 1
+        else:
+            spans.append((part, place, place + 1))
+    found, each = [], 100 / len(names)
+    for part, first, end in spans:
+        left, right, y = each * (first + 0.12), each * (end - 0.12), f"{height + 5:.0f}"
+        found.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
+        if right - left > 9:
+            at = f"{(left + right) / 2:.3f}%"
+            found.append(element("text", part, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
+    return together(found)
+
+
+def pairs(told: Iterable[tuple[str, str]]) -> Markup:
+    """Names with what is said of each."""
+    rows = ((element("dt", name), element("dd", said)) for name, said in told)
+    return element("dl", (part for row in rows for part in row), class_="pairs")

@@ -1,0 +1,327 @@
+"""A model at a glance: what can be pruned, where each layer is gated, what it is coupled to, what is left alone.
+
+A model and example inputs enter; an `Inspection` leaves: the channel graph, its relations, and one plain
+dictionary of facts, which `sbf inspect` prints, writes and draws.  The model is not touched.
+docs/inspect.md says what every key means.
+
+An inspected network in; the boxes to draw and what feeds each of them, out.
+
+Norms, activations, pooling and views pass channels on and are not drawn; what is left are the layers, the
+gates that stand apart from a layer, and the joints where tensors meet or part.  Boxes come in the order in
+which the network runs, so every box stands after its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..graph.build import trace
+from ..graph.channel_graph import ChannelGraph
+from ..graph.cost import Appraiser
+from ..graph.layer_nodes import Contract, Norm
+from ..graph.nodes import Elementwise, Map, Node, Opaque
+from ..graph.records import Value
+from ..graph.relations import ADD, CONCATENATE, MULTIPLY, Relations
+from ..measurement.counts import Measurement, measure
+from ..utils.formatting import rounded, some
+
+Facts = dict[str, Any]
+_PARAMETRISED = "parametrizations"  # where torch keeps the originals of a weight that is computed from others
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that is known of a network before any of it is removed."""
+
+    graph: ChannelGraph
+    relations: Relations
+    facts: Facts
+
+
+def overview(model: nn.Module, example_inputs: Any) -> Facts:
+    """Describe the prunable layers of a model, those that follow, the others with the reason, and its totals.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> seen = overview(net, torch.zeros(1, 3, 8, 8))
+    >>> [(layer["name"], layer["filters"], layer["gated_at"]) for layer in seen["layers"]]
+    [('0', 8, '0')]
+    >>> [(layer["name"], layer["reason"]) for layer in seen["skipped"]]
+    [('2', "its filters are the network's outputs")]
+    """
+    return inspect_model(model, example_inputs).facts
+
+
+def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
+    """Trace a model, unless its graph is known, measure it, and say how its layers hang together."""
+    graph = graph if graph is not None else trace(model, example_inputs)
+    relations = graph.relations
+    cost = measure(model, example_inputs)
+    describe, appraiser = _Describer(model, relations, cost), Appraiser(graph)
+    prunable, followers, skipped = [], [], []
+    behind: dict[str, list[str]] = {}
+    for name, leaders in relations.followers.items():
+        followers.append({**describe(name), "follows": list(leaders)})
+        for leader in leaders:
+            behind.setdefault(leader, []).append(name)
+    for name, layer in graph.layers.items():
+        prunable.append(
+            {
+                **describe(name),
+                "gated_at": layer.site.module,
+                "gate": layer.site.kind,
+                "later_gates": list(relations.later_gates.get(name, ())),
+                "groups": [place for place, group in enumerate(relations.groups) if name in group.layers],
+                "followed_by": behind.get(name, []),
+                "first_filter": asdict(appraiser.first_filter(name)),
+            }
+        )
+    for name, reason in graph.skipped.items():
+        skipped.append({**describe(name), "reason": reason})
+    facts = {
+        "model": type(model).__name__,
+        "inputs": [list(value.shape) for value in graph.trace.inputs],
+        "params": cost.params,
+        "macs": cost.macs,
+        "filters": sum(layer.filters for layer in graph.layers.values()),
+        "layers": prunable,
+        "followers": followers,
+        "skipped": skipped,
+        "groups": [{"meet": list(group.meet), "layers": list(group.layers)} for group in relations.groups],
+    }
+    return Inspection(graph, relations, facts)
+
+
+class _Describer:
+    """What all kinds of layer have in common: size and cost."""
+
+    def __init__(self, model: nn.Module, relations: Relations, cost: Measurement) -> None:
+        self.modules = dict(model.named_modules())
+        self.cost = cost
+        self.nodes: dict[str, Contract] = {}
+        for node in relations.graph.nodes:
+            if isinstance(node, Contract):
+                self.nodes.setdefault(node.layer, node)
+
+    def __call__(self, name: str) -> Facts:
+        node = self.nodes.get(name)
+        path = name
+        if node is not None and node.stored and node.op.call is not None:
+            owner = node.weight.name.rpartition(".")[0]
+            path = owner if owner in self.modules and node.op.call.within(owner) else node.op.call.module
+        module = self.modules.get(path)
+        macs = self.cost.by_module.get(path, 0)
+        return {
+            "name": name,
+            "kind": type(module).__name__ if module is not None else "",
+            "filters": node.filters if node is not None else None,
+            "kernel": list(node.weight.shape[2:]) if node is not None else [],
+            "conv_groups": node.groups if node is not None else 1,
+            "map_size": list(node.x.shape[2:]) if node is not None else [],
+            "params": _parameters(module),
+            "macs": macs,
+            "macs_share": 100 * macs / self.cost.macs if self.cost.macs else 0.0,
+        }
+
+
+def _parameters(module: nn.Module | None) -> int:
+    """The module's own parameters, and the originals of those it computes."""
+    if module is None:
+        return 0
+    held = dict(module.named_parameters())
+    return sum(p.numel() for key, p in held.items() if "." not in key or key.startswith(_PARAMETRISED))
+
+
+LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"
+INPUT, OUTPUT, GATE, JOINT, OPAQUE = "input", "output", "gate", "joint", "opaque"
+_SIGNS = {"any": ("+", ADD), "all": ("\u00d7", MULTIPLY), "first": ("÷", "divide"), "never": ("*", "combine")}
+
+
+@dataclass(eq=False)
+class Box:
+    """One thing to draw."""
+
+    kind: str
+    label: str
+    tip: tuple[str, ...]  # what to say when asked, line by line
+    note: str = ""  # a second, smaller line
+    filters: int = 0
+    group: int | None = None  # of layers that share a layout: its place among the groups
+    gate: str = ""  # how the layer's own gate works: "affine", "map" or none
+    layer: str = ""  # the name of the layer it stands for, however often that is called
+    kept: int | None = None  # the filters that are left of it, once some are gone
+    sources: list[Box] = field(default_factory=list, repr=False)
+
+
+def compose(seen: Inspection) -> list[Box]:
+    """The boxes of a network, in the order in which it runs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> [(box.kind, box.label) for box in compose(inspect_model(net, torch.zeros(1, 3, 8, 8)))]
+    [('input', 'input 3x8x8'), ('layer', '0'), ('skipped', '2'), ('output', 'output 4x4x4')]
+    """
+    composer = _Composer(seen)
+    for node in seen.graph.nodes:
+        composer.add(node)
+    for place, value in enumerate(seen.graph.outputs):
+        number = f" {place + 1}" if len(seen.graph.outputs) > 1 else ""
+        composer.box(OUTPUT, f"output{number} {_size(value.shape[1:])}", ("what the network returns",), [value])
+    return [box for box in composer.boxes if box.kind != INPUT or composer.is_read(box)]
+
+
+class _Composer:
+    def __init__(self, seen: Inspection) -> None:
+        self.relations = seen.relations
+        self.facts: dict[str, dict[str, Any]] = {}
+        for key in ("layers", "followers", "skipped"):
+            self.facts |= {fact["name"]: fact for fact in seen.facts[key]}
+        self.groups = seen.facts["groups"]
+        self.apart = {edge.module: site for site in seen.graph.sites if not site.layer for edge in site.edges}
+        self.read = {value for node in seen.graph.nodes for value in node.inputs} | set(seen.graph.outputs)
+        self.calls: dict[str, int] = {}
+        self.boxes: list[Box] = []
+        self.made: dict[Value, Box] = {}  # which box a tensor comes out of
+        self.joined: dict[tuple[int, ...], Box] = {}  # concatenations so far, by what they are made of
+        for place, value in enumerate(seen.graph.trace.inputs):
+            number = f" {place + 1}" if len(seen.graph.trace.inputs) > 1 else ""
+            box = self.box(INPUT, f"input{number} {_size(value.shape[1:])}", ("what the network is given",), [])
+            self.made[value] = box
+
+    def is_read(self, box: Box) -> bool:
+        return any(box in other.sources for other in self.boxes)
+
+    def box(self, kind: str, label: str, tip: Sequence[str], read: Iterable[Value], **more: Any) -> Box:
+        box = Box(kind, label, tuple(tip), **more)
+        box.sources = list(dict.fromkeys(self.made[v] for v in read if v in self.made))
+        self.boxes.append(box)
+        return box
+
+    def add(self, node: Node) -> None:
+        """Draw an operator, or pass on what it reads."""
+        sources = list(dict.fromkeys(self.made[v] for v in node.inputs if v in self.made))
+        if not sources:
+            return
+        if isinstance(node, Contract):
+            made = self._layer(node)
+        elif isinstance(node, Norm) and self._stands_apart(node):
+            made = self._gate(node)
+        elif isinstance(node, Opaque) and len(node.inputs):
+            made = self.box(OPAQUE, node.op.name.removeprefix("aten."), (node.blocks,), node.inputs)
+        elif len(sources) > 1:
+            made = self._meeting(node, sources)
+        elif isinstance(node, Map) and len(self.read.intersection(node.outputs)) > 1:
+            tip = (f"split into {len(node.outputs)} at {node.op.where}",)
+            made = self.box(JOINT, "split", tip, node.inputs, group=self.relations.group_of(node.inputs[0]))
+        else:
+            made = sources[0]
+        for value in node.outputs:
+            self.made[value] = made
+
+    def _layer(self, node: Contract) -> Box:
+        name = node.layer
+        fact = self.facts.get(name, {"name": name, "kind": "", "macs_share": 0.0, "params": 0, "macs": 0})
+        kind = LAYER if "gated_at" in fact else FOLLOWER if "follows" in fact else SKIPPED
+        self.calls[name] = self.calls.get(name, 0) + 1
+        again = f" (call {self.calls[name]})" if self.calls[name] > 1 else ""
+        group = self.relations.group_of(node.out)
+        size = f" · {_size(node.x.shape[2:])}" if node.x.shape[2:] else ""
+        return self.box(
+            kind,
+            name + again,
+            [name + again, *describe(fact, self.groups, node)],
+            [node.x, node.weight],
+            note=f"{node.filters}{size} · {rounded(fact['macs_share'])} %",
+            filters=node.filters,
+            group=group,
+            gate=fact.get("gate", ""),
+            layer=name,
+        )
+
+    def _stands_apart(self, node: Norm) -> bool:
+        call = node.op.call
+        return call is not None and call.module in self.apart
+
+    def _gate(self, node: Norm) -> Box:
+        assert node.op.call is not None
+        module = node.op.call.module
+        why = "a gate without scores: closed where nothing alive arrives, so that the norm brings no channel back"
+        tip = (module, why)
+        return self.box(GATE, module, tip, [node.x], group=self.relations.group_of(node.out))
+
+    def _meeting(self, node: Node, sources: list[Box]) -> Box:
+        group = self.relations.group_of(node.outputs[0]) if node.outputs else None
+        zero = node.zero if isinstance(node, Elementwise) else ""
+        label, verb = _SIGNS.get(zero, ("*", "combine"))
+        if isinstance(node, Map):
+            label, verb = "concat", CONCATENATE
+        tip = [f"{verb} at {node.op.where}" if node.op.where else verb]
+        if group is not None:
+            tip.append("shares one layout: " + ", ".join(self.groups[group]["layers"]))
+        made = self.box(JOINT, label, tip, node.inputs, group=group)
+        if isinstance(node, Map):
+            self._shorten(made, sources)
+        return made
+
+    def _shorten(self, made: Box, parts: list[Box]) -> None:
+        """A concatenation that begins with what an earlier one joined is drawn as joined to that."""
+        key = tuple(id(part) for part in parts)
+        for length in range(len(parts) - 1, 1, -1):
+            if key[:length] in self.joined:
+                made.sources = [self.joined[key[:length]], *parts[length:]]
+                break
+        self.joined.setdefault(key, made)
+
+
+def to_json(boxes: Sequence[Box]) -> list[dict[str, Any]]:
+    """Boxes as plain values, each with the places of its sources."""
+    place = {box: number for number, box in enumerate(boxes)}
+    return [{**vars(box), "sources": [place[source] for source in box.sources]} for box in boxes]
+
+
+def from_json(plain: Sequence[dict[str, Any]]) -> list[Box]:
+    """The boxes that `to_json` wrote.
+
+    >>> from_json(to_json([Box("input", "image", ("an image",))]))[0].label
+    'image'
+    """
+    boxes: list[Box] = []
+    for fields in plain:
+        sources = [boxes[number] for number in fields["sources"]]
+        boxes.append(Box(**{**fields, "tip": tuple(fields["tip"]), "sources": sources}))
+    return boxes
+
+
+def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contract) -> list[str]:
+    """What is known of a layer, line by line."""
+    kernel = f", kernel {_size(node.weight.shape[2:])}" if node.weight.shape[2:] else ""
+    lines = [f"{fact['kind'] or node.op.name}, {node.filters} filters{kernel}"]
+    if node.groups > 1:
+        lines.append("depthwise" if node.depthwise else f"{node.groups} groups")
+    if node.x.shape[2:]:
+        lines.append(f"input map {_size(node.x.shape[2:])}")
+    lines.append(f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({rounded(fact['macs_share'])} % of all)")
+    if "first_filter" in fact:
+        macs, params = fact["first_filter"]["macs"], fact["first_filter"]["params"]
+        lines.append(f"without its first filter: {macs:,} MACs and {params:,} parameters less")
+    if "gated_at" in fact:
+        own = "folded into its scale and shift" if fact["gate"] == "affine" else "multiplied into its output"
+        lines.append(f"gated at {fact['gated_at']} ({own})")
+    for key, words in (("later_gates", "gates again at"), ("followed_by", "followed by"), ("follows", "follows")):
+        if fact.get(key):
+            lines.append(f"{words} {some(fact[key], 8)}")
+    for place in fact.get("groups", ()):
+        others = [n for n in groups[place]["layers"] if n != fact["name"]]
+        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {some(others, 8)}")
+    if "reason" in fact:
+        lines.append(f"left alone: {fact['reason']}")
+    return lines
+
+
+def _size(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))

@@ -1,0 +1,241 @@
+"""A run folder in; all that a report shows of it out, as plain values.
+
+Only files are read, so a run that is still going, was killed, or was made elsewhere is read like a finished
+one: what is not there yet is empty, and `missing` says why.  A last line cut short by a kill does not count.
+
+The time that a run was asked for, as far as its folder tells: what was asked, foretold and measured, and where.
+
+A folder, its recipe and its summary enter; plain values leave, those of `summary.json` once there is one, before
+that what `latency.json` holds already; None where no time was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..budget.targets import MICROSECONDS
+from ..criteria import METHODS, OWN, told
+from ..errors import RunError
+from ..schedule import SCORED, Phase, planned
+from ..utils.files import from_plain, is_there, read_header, read_lines, read_text
+from .inspection import Box, from_json
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerKept:
+    """A prunable layer before and after."""
+
+    name: str
+    before: int
+    after: int
+    macs_share: float | None = None  # percent of the dense network's
+
+
+@dataclass
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    name: str
+    recipe: Record
+    schedule: list[Phase]
+    records: list[Record] = field(default_factory=list)  # of the network that is pruned
+    control: list[Record] = field(default_factory=list)
+    summary: Record | None = None
+    layers: list[LayerKept] = field(default_factory=list)
+    scores: list[Record] = field(default_factory=list)
+    refinement: list[Record] = field(default_factory=list)
+    unmeasured: dict[str, str] = field(default_factory=dict)  # of the refinement: "scored" or "pruned" -> why
+    boxes: list[Box] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    followers: dict[str, list[str]] = field(default_factory=dict)
+    environment: Record = field(default_factory=dict)
+    time: Record | None = None  # what became of a time that was asked for
+    missing: dict[str, str] = field(default_factory=dict)  # part of the report -> why it is not there
+
+    @property
+    def finished(self) -> bool:
+        """Has the run come to its end?"""
+        return self.summary is not None
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the network that is pruned, those to come included."""
+        return max((s.end for s in self.schedule if s.kind != "control"), default=0)
+
+    @property
+    def last(self) -> Record | None:
+        """The latest epoch, the control's included."""
+        records = self.control or self.records
+        return records[-1] if records else None
+
+    @property
+    def method(self) -> str | None:
+        """The method that chose the filters, where they did not earn scores."""
+        found = str(self.recipe.get("method", OWN))
+        return None if found == OWN or (found in METHODS and METHODS[found].learned) else found
+
+    @property
+    def title(self) -> str:
+        """The network and the data."""
+        return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
+
+
+def read_run(folder: str | Path, summary: Record | None = None) -> Run:
+    """Read a run folder, without importing anything; `summary` stands for one that is about to be written."""
+    path = Path(folder)
+    recipe = _recipe(path)
+    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, planned(recipe))
+    records = read_lines(path / "metrics.jsonl")
+    run.records = [r for r in records if r["phase"] != "control"]
+    run.control = [r for r in records if r["phase"] == "control"]
+    run.scores = read_lines(path / "scores.jsonl")
+    run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
+    network = _object(path / "network.json", "environment") or {}
+    run.environment = (run.summary or network).get("environment", {})
+    facts: Record = network.get("facts", {})
+    if facts:
+        run.boxes = from_json(network["boxes"])
+        run.skipped = {fact["name"]: fact["reason"] for fact in facts["skipped"]}
+        run.followers = {fact["name"]: fact["follows"] for fact in facts["followers"]}
+    else:
+        run.missing["network"] = f"The network cannot be drawn: {network.get('undrawn', 'it is not stored')}."
+        run.skipped = (run.summary or {}).get("skipped", {})
+    run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
+    run.refinement, run.unmeasured = _refinement(run)
+    run.time = asked_time(path, recipe, run.summary)
+    _explain_missing(run)
+    return run
+
+
+def _recipe(path: Path) -> Record:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise RunError(f"{path} {what}; name the folder of a run, such as runs/digits-seed0")
+    try:
+        recipe = tomllib.loads((path / "recipe.toml").read_text("utf-8"))
+        known = all(key in recipe["phases"] for key in ("warmup", "cycles", "score", "weights", "finetune"))
+        known = known and "name" in recipe["model"] and "name" in recipe["data"]
+    except FileNotFoundError:
+        raise RunError(f"{path} holds no run (no recipe.toml); name a folder that sbf run wrote") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / 'recipe.toml'} cannot be read ({error}); put back the run's own") from error
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise RunError(f"{path / 'recipe.toml'} is not the recipe of a run; put back the run's own")
+    return recipe
+
+
+def _object(path: Path, *keys: str) -> Record | None:
+    if not is_there(path):
+        return None
+    try:
+        found = json.loads(read_text(path))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not set(keys) <= set(found):
+        raise RunError(f"{path} is damaged; remove it (--resume writes it anew where the run has not ended)")
+    return found
+
+
+def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
+    last = run.records[-1] if run.records else None
+    if run.summary is not None:
+        stored = run.summary["layers"]
+        before = {name: layer["before"] for name, layer in stored.items()}
+        after = {name: layer["after"] for name, layer in stored.items()}
+    else:
+        before = {name: fact["filters"] for name, fact in facts.items()}
+        held = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
+        if held is None and last is not None and last["filters"] < last["filters_total"]:
+            held = checkpointed_plan(run.folder)  # methods other than learned scores write nothing else down
+            if held is None:
+                return []
+        after = {name: (held or before).get(name, width) for name, width in before.items()}
+    shares = {name: fact["macs_share"] for name, fact in facts.items()}
+    return [LayerKept(name, before[name], after[name], shares.get(name)) for name in before]
+
+
+def checkpointed_plan(folder: Path) -> dict[str, int] | None:
+    """The filters each layer keeps in the last checkpoint; None where there is no checkpoint to read."""
+    try:  # the header alone: a page that is open asks after every epoch, and tensors may be many
+        header = read_header(folder / "checkpoints" / "last.safetensors", "")
+        plan = from_plain(header["state"], lambda name: None)["networks"]["plan"]
+        return {name: len(kept) for name, kept in plan.items()}
+    except (RunError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
+    """What was measured, and why the rest of it was not."""
+    if run.summary is not None and (run.summary.get("refinement") or run.summary.get("unmeasured")):
+        return list(run.summary["refinement"]), dict(run.summary.get("unmeasured", {}))
+    last: Record = next((line for line in reversed(run.scores) if "refinement" in line), {})
+    return last.get("refinement", []), {"scored": last["unmeasured"]} if "unmeasured" in last else {}
+
+
+def _explain_missing(run: Run) -> None:
+    scored = any(record["phase"] in SCORED for record in run.records)
+    if not run.layers:
+        run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
+    if not run.scores:
+        run.missing["scores"] = (
+            "The scores are not stored in this folder." if scored else "No epoch of scores has been run yet."
+        )
+    if run.method is not None:
+        run.missing["scores"] = f"No scores are learned: filters are chosen by {told(run.method)}."
+    if not run.refinement:
+        if run.unmeasured:
+            said = f"No residual block was measured: {'; '.join(dict.fromkeys(run.unmeasured.values()))}."
+        elif any("kept" in line for line in run.scores):
+            said = "No residual block was measured: none has a branch that ends in a prunable layer."
+        elif scored and not run.scores:
+            said = "How blocks refine is not stored in this folder."
+        elif run.method is not None:
+            said = "How blocks refine is measured whenever a phase of scores ends, and this run has none."
+        else:
+            said = "How blocks refine is measured whenever a phase of scores ends, and none has ended yet."
+        run.missing["refinement"] = said
+
+
+KNOWN = "latency.json"
+
+
+def asked_time(folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What is known of the time asked for; "foretold" and "measured" are None as long as they are not."""
+    if summary is not None and "latency" in summary:
+        return dict(summary["latency"])
+    wanted = float(recipe.get("budget", {}).get("latency", 1.0))
+    if wanted == 1 or summary is not None:
+        return None
+    try:
+        held = json.loads((folder / KNOWN).read_text("utf-8"))
+        return _so_far(held, wanted)
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or the run has not come to it
+        return None
+
+
+def _so_far(held: Mapping[str, Any], wanted: float) -> dict[str, Any]:
+    dense = float(held["dense_seconds"])
+    asked = wanted if wanted < 1 else min(wanted / MICROSECONDS / dense, 1.0)
+    landings = [{key: one[key] for key in ("foretold", "measured")} for one in held["rounds"]]
+    found = [float(one["measured"]) for one in landings]
+    return {
+        "asked": asked,
+        "foretold": None,
+        "measured": min(found, key=lambda ratio: abs(ratio / asked - 1)) if found else None,
+        "dense_ms": 1e3 * dense,
+        "asked_ms": 1e3 * asked * dense,
+        **{key: held[key] for key in ("runtime", "batch", "threads", "machine")},
+        **held["chosen"],
+        **{key: error for key, error in held["calibration"].items() if key.endswith("_error")},
+        "landings": landings,
+    }

@@ -1,0 +1,463 @@
+"""What every form of a network gains from: norms folded, constants gone, remaps merged with what is beside them.
+
+A captured graph enters and is rewritten.  What holds: it computes the same function up to rounding (of finite
+numbers), and no step here makes any layer larger, so there is nothing to choose.
+
+Channels that are moved: found in a captured graph, and merged with the layers beside them.
+
+What moves channels (a remap of an extracted network, a selection, a padding with zeros) becomes one operator.
+It is merged with another one, with the columns of the layers that read it and with the rows of the layer that
+feeds it; `written` turns what is left into ordinary operators.  What holds: the function stays the same up to
+rounding.
+
+Operators that write over their input, where that is safe; an eager runtime then touches less memory.
+
+A captured graph enters and is rewritten.  What holds: only a tensor that an operator of the graph has just made,
+that no other operator may have an alias of, and that nobody reads later, is written over.
+
+Remaps written out as ordinary operators, in the way that a runtime likes.
+
+A captured graph enters whose remaps have been merged as far as they can be; it leaves without any.  A remap is a
+selection, a padding, an addition at some places, or a 1x1 convolution of zeros and ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .capture import (
+    CONVS,
+    NORM,
+    REMAP,
+    Layer,
+    Node,
+    argument,
+    fold_norms,
+    insert,
+    is_tensor,
+    layer,
+    replace,
+    same_shape,
+    scale_and_shift,
+    shape,
+    store,
+    stored,
+    tidy,
+    widened,
+)
+
+aten = torch.ops.aten
+_END = 2**31 - 1
+_ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+
+
+def simplify(graph: fx.GraphModule) -> None:
+    """Rewrite a captured graph in place."""
+    drop_idle(graph)
+    find_remaps(graph)
+    fold_norms(graph)
+    drop_constants(graph)
+    merge_remaps(graph)
+    fold_norms(graph)  # a remap between a convolution and its norm may have gone
+    flatten_by_name(graph)
+    tidy(graph)
+
+
+def drop_idle(graph: fx.GraphModule) -> None:
+    """Drop what gives its input as it came: slices of everything, dropout."""
+    for node in list(graph.graph.nodes):
+        if _idle(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
+def _idle(node: Node) -> bool:
+    if node.target is aten.slice.Tensor:
+        start, end, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
+        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= _END))
+    return node.target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+
+
+def flatten_by_name(graph: fx.GraphModule) -> None:
+    """Write a view of (batch, channels, 1, 1) as (batch, channels) without its width, which may change."""
+    for node in list(graph.graph.nodes):
+        if node.target not in (aten.view.default, aten.reshape.default) or not is_tensor(node.args[0]):
+            continue
+        before, behind = shape(node.args[0]), shape(node)
+        if before[2:] == [1] * (len(before) - 2) and [*map(str, behind)] == [*map(str, before[:2])]:
+            node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
+
+
+# -- constants -----------------------------------------------------------------------------------------------
+
+
+def drop_constants(graph: fx.GraphModule) -> None:
+    """Leave out additions of zeros, and add what is one number per channel as such.
+
+    So the branch of a block that has vanished is not added, and what only it needed is not computed.
+    """
+    known: dict[Node, Tensor] = {}
+    for node in list(graph.graph.nodes):
+        found = _constant(graph, node, known) if is_tensor(node) and len(shape(node)) >= 2 else None
+        if found is not None:
+            known[node] = found
+        elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
+            _drop_from(graph, node, known)
+        elif node.target is aten.cat.default and argument(node, 1, "dim", 0) == 1:
+            _leave_out(node, known)
+    graph.graph.eliminate_dead_code()
+
+
+def _drop_from(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> None:
+    for constant, other in (node.args, node.args[::-1]):
+        if constant not in known or not is_tensor(other) or not same_shape(other, node):
+            continue
+        values = known[constant]
+        if not values.any():
+            node.replace_all_uses_with(other)
+        else:
+            line = values.reshape(1, -1, *[1] * (len(shape(node)) - 2)).to(node.meta["val"].dtype)
+            node.args = (other, store(graph, node, f"{node.name}_constant", line))
+        return
+
+
+def _leave_out(node: Node, known: dict[Node, Tensor]) -> None:
+    """Write a concatenation of one tensor with zeros as a remap of that tensor."""
+    parts: Any = list(node.args[0])
+    real = [part for part in parts if part not in known or known[part].any()]
+    if len(real) == 1:
+        source: list[int] = []
+        for part in parts:
+            width = shape(part)[1]
+            source += range(width) if part is real[0] else [-1] * width
+        node.replace_all_uses_with(insert(node, REMAP, (real[0], source, 1), node.meta["val"]))
+
+
+def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> Tensor | None:
+    """The number that every channel (dimension 1) of a node holds everywhere, if it is so."""
+    if node.target in _ZEROS:
+        width = shape(node)[1]
+        return torch.zeros(width, dtype=torch.float64) if isinstance(width, int) else None
+    x: Any = node.args[0] if node.args else None
+    if isinstance(x, fx.Node) and x.target is NORM and node.args[1:] == (0,) and x.args[0] in known:
+        pair = scale_and_shift([stored(graph, a) for a in x.args[1:5]], x.args[6], shape(node)[1])
+        return None if pair is None else known[x.args[0]] * pair[0] + pair[1]
+    if node.target in (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor) and not node.kwargs:
+        both = [known.get(a) for a in node.args if isinstance(a, fx.Node)]
+        if len(both) != 2 or both[0] is None or both[1] is None or not all(same_shape(a, node) for a in node.args):
+            return None
+        found: Tensor = node.target(*both)
+        return found
+    if x not in known:
+        return None
+    if node.target in POINTWISE:
+        result: Tensor = node.target(known[x], *node.args[1:], **node.kwargs)
+        return result
+    if node.target is REMAP and node.args[2] == 1:
+        return taken_rows(known[x], node.args[1])
+    held = layer(graph, node)
+    if held is not None and held.dim == 1 and not known[x].any():
+        width = held.weight.shape[0]
+        return torch.zeros(width, dtype=torch.float64) if held.bias is None else held.bias.double()
+    return None
+
+
+Choice = Callable[[Node], bool]
+# Operators that treat every number of one tensor by itself, and give a number for any number.
+_NAMES = (
+    "relu relu6 silu gelu mish hardswish leaky_relu elu celu selu tanh sigmoid hardsigmoid hardtanh clamp softplus"
+)
+POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
+
+
+def never(node: Node) -> bool:
+    """No remap."""
+    return False
+
+
+def find_remaps(graph: fx.GraphModule) -> None:
+    """Write selections of channels, and channels padded with zeros, as remaps, which can be merged."""
+    for node in list(graph.graph.nodes):
+        if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(shape(node)) >= 2):
+            continue
+        source = _selected(graph, node) or _padded(node)
+        if source is not None:
+            fresh = insert(node, REMAP, (node.args[0], source, 1), node.meta["val"])
+            node.replace_all_uses_with(fresh)
+            graph.graph.erase_node(node)
+
+
+def _selected(graph: fx.GraphModule, node: Node) -> list[int] | None:
+    if node.target is not aten.index_select.default or node.args[1] != 1:
+        return None
+    table = stored(graph, node.args[2])
+    return None if table is None else table.tolist()
+
+
+def _padded(node: Node) -> list[int] | None:
+    if node.target is aten.pad.default:
+        mode, value = argument(node, 2, "mode", "constant"), argument(node, 3, "value")
+    elif node.target is aten.constant_pad_nd.default:
+        mode, value = "constant", argument(node, 2, "value", 0)
+    else:
+        return None
+    x, pads = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(pads, list | tuple)
+    rank, width = len(shape(x)), shape(x)[1]
+    at = 2 * (rank - 2)  # torch lists the padding from the last dimension on
+    plain = mode == "constant" and value in (None, 0, 0.0) and len(pads) >= at + 2
+    if not plain or not all(isinstance(pad, int) and pad >= 0 for pad in pads) or not isinstance(width, int):
+        return None
+    sizes: list[int] = list(pads)
+    before, behind = sizes[at : at + 2]
+    if any(sizes[:at] + sizes[at + 2 :]):
+        return None
+    return [-1] * before + list(range(width)) + [-1] * behind
+
+
+# -- merging -----------------------------------------------------------------------------------------------
+
+
+def merge_remaps(
+    graph: fx.GraphModule, rows: Choice = never, columns: Choice = never, *, sink: bool = False
+) -> None:
+    """Merge remaps with what is beside them wherever that makes no layer larger, or where it is asked for.
+
+    `rows`: a remap that adds zeros to what a layer gives becomes filters of zeros.  `columns`: a remap that
+    selects from what a layer reads becomes columns of zeros.  `sink`: a remap that adds zeros moves behind an
+    activation, towards the layers that read it, once it is clear that it is not to become filters.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for node in [n for n in graph.graph.nodes if n.target is REMAP]:
+            changed |= _merge(graph, node, rows, columns) or (sink and _sink(graph, node))
+    graph.graph.eliminate_dead_code()
+
+
+def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> bool:
+    x, source, dim = parts(node)
+    width = shape(x)[dim]
+    if not node.users:
+        graph.graph.erase_node(node)
+        return True
+    if source == list(range(width)):
+        node.replace_all_uses_with(x)
+        return True
+    if x.target is REMAP and parts(x)[2] == dim:
+        inner, first, _ = parts(x)
+        node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
+        return True
+    if (len(source) >= width or columns(node)) and _into_columns(graph, node):
+        return True
+    return _into_rows(graph, node, rows)
+
+
+def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
+    """Merge a remap with the columns of the layers that read it; were there any?"""
+    x, source, dim = parts(node)
+    readers = [layer(graph, user) for user in node.users]
+    merged = [held for held in readers if held is not None and _reads(held, node, dim)]
+    for held in merged:
+        weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(shape(x)[dim], 1)
+        kept = [i for i, j in enumerate(source) if j >= 0]
+        places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
+        replace(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
+        held.node.args = (x, *held.node.args[1:])
+    return bool(merged)
+
+
+def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
+    """Merge a remap with the rows of the layer that feeds it, if that gets no larger or where it is asked for."""
+    x, source, dim = parts(node)
+    between, first = [], x
+    while _keeps_zero(first) and len(first.users) == 1:
+        between.append(first)
+        first = first.args[0]
+    feeding = layer(graph, first)
+    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
+        selects = min(source) >= 0 and len(source) <= shape(x)[dim]
+        if selects or rows(node):
+            bias = None if feeding.bias is None else taken_rows(feeding.bias, source)
+            replace(graph, feeding, taken_rows(feeding.weight, source), bias)
+            for passed in (first, *between):
+                passed.meta["val"] = widened(passed.meta["val"], len(source), dim)
+            node.replace_all_uses_with(x)
+            return True
+    return False
+
+
+def _sink(graph: fx.GraphModule, node: Node) -> bool:
+    """Move a remap that adds zeros behind an elementwise operator, which then has less to do."""
+    x, source, dim = parts(node)
+    user = next(iter(node.users))
+    if len(node.users) > 1 or not _keeps_zero(user) or len(source) < shape(x)[dim]:
+        return False
+    user.args = (x, *user.args[1:])
+    like, user.meta["val"] = user.meta["val"], widened(user.meta["val"], shape(x)[dim], dim)
+    readers = list(user.users)
+    fresh = insert(user, REMAP, (user, source, dim), like)
+    for reader in readers:
+        reader.replace_input_with(user, fresh)
+    return True
+
+
+def _keeps_zero(node: Node) -> bool:
+    plain = not any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values()))
+    return (
+        node.target in POINTWISE and plain and not node.target(torch.zeros(1), *node.args[1:], **node.kwargs).any()
+    )
+
+
+def parts(node: Node) -> tuple[Node, list[int], int]:
+    """What a remap moves, the place each channel comes from (-1: zero), and the dimension."""
+    x, source, dim = node.args
+    assert isinstance(x, fx.Node) and isinstance(dim, int)
+    return x, list(source), dim
+
+
+def _reads(held: Layer, node: Node, dim: int) -> bool:
+    return held.x is node and held.groups == 1 and held.dim == dim
+
+
+def taken_rows(tensor: Tensor, source: list[int]) -> Tensor:
+    """Rows of a tensor by number; -1 is a row of zeros."""
+    return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
+
+
+_WRITING = {aten.relu.default: aten.relu_.default, aten.hardtanh.default: aten.hardtanh_.default}
+_WRITING |= {aten.silu.default: aten.silu_.default, aten.hardswish.default: aten.hardswish_.default}
+_WRITING |= {aten.index_add.default: aten.index_add_.default, aten.add.Tensor: aten.add_.Tensor}
+# They give memory of their own, and keep none of what they read.
+_FRESH = {*CONVS, *POINTWISE, *_WRITING, *_WRITING.values(), aten.linear.default, aten.index_select.default}
+_FRESH |= {aten.constant_pad_nd.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.mul.Tensor}
+_FRESH |= {aten.adaptive_avg_pool2d.default, aten.cat.default, aten.mean.dim}
+
+
+def write_in_place(graph: fx.GraphModule) -> None:
+    """Let operators write over what they read last."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    for node in list(graph.graph.nodes):
+        if node.target not in _WRITING:
+            continue
+        if node.target is aten.add.Tensor and not node.kwargs and not _may_write(node, node.args[0], order):
+            node.args = (node.args[1], node.args[0], *node.args[2:])
+        if _may_write(node, node.args[0], order):
+            node.target = _WRITING[node.target]
+
+
+def _may_write(node: Node, x: object, order: dict[Node, int]) -> bool:
+    if not isinstance(x, fx.Node) or x.target not in _FRESH or not is_tensor(x) or not same_shape(x, node):
+        return False
+    if sum(argument is x for argument in node.args) > 1 or x.meta["val"].dtype != node.meta["val"].dtype:
+        return False
+    return all(user is node or (order[user] < order[node] and user.target in _FRESH) for user in x.users)
+
+
+def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
+    """Write a map read at every n-th pixel, with the remap behind it, as one 1x1 convolution of zeros and ones."""
+    for node in list(graph.graph.nodes):
+        if (
+            not node.users
+            or not is_tensor(node)
+            or len(shape(node)) != 4
+            or not node.meta["val"].is_floating_point()
+        ):
+            continue
+        source: list[int] | None = None
+        last = node
+        if node.target is REMAP:
+            last, source, _ = parts(node)
+        elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
+            continue  # seen from its reader
+        steps, x = _strided(last)
+        width = shape(x)[1]
+        if x is last or not isinstance(width, int):
+            continue
+        fresh = _constant_convolution(graph, node, x, source or list(range(width)), steps)
+        node.replace_all_uses_with(fresh)
+    graph.graph.eliminate_dead_code()
+
+
+def _strided(node: Node) -> tuple[list[int], Node]:
+    """The steps at which slices read a map's rows and columns, and the map."""
+    steps = [1, 1]
+    while node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) in (2, 3):
+        dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0)
+        end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
+        x = node.args[0]
+        if start not in (0, None) or not isinstance(x, fx.Node):
+            break
+        if end is not None and not (isinstance(end, int) and end >= shape(x)[dim]):
+            break
+        steps[dim - 2] *= step
+        node = x
+    return steps, node
+
+
+def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: list[int], steps: list[int]) -> Node:
+    eye = torch.eye(shape(x)[1], dtype=x.meta["val"].dtype)
+    weight = store(graph, node, "moved_channels", taken_rows(eye, source)[:, :, None, None])
+    return insert(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
+
+
+def write_remaps(graph: fx.GraphModule, way: str) -> None:
+    """Write every remap that is left as ordinary operators: "gather", "add" (where it is added), "convolution"."""
+    for node in [n for n in graph.graph.nodes if n.target is REMAP]:
+        x, source, dim = parts(node)
+        maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
+        if way == "add" and all(_adds(user, node) for user in node.users):
+            _write_as_additions(graph, node)
+            continue
+        if way == "convolution" and maps:
+            fresh = _constant_convolution(graph, node, x, source, [1, 1])
+        else:
+            fresh = _gathered(graph, node)
+        node.replace_all_uses_with(fresh)
+        graph.graph.erase_node(node)
+
+
+def _adds(user: Node, node: Node) -> bool:
+    if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
+        return False
+    other = user.args[1] if user.args[0] is node else user.args[0]
+    return is_tensor(other) and other is not node and same_shape(other, node)
+
+
+def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
+    x, source, dim = parts(node)
+    kept = [i for i in source if i >= 0]
+    for user in list(node.users):
+        taken = x if kept == list(range(shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
+        put = store(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
+        other = user.args[1] if user.args[0] is node else user.args[0]
+        user.target = aten.index_add.default
+        user.args = (other, dim, put, taken)
+    graph.graph.erase_node(node)
+
+
+def _gathered(graph: fx.GraphModule, node: Node) -> Node:
+    x, source, dim = parts(node)
+    width, rank = shape(x)[dim], len(shape(x))
+    ends = [0] * (2 * (rank - 1 - dim))
+    first = next((o for o, i in enumerate(source) if i >= 0), 0)
+    if source == [-1] * first + list(range(width)) + [-1] * (len(source) - width - first):
+        pads = [*ends, first, len(source) - width - first]
+        return insert(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
+    if -1 not in source:
+        return _indexed(graph, node, x, source, dim)
+    behind = insert(x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), widened(x.meta["val"], width + 1, dim))
+    node.prepend(behind)
+    return _indexed(graph, node, behind, [width if i < 0 else i for i in source], dim)
+
+
+def _indexed(graph: fx.GraphModule, before: Node, x: Node, source: list[int], dim: int) -> Node:
+    table = store(graph, before, "take", torch.tensor(source))
+    with graph.graph.inserting_before(before):
+        node = graph.graph.call_function(aten.index_select.default, (x, dim, table))
+    node.meta["val"] = widened(x.meta["val"], len(source), dim)
+    return node

@@ -1,0 +1,78 @@
+"""The order of a run: which phase comes when, and how long it lasts.
+
+Lengths and the name of a method enter, as a recipe has them; the phases leave, with every epoch numbered from 0.
+Training goes by it, and so do reports, which know a recipe only as the file that a run keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from .criteria import METHODS, OWN
+
+Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
+SCORED = ("score", "joint")  # the kinds that train scores
+
+
+class Phase(NamedTuple):
+    """A stretch of epochs in which the same thing is trained in the same way."""
+
+    kind: Kind
+    cycle: int
+    """which cycle of scores and weights it belongs to, from 1; 0 outside the cycles"""
+    epochs: int
+    first: int
+    """number of its first epoch in the whole run, from 0"""
+
+    @property
+    def end(self) -> int:
+        """Number of the first epoch after it."""
+        return self.first + self.epochs
+
+    @property
+    def trains_scores(self) -> bool:
+        """Do its epochs move the scores?"""
+        return self.kind in SCORED
+
+    @property
+    def trains_weights(self) -> bool:
+        """Do its epochs move the weights?"""
+        return self.kind != "score"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.cycle}" if self.cycle else self.kind
+
+
+def planned(recipe: Mapping[str, Any]) -> list[Phase]:
+    """The phases of a run in order, from its recipe as a table; those without epochs are left out.
+
+    The control is trained for as many epochs as the pruned network in all its phases together.  Where another
+    method chooses filters, the epochs of the cycles are all of what it needs them for, or added to fine-tuning.
+
+    >>> lengths = {"warmup": 2, "cycles": 2, "score": 1, "weights": 2, "finetune": 3}
+    >>> [(phase.kind, phase.epochs) for phase in planned({"phases": lengths, "method": "l1"})]
+    [('warmup', 2), ('finetune', 9)]
+    >>> [(phase.kind, phase.first) for phase in planned({"phases": lengths, "method": "sfp"})]
+    [('warmup', 0), ('weights', 2), ('weights', 5), ('finetune', 8)]
+    """
+    lengths, name = recipe["phases"], recipe.get("method", OWN)
+    method, each = METHODS.get(name), lengths["score"] + lengths["weights"]
+    cycle: list[tuple[Kind, int]] = [("score", lengths["score"]), ("weights", lengths["weights"])]
+    if method is not None and (method.soft or method.learned):
+        cycle = [("weights" if method.soft else "score", each)]
+    elif name == OWN and recipe.get("scores", {}).get("joint"):
+        cycle = [("joint", each)]
+    ranked = name != OWN and (method is None or not (method.soft or method.learned))
+    cycles = 0 if ranked else lengths["cycles"]
+    order: list[tuple[Kind, int, int]] = [("warmup", 0, lengths["warmup"])]
+    order += [(kind, number, epochs) for number in range(1, cycles + 1) for kind, epochs in cycle]
+    order.append(("finetune", 0, lengths["finetune"] + (lengths["cycles"] - cycles) * each))
+    if recipe.get("dense_control"):
+        order.append(("control", 0, sum(epochs for _, _, epochs in order)))
+    found, first = [], 0
+    for kind, number, epochs in order:
+        if epochs:
+            found.append(Phase(kind, number, epochs, first))
+        first += epochs
+    return found

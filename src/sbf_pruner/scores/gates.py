@@ -1,0 +1,365 @@
+"""Gates on the user's own model: put on, set, taken off.
+
+The sites of a channel graph enter; hooks on the model's modules leave, which fold a gate into the scale and
+shift a norm uses in this call (or multiply a map where there is no such pair).  The model's class, its
+parameters and its state_dict stay as they are.  What holds: with every gate open the model computes bit for
+bit what it did before; a closed gate makes its channel exactly zero; a deep copy gets gates of its own.
+
+The gated pairs of a whole model at once, for eager steps under frozen weights.
+
+The parameters that gates are folded into enter; their products with the scores leave, all made by a few kernels
+when the first is asked for, and their gradients come back together.  Layer by layer that takes more kernels than
+the network itself.  What holds: the numbers are those of single products; each is given out once, so the next
+forward makes them anew from the scores and weights of its time.
+
+The gated pairs of a whole model as tensors of their own, for steps that are compiled and captured.
+
+Hooks that fold a gate at every call are right for any training loop, but a compiler must see through each of
+them.  Here the hooks are lifted off for a while and every gated parameter is shadowed by one leaf tensor; a
+few kernels refresh all leaves before a forward and carry their gradients back after it.  What holds: the
+numbers are those of the hooks, and leaving the context puts the hooks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PruningError
+from ..graph.channel_graph import Site
+from ..graph.nodes import Mask
+from ..utils.user_model import Attached, attached_hooks
+from .freezing import FrozenNorm
+
+Mode = Literal["off", "soft", "hard"]
+
+
+class Gates:
+    """All gates of one model, in two flat vectors: scores (soft, one per filter) and switches (hard).
+
+    The scores are a leaf of the autograd graph: a backward pass leaves their gradient in `soft.grad`.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], filters: Mapping[str, int]) -> None:
+        tensor = next(model.parameters())
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        self.mode: Mode = "off"
+        self.soft = torch.ones(sum(filters.values()), dtype=dtype, device=tensor.device)
+        spans, start = {}, 0
+        for name, count in filters.items():
+            spans[name] = slice(start, start + count)
+            start += count
+        self.spans = spans
+        self._hard_spans: list[slice] = []
+        start = 0
+        for site in sites:
+            width = site.edges[0].out.shape[site.edges[0].dim]
+            self._hard_spans.append(slice(start, start + width))
+            start += width
+        self.hard = torch.ones(start, dtype=dtype, device=tensor.device)
+        self.all_open = True
+        self.pairs: list[Pair] = []
+        modules = dict(model.named_modules())
+        self._folds: list[tuple[str, nn.Module, Fold]] = []
+        for number, site in enumerate(sites):
+            span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
+            pairs = [Pair(module, name, span, hard) for name in site.parameters]
+            ranks = {len(edge.out.shape) for edge in site.edges}
+            # From the end, because a batch may be left out, unless calls have maps of several ranks.
+            dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
+            fold = Fold(self, number, span, dim, pairs)
+            self.pairs += pairs
+            self._folds.append((site.module, module, fold))
+            if pairs:
+                module.register_forward_pre_hook(fold.enter)
+                module.register_forward_hook(fold.leave, always_call=True)
+            else:
+                module.register_forward_hook(fold.multiply)
+        self._products = Products(self.soft, list(spans.values()), self.pairs)
+
+    def check_device(self, model: nn.Module) -> None:
+        """Refuse a model that is on another device than its gates."""
+        if self.soft.device != next(model.parameters()).device:
+            raise PruningError("the model was moved to another device; move it first, then make the pruner")
+
+    def check_reach(self, model: nn.Module) -> None:
+        """Refuse a model of which a gated module was exchanged, removed, or stripped of its gate."""
+        modules = dict(model.named_modules())
+        for path, module, fold in self._folds:
+            if change := fold.lost(module, modules.get(path)):
+                raise PruningError(
+                    f"{path} {change} after the pruner was made, and its gates went with it; put it back (fold "
+                    "norms only in what extract() gives), or detach(), make a new pruner and load the state_dict() "
+                    "of this one into it"
+                )
+
+    def set_hard(self, masks: Sequence[Mask]) -> None:
+        """Set the switches, one mask per site, in place."""
+        flat = torch.cat([torch.from_numpy(mask.copy()).reshape(-1) for mask in masks])
+        self.hard.copy_(flat)
+        self.all_open = bool(flat.all())
+
+    def read(self, number: int, span: slice | None) -> Tensor | None:
+        """The gate of a site in the present mode; None where there is nothing to multiply."""
+        if self.mode == "soft":
+            return None if span is None else self.soft[span]
+        if self.mode == "hard" and not self.all_open:
+            return self.hard[self._hard_spans[number]]
+        return None
+
+    def products(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
+        """The pairs times their scores, made with those of all sites; None where each is better made by itself."""
+        if self.mode != "soft" or not self.soft.requires_grad:
+            return None
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if torch._C._are_functorch_transforms_active():  # they cannot follow a gradient of our own
+            return None
+        return self._products.take(pairs)
+
+
+_HELD = "_sbf_held"
+
+
+class Fold(Attached):
+    """The hooks of one site."""
+
+    def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
+        self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
+
+    def lost(self, module: nn.Module, now: nn.Module | None) -> str:
+        """What happened to the gate of a module that is `now` in its place; "" if the gate still works."""
+        if now is not module:
+            return "was removed" if now is None else "was replaced"
+        hooks = [*module._forward_pre_hooks.values()] if self.pairs else []
+        owners = [getattr(hook, "__self__", None) for hook in (*hooks, *module._forward_hooks.values())]
+        if owners.count(self) < (2 if self.pairs else 1):
+            return "lost its hooks"
+        return next((f"lost its {pair.name}" for pair in self.pairs if not pair.there), "")
+
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        replica = _is_replica(module)
+        gated = None if replica else self.gates.products(self.pairs)
+        if gated is None:
+            gate = self.gates.read(self.number, self.span)
+            if gate is None:
+                return None
+            held = [getattr(module, pair.name) if replica else pair.held for pair in self.pairs]
+            gated = [tensor * gate.to(tensor) for tensor in held]
+            if replica:  # which has its tensors where the gated ones go
+                module.__dict__[_HELD] = {pair.name: tensor for pair, tensor in zip(self.pairs, held, strict=True)}
+        # An instance attribute goes before a registered parameter when the module looks it up, so the forward
+        # reads the gated pair while the parameters stay where and what they are.
+        module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
+        return _safe_inputs(module, args)
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if _is_replica(module):
+            module.__dict__.update(module.__dict__.pop(_HELD, {}))
+            return
+        for pair in self.pairs:
+            module.__dict__.pop(pair.name, None)
+
+    def multiply(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
+        gate = self.gates.read(self.number, self.span)
+        if gate is None:
+            return None
+        shape = [1] * result.dim()
+        shape[self.dim] = -1
+        return result * gate.to(result).view(shape)
+
+
+def _safe_inputs(module: nn.Module, args: Any) -> Any:
+    """Other inputs where torch would crash on these; None where all is well.
+
+    On the CPU its gradient of a group norm's scale ends the process where the map has its channels last and needs
+    no gradient itself, as before the first layer that is scored.
+    """
+    if not isinstance(module, nn.GroupNorm) or not args or not isinstance(args[0], Tensor):
+        return None
+    maps = args[0]
+    return None if maps.is_cuda or maps.requires_grad or maps.is_contiguous() else (maps.contiguous(), *args[1:])
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether it is a copy that `nn.DataParallel` made for one pass, with tensors on a device of its own."""
+    return "_is_replica" in module.__dict__
+
+
+@dataclass(eq=False)
+class Pair:
+    """A parameter that a gate is folded into, and where its gate stands in the two flat vectors."""
+
+    module: nn.Module
+    name: str
+    soft: slice | None
+    hard: slice
+
+    @property
+    def there(self) -> bool:
+        """Return True if the module still has the parameter."""
+        return self.module._parameters.get(self.name) is not None
+
+    @property
+    def held(self) -> Tensor:
+        """The parameter itself, whatever the module is shown instead."""
+        held = self.module._parameters[self.name]
+        assert held is not None
+        return held
+
+
+class Products:
+    """Products of parameters and scores."""
+
+    def __init__(self, scores: Tensor, spans: Sequence[slice], pairs: Sequence[Pair]) -> None:
+        self._scores = scores
+        self._sizes = [span.stop - span.start for span in spans]
+        numbers = {span.start: number for number, span in enumerate(spans)}
+        self._pairs = [(pair, numbers[pair.soft.start]) for pair in pairs if pair.soft is not None]
+        self._places = torch.arange(len(scores), device=scores.device).split(self._sizes)
+        self._made: dict[Pair, tuple[Tensor, Tensor, int]] = {}
+        self._made_from = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": {}}  # what belongs to a forward under way is not copied
+
+    def take(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
+        """The gated parameters, for one use of them; None where there is no score, or a weight is trained, too."""
+        if any(pair.soft is None or pair.held.requires_grad for pair in pairs):
+            return None
+        if not all(self._stands(pair) for pair in pairs):
+            self._make()
+        return [self._made.pop(pair)[0] for pair in pairs]
+
+    def _stands(self, pair: Pair) -> bool:
+        """Whether a product is there, and nothing has changed since."""
+        if self._made_from != self._scores._version or pair not in self._made:
+            return False
+        _, held, version = self._made[pair]
+        return held is pair.held and version == held._version
+
+    def _make(self) -> None:
+        frozen = [(pair, number) for pair, number in self._pairs if not pair.held.requires_grad]
+        held = [pair.held for pair, _ in frozen]
+        products = _Gated.apply(self._scores, self._sizes, [number for _, number in frozen], self._places, *held)
+        self._made_from = self._scores._version
+        self._made = {
+            pair: (product, tensor, tensor._version)
+            for (pair, _), product, tensor in zip(frozen, products, held, strict=True)
+        }
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, sizes: list[int], numbers: list[int], places: Sequence[Tensor], *held: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Not saved by autograd: forwards that share these products may go backward one after the other, and a
+        # checkpoint that runs a part of the network again would count what is saved.
+        ctx.held, ctx.places, ctx.like = held, [places[number] for number in numbers], scores
+        ctx.versions = [tensor._version for tensor in held]
+        ctx.set_materialize_grads(False)
+        parts = {dtype: scores.to(dtype).split(sizes) for dtype in {tensor.dtype for tensor in held}}
+        gates = [parts[tensor.dtype][number] for tensor, number in zip(held, numbers, strict=True)]
+        return tuple(torch._foreach_mul(held, gates))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.versions != [tensor._version for tensor in ctx.held]:
+            raise RuntimeError("the scale or shift of a norm was changed in place between forward and backward")
+        parts = zip(ctx.held, ctx.places, gradients, strict=True)
+        there = [part for part in parts if part[2] is not None]
+        total = None
+        if there:
+            held, places, found = (list(part) for part in zip(*there, strict=True))
+            flat = torch.cat(list(torch._foreach_mul(found, held))).to(ctx.like.dtype)
+            total = torch.zeros_like(ctx.like).index_add(0, torch.cat(places), flat)
+        return total, None, None, None, *[None] * len(gradients)
+
+
+class Folded:
+    """While entered, the model reads its gated pairs from `leaves`."""
+
+    def __init__(self, model: nn.Module, gates: Gates) -> None:
+        self.model, self.gates = model, gates
+        soft = gates.mode == "soft"
+        self._pairs = [p for p in gates.pairs if not soft or p.soft is not None]
+        self.parameters = [pair.held for pair in self._pairs]
+        vector = gates.soft.detach() if soft else gates.hard
+        spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
+        self._gates = [vector[span] for span in spans]
+        places = [place for span in spans for place in range(span.start, span.stop)]
+        self._places = torch.tensor(places, dtype=torch.int64, device=vector.device)
+        self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
+        self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
+
+    def __enter__(self) -> Folded:
+        for module, table, key, owner in list(attached_hooks(self.model)):
+            if isinstance(owner, FrozenNorm):
+                module.training = False
+            elif not (isinstance(owner, Fold) and owner.pairs):
+                continue  # it multiplies a map, and a compiler follows that
+            self._lifted.append((table, key, table.pop(key)))
+        for pair, leaf in zip(self._pairs, self.leaves, strict=True):
+            pair.module.__dict__[pair.name] = leaf
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pair in self._pairs:
+            pair.module.__dict__.pop(pair.name, None)
+        for table, key, hook in self._lifted:
+            table[key] = hook
+        self._lifted.clear()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gate the parameters anew."""
+        if self.leaves:  # there are none where a network has no norms
+            torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
+
+    def weight_gradients(self) -> None:
+        """Carry the leaves' gradients back to the parameters; a closed gate lets nothing through."""
+        self._to_weights(self._taken_gradients())
+
+    def score_gradients(self) -> Tensor:
+        """The leaves' gradients carried back to the scores, added over each pair."""
+        return self._to_scores(self._taken_gradients())
+
+    def both_gradients(self) -> Tensor:
+        """The leaves' gradients carried back to the parameters, and to the scores, whose are returned."""
+        taken = self._taken_gradients()
+        self._to_weights(taken)
+        return self._to_scores(taken)
+
+    @torch.no_grad()
+    def _to_weights(self, taken: list[Tensor | None]) -> None:
+        reached = [number for number, gradient in enumerate(taken) if gradient is not None]
+        gradients = _products([g for g in taken if g is not None], [self._gates[number] for number in reached])
+        for number, gradient in zip(reached, gradients, strict=True):
+            self.parameters[number].grad = gradient
+
+    @torch.no_grad()
+    def _to_scores(self, taken: list[Tensor | None]) -> Tensor:
+        gradients = torch.zeros_like(self.gates.soft)
+        if not taken:
+            return gradients
+        pairs = zip(self.leaves, taken, strict=True)
+        whole = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        found = torch.cat(_products(whole, self.parameters))
+        return gradients.index_add_(0, self._places, found.to(gradients.dtype))
+
+    def _taken_gradients(self) -> list[Tensor | None]:
+        """Of each leaf its gradient; none of one that the loss does not depend on."""
+        taken = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.grad = None
+        return taken
+
+
+def _products(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_mul(first, second)) if first else []

@@ -1,1 +1,0 @@
-"""What takes how long on this machine: single layers, and whole networks really cut, in the runtime asked for."""

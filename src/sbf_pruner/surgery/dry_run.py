@@ -1,0 +1,487 @@
+"""Does a network that was cut run as its layout promises?
+
+The small network, the large one with its graph and the layout enter; the first operator that did something else
+leaves, if there is one: another shape, another literal, channels moved elsewhere.  It runs on the meta device,
+so it costs no arithmetic, and what the model's own code insists on shows before anyone trains the result.
+
+Does one operator of a network that was cut do what the whole network's operator did?
+
+An operator of either network, the node that stands for the second and the layout enter; yes or no leaves.  What
+holds: channels that are left go where the layout expects them, and nothing else may depend on their number,
+neither what is computed nor which pixels it is computed from.
+
+Does an operator of a network that was cut read what it read in the whole one?
+
+Two recordings of the same code enter, operator by operator; a mismatch leaves.  Shapes alone do not tell: a
+forward that chooses by a width (`a if a.shape[1] > 8 else b`) may do the same to another tensor, or with another
+module's weights.
+
+What of a network depends on the numbers it sees: sizes of tensors, and numbers read off them.
+
+Two recordings of the same code enter, of the whole network and of what was cut from it; whether a size or a
+number that differs may do so leaves.  Without a channel the numbers are others, so other boxes pass a threshold
+and another maximum is divided by; neither says anything about widths.  What holds: a dimension that was cut has
+to be as wide as the layout promises, wherever it is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import PruningError
+from ..graph.channel_graph import ChannelGraph
+from ..graph.layer_nodes import GROUP_NORM, Norm
+from ..graph.nodes import Boundary, Grids, Layout, Map, Node
+from ..graph.operators import build_node, fresh, fresh_zeros, is_custom, rule_of
+from ..graph.operators.movement import RESHAPES, indexed, moved, padded
+from ..graph.records import REMAP, ZEROS, Op, Trace, Value, same_numbers
+from ..graph.tracer import ops_again
+from ..graph.train_eval import asks_for_its_mode
+from ..modules import Remap, Zeros, plain_names
+from ..utils.user_code import failing_line
+from ..utils.user_model import call, map_tensors, meta_copy, real_copy, without_attached
+
+# Whether these appear depends on strides, not on what is computed.
+_QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
+_PUT_IN = {REMAP, ZEROS}
+_QUIET |= _PUT_IN
+
+
+class Rehearsal:
+    """Runs of a network that was cut, beside the recordings of the whole one."""
+
+    def __init__(
+        self,
+        small: nn.Module,
+        model: nn.Module,
+        example_inputs: Any,
+        graph: ChannelGraph,
+        layout: Layout,
+        vanished: set[str],
+    ) -> None:
+        self.small, self.model, self.inputs = small, model, example_inputs
+        self.graph, self.layout, self.vanished = graph, layout, vanished
+        self._names = names_of(small), names_of(model)
+
+    def first_surprise(self) -> Op | None:
+        """Run the small network as the large one was; the first operator that differs from what is promised."""
+        trace = self.graph.trace
+        found = ops_again(self.small, self.inputs, trace)
+        promised = [node.op for node in self.graph.nodes]
+        actual = [op for op in found if not _quiet(op)]
+        operands = Operands(_handed_on(found), _handed_on(promised), self._names)
+        decided = Decided(found, promised) if not trace.on_meta else Decided((), ())
+        at, last = 0, None
+        for node in self.graph.nodes:
+            op = node.op
+            if op.position < 0 or self._passed_over(op):
+                continue
+            if (
+                at == len(actual)
+                or not agrees(actual[at], node, self.layout, decided)
+                or not operands.agree(actual[at], op)
+            ):
+                return op
+            at, last = at + 1, op
+        if at < len(actual):  # a step more at the end, which a width decides on
+            return last
+        _check_seen(self.small, found, self.graph)
+        return None
+
+    def kept_difference(self) -> Op | None:
+        """The first operator of a first call, of which something is kept, that does otherwise with fewer channels.
+
+        A model that has run since has what it keeps, and the small network has that from it.
+        """
+        first = self.graph.trace.first
+        if first is None or [op.name for op in ops_again(self.model, self.inputs, first)] != [
+            op.name for op in first.ops
+        ]:
+            return None
+        return self.first_difference(first)
+
+    def first_difference(self, other: Trace | None) -> Op | None:
+        """The first operator that does something else with fewer channels in a recording the graph does not follow.
+
+        That is one of the other mode, or of a first call.  There are no nodes for it and so no layout; but the same
+        code runs, with numbers that depend on no width, and what runs in that mode alone sees all its channels.
+        """
+        if other is None:
+            return None
+        found = ops_again(self.small, self.inputs, other)
+        actual = [op for op in found if not _quiet(op)]
+        operands = Operands(_handed_on(found), _handed_on(other.ops), self._names)
+        decided = Decided(found, other.ops) if not other.on_meta else Decided((), ())
+        movers = _movers(self.graph)
+        at, last = 0, None
+        for op in other.ops:
+            if self._passed_over(op):
+                continue
+            if (
+                at == len(actual)
+                or not _does_the_same(actual[at], op, other, decided)
+                or not self._moves_as_there(actual[at], op, movers, decided)
+                or not operands.agree(actual[at], op)
+            ):
+                return op
+            at, last = at + 1, op
+        return last if at < len(actual) else None
+
+    def _passed_over(self, op: Op) -> bool:
+        return _quiet(op) or op.inside(self.vanished)
+
+    def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: Decided) -> bool:
+        """Does it move channels and pixels as the same line does in the recording that the graph follows?"""
+        nodes = movers.get(_mover(promised), []) if not decided.touches(promised) else []
+        return not nodes or any(moves_alike(actual, node, self.layout) for node in nodes)
+
+
+_Movers = dict[tuple[Any, ...], list[Map]]
+
+
+def _mover(op: Op) -> tuple[Any, ...]:
+    return op.name, op.where, tuple(settings(op)), tuple(value.shape for value in op.inputs)
+
+
+def _movers(graph: ChannelGraph) -> _Movers:
+    """What moves channels, by what tells it from others."""
+    found: _Movers = defaultdict(list)
+    for node in graph.nodes:
+        if isinstance(node, Map):
+            found[_mover(node.op)].append(node)
+    return dict(found)
+
+
+def _does_the_same(actual: Op, promised: Op, other: Trace, decided: Decided) -> bool:
+    if not same_kind(actual, promised):
+        return False
+    if promised.position in other.apart and not decided.touches(promised):
+        # What is made of weights alone, a transpose say, has as many rows as its layer has filters.
+        shapes = [[v.shape for v in op.inputs if not v.roots] for op in (actual, promised)]
+        if shapes[0] != shapes[1]:
+            return False
+    if promised.position in other.drawn:  # what scales random numbers may ask how many there are
+        return True
+    if other.cold and not promised.inputs:  # what is made of numbers alone may be kept
+        return decided.same(promised, settings(actual), settings(promised))
+    moves = tells_places(promised)
+    return decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves))
+
+
+def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
+    """Of what a quiet operator, or an edge, gives: what it was given."""
+    found: dict[Value, Value] = {}
+    for op in ops:
+        quiet = op.name in _QUIET - {ZEROS} or op.name.startswith("edge.") or _adds_bias(op)
+        maps = [v for v in op.inputs if v.kind != "state" or len(v.shape) > 1]
+        if quiet and maps and op.outputs and op.outputs[0] is not None:
+            found[op.outputs[0]] = maps[0]
+    return found
+
+
+def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
+    """Did everything run that was put in?  Not so where some object still holds the module it was put around."""
+    ran = {op.call.module for op in found if op.name in _PUT_IN and op.call is not None}
+    gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
+    for path, module in small.named_modules():
+        home = path.removesuffix(".before").removesuffix(".after")
+        if isinstance(module, (Remap, Zeros)) and path not in ran and home in gated:
+            raise PruningError(
+                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of "
+                "the module it belongs to, or leave it out of the plan"
+            )
+
+
+def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
+    """Why the small network does not run in training mode, if the large one does."""
+    if not any(map(asks_for_its_mode, small.modules())):
+        return None
+    chance = random.getstate()
+    try:
+        # As in recording: without numbers, or with them where it cannot do without.
+        for copied, moved in ((meta_copy, lambda t: t.to("meta")), (real_copy, torch.clone)):
+            inputs = map_tensors(example_inputs, moved)
+            error = _error_in_training(copied(small), inputs)
+            if error is None:
+                return None
+            if _error_in_training(without_attached(copied(model)), inputs) is None:
+                return failing_line(error)
+    finally:
+        random.setstate(chance)
+    return None
+
+
+def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(model.train(), inputs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _adds_bias(op: Op) -> bool:
+    # A linear layer adds its bias in the product or after it, as the strides of its input decide.
+    return (
+        op.name == "aten.add" and not op.kwargs and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
+    )
+
+
+def _quiet(op: Op) -> bool:
+    return op.name in _QUIET or _adds_bias(op)
+
+
+_SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
+_SAME["aten.addmm"] = "aten.mm"
+# Arguments that are widths: the groups of a convolution; the channels and groups of a group norm.
+_WIDTHS = {"aten.convolution": (8,), GROUP_NORM: (4, 6)}
+
+
+def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
+    """Does an operator of the small network do what the layout promises?"""
+    promised = node.op
+    if not same_kind(actual, promised) or len(actual.outputs) < len(promised.outputs):
+        return False
+    for now, then in zip(actual.outputs, promised.outputs, strict=False):
+        if now is not None and then is not None and not decided.fits(now, then, layout.sizes(then)):
+            return False
+    moves = isinstance(node, Map) and tells_places(promised)
+    if not decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves)):
+        return False
+    if isinstance(node, Norm) and not _shares_alike(actual, node):
+        return False
+    return not isinstance(node, Map) or decided.touches(promised) or moves_alike(actual, node, layout)
+
+
+def same_kind(actual: Op, promised: Op) -> bool:
+    """Is it the same operator, with the same literals of the forward?"""
+    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
+    return names[0] == names[1] and all(map(_same_literal, actual.inputs, promised.inputs))
+
+
+def _same_literal(now: Value, then: Value) -> bool:
+    """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
+    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
+    return not literal or same_numbers(now.data, then.data)  # type: ignore[arg-type]
+
+
+def settings(op: Op) -> list[Any]:
+    """All numbers and words among an operator's arguments."""
+    return _plain(pytree.tree_leaves((op.args, op.kwargs)))
+
+
+def fixed_settings(op: Op, moves: bool) -> list[Any]:
+    """Those that must not depend on a width, as x / x.shape[1] does.
+
+    Of what moves channels, whole numbers may be sizes and places of channels; `moves_alike` looks at them.
+    """
+    given = (*op.args, *op.kwargs.values())
+    if moves:
+        return [a for a in _plain(given) if not isinstance(a, int)]
+    if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # it is told its sizes in a list, and has them
+        return _plain(given)
+    kept = [a for place, a in enumerate(op.args) if place not in _WIDTHS.get(op.name, ())]
+    if op.name == "aten.affine_grid_generator":  # told the size of a map, of which it makes no use of the channels
+        kept[1] = [n for place, n in enumerate(kept[1]) if place != 1]
+    return _plain(pytree.tree_leaves((kept, op.kwargs)))
+
+
+def tells_places(op: Op) -> bool:
+    """May the numbers of an operator be sizes and places of channels?"""
+    rule = rule_of(op)
+    return rule in (moved, indexed, padded) or (rule is not None and is_custom(rule))
+
+
+def _plain(given: Iterable[Any]) -> list[Any]:
+    return [a for a in given if isinstance(a, (int, float, str))]
+
+
+def _shares_alike(actual: Op, node: Norm) -> bool:
+    """Do as many channels share statistics?  A number of groups that is written down may fit fewer channels too."""
+    return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
+
+
+def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
+    """Does the operator move each channel that is left, and each pixel, where the layout expects it?
+
+    Not always, although the shapes are right: half of the channels are others when fewer are there.
+    """
+    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
+    joins = actual.name == "aten.cat"  # which passes over what has no size at all
+    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and not (joins and v.shape == (0,))]
+    if len(operands) != len(node.operands):
+        return False
+    grids: Grids = {}
+    numbers, start = [], 0
+    for now, then in zip(operands, node.operands, strict=True):
+        there = layout.joint(then)
+        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
+        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
+        start += int(there.sum())
+    found = build_node(actual, grids)
+    if not isinstance(found, Map):
+        return False
+    new = np.append(np.concatenate(numbers), -1)
+    for out, labels, places in zip(node.outputs, node.labels, found.labels, strict=False):
+        if not _equal(places, new[_left(labels, out, layout)]):
+            return False
+    return _moves_pixels_alike(actual, operands, node, layout)
+
+
+def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: Map, layout: Layout) -> bool:
+    """The same for the dimensions along which channels do not differ: a shift there must not be by a width.
+
+    A view of the right shape keeps the order of what it is given, whatever numbers say so.
+    """
+    if actual.name in RESHAPES or settings(actual) == settings(node.op):
+        return True
+    pixels: list[Grids] = [{}, {}]
+    for now, then in zip(operands, node.operands, strict=True):
+        for value, grids in zip((now, then), pixels, strict=True):
+            grids[value] = tuple(n if g == 1 else 1 for n, g in zip(value.shape, node.grids[then], strict=True))
+    found, whole = build_node(actual, pixels[0]), build_node(node.op, pixels[1])
+    if not isinstance(found, Map) or not isinstance(whole, Map):
+        return False
+    tables = zip(node.outputs, found.labels, whole.labels, strict=False)
+    return all(_equal(now, _left(then, out, layout)) for out, now, then in tables)
+
+
+def _left(labels: NDArray[np.int64], out: Value, layout: Layout) -> NDArray[np.int64]:
+    """What a table over an output says of the channels that are left."""
+    places = [layout.indices(out, d) if n != 1 else [0] for d, n in enumerate(labels.shape)]
+    return labels[np.ix_(*places)]
+
+
+def _equal(now: NDArray[np.int64], then: NDArray[np.int64]) -> bool:
+    """Are two tables the same, where either may leave out what does not differ?"""
+    fits = now.ndim == then.ndim and all(a == b or 1 in (a, b) for a, b in zip(now.shape, then.shape, strict=True))
+    return fits and bool(np.all(now == then))
+
+
+Names = Mapping[str, Set[str]]  # of a stored tensor, by one of them
+
+
+class Operands:
+    """Which tensor of the small network is which of the large one, as far as both are known."""
+
+    def __init__(
+        self, now: Mapping[Value, Value], then: Mapping[Value, Value], names: tuple[Names, Names] = ({}, {})
+    ) -> None:
+        self._now, self._then = now, then  # what only hands a tensor on, in either network: result -> operand
+        self._names = names
+        self._same: dict[Value, Value] = {}  # small -> large
+        self._paired: set[Value] = set()
+
+    def agree(self, now: Op, then: Op) -> bool:
+        """Do two operators read the same tensors?  If so, what they give is the same from now on."""
+        for mine, other in zip(now.inputs, then.inputs, strict=False):
+            mine, other = _origin(mine, self._now), _origin(other, self._then)
+            if mine.kind == other.kind == "state" and not self._same_name(mine, other):
+                return False
+            known = self._same.get(mine)
+            if known is not None and other in self._paired and known is not other:
+                return False
+            if (mine.kind == "input" and other in self._paired) or (other.kind == "input" and known is not None):
+                return False
+        pairs = [(a, b) for a, b in zip(now.outputs, then.outputs, strict=False) if a is not None and b is not None]
+        self._same |= dict(pairs)
+        self._paired |= {b for _, b in pairs}
+        return True
+
+    def _same_name(self, mine: Value, other: Value) -> bool:
+        now, then = (held.get(value.name) for held, value in zip(self._names, (mine, other), strict=True))
+        return now is None or then is None or bool(now & then)
+
+
+def names_of(model: nn.Module) -> Names:
+    """All names of every parameter and buffer, by the one that it is recorded under.
+
+    They are those that it had before a module was put between remaps.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> sorted(names_of(tied)["0.weight"])
+    ['0.weight', '1.weight']
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    plain = plain_names(modules)
+    found: dict[int, set[str]] = defaultdict(set)
+    for path, module in modules.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found[id(tensor)].add(f"{plain[path]}.{name}".lstrip("."))
+    return {name: found[id(tensor)] for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _origin(value: Value, handed_on: Mapping[Value, Value]) -> Value:
+    while value in handed_on:
+        value = handed_on[value]
+    return value
+
+
+# Operators whose results are as large as the numbers make them.
+_BY_VALUE = {
+    f"aten.{name}"
+    for name in (
+        *("nonzero", "index", "masked_select", "bincount", "repeat_interleave"),
+        *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    )
+} | {"torchvision.nms"}
+_COMMON = (-1, 0, 1)  # dimensions and flags are such numbers, too
+
+
+class Decided:
+    """What may differ between the small network (now) and the large one (then)."""
+
+    def __init__(self, now: Sequence[Op], then: Sequence[Op]) -> None:
+        self._now, self._then = _told(now), _told(then)
+        self._sizes: set[Value] = set()
+        for op in then:
+            if op.name in _BY_VALUE or self.touches(op) or any(n in self._then for n in _numbers_in(op)):
+                self._sizes.update(value for value in op.outputs if value is not None)
+
+    def touches(self, op: Op) -> bool:
+        """Does an operator of the large network read or give a tensor whose size the numbers decide?"""
+        return any(value in self._sizes for value in (*op.inputs, *op.outputs) if value is not None)
+
+    def fits(self, now: Value, then: Value, promised: tuple[int, ...]) -> bool:
+        """Has a tensor the promised size, but for dimensions that were not cut and depend on numbers?"""
+        if now.shape == promised:
+            return True
+        if then not in self._sizes or len(now.shape) != len(promised):
+            return False
+        sizes = zip(now.shape, promised, then.shape, strict=True)
+        return all(found == asked or asked == whole for found, asked, whole in sizes)
+
+    def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
+        """Are an operator's numbers the same, but for those that were read off tensors?
+
+        Beside a tensor whose size depends on numbers, whole numbers may be such a size.
+        """
+        free = int if self.touches(op) else ()
+        return len(now) == len(then) and all(
+            a == b
+            or (a != a and b != b)  # neither is a number
+            or (a in self._now and b in self._then)
+            or (isinstance(a, free) and isinstance(b, free))
+            for a, b in zip(now, then, strict=True)
+        )
+
+
+def _told(ops: Sequence[Op]) -> set[float]:
+    """The numbers that were read off tensors, and what is left of them as whole numbers."""
+    found = {op.told for op in ops if op.told is not None and math.isfinite(op.told)}
+    return (found | {int(number) for number in found}) - set(_COMMON)
+
+
+def _numbers_in(op: Op) -> list[float]:
+    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float)) and not isinstance(a, bool)]

@@ -1,0 +1,469 @@
+"""A model, its channel graph and a plan in; a new, smaller module that computes the same function out.
+
+Surgery works on a deep copy: stored tensors are sliced to the layout, modules keep their classes, and only
+where two layouts must meet is a module put between remaps.  The result is then run once on the meta device
+and compared, operator by operator, with what the layout promises; where the model's own code insists on a
+size, that operator gets all its channels and surgery starts again.  The user's model is never touched.
+
+The stored tensors of a smaller network: what a layout leaves of every weight, bias and statistic.
+
+A model, its graph and a layout enter; the slices leave, by the identity of the tensor each is taken from.  What
+holds: nothing of the model is changed, and a slice lies in memory as the whole tensor did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from ..errors import PruningError
+from ..graph.build import trace
+from ..graph.channel_graph import ChannelGraph, Pinned
+from ..graph.cost import groups_left
+from ..graph.layer_nodes import Contract, Norm, owner
+from ..graph.layout import solve, vanished
+from ..graph.nodes import Boundary, Flow, Layout, common_dim, shrink, some
+from ..graph.records import ZEROS, Call, Op, Value
+from ..graph.tracer import after_a_run, check_runs_as_traced, inputs_now, runs_as_traced, tensors_of
+from ..modules import Adapted, Remap, Window, Zeros
+from ..plan import Plan, check_plan
+from ..utils.user_model import map_tensors, memory_format, meta_copy, real_copy, uncollected, without_attached
+from . import verify
+from .dry_run import Rehearsal, failure_in_training
+
+_log = logging.getLogger("sbf_pruner")
+
+_FIRST_OF_RNN = ("weight_ih_l0", "weight_ih")  # the weights that read what a recurrent layer is given
+
+
+def extract(
+    model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None, *, prove: bool = False
+) -> nn.Module:
+    """A new module without the filters the plan drops, that computes what the model with those gated off does.
+
+    Where the model's own code writes sizes down (a view, a split), the channels it counts on stay there as zeros;
+    the result's `sbf_fixed_sizes` names those lines.  With `prove`, both networks run in float64: on the example
+    inputs in both modes, and on inputs of another size.  A cut that changes a number is refused.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
+    Conv2d(2, 4, kernel_size=(3, 3), stride=(1, 1))
+    """
+    check_plan(plan)
+    graph = graph if graph is not None else trace(model, example_inputs)
+    small, _ = _cut(model, example_inputs, plan, graph)
+    if prove:
+        gated = verify.gated_copy(model, graph, graph.settled(plan.masks(graph))[1])
+        verify.prove(gated, small, inputs_now(example_inputs, model, graph))
+    return small
+
+
+def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> Pinned:
+    """Where the model's own code keeps more channels than the plan leaves: cut, and thrown away."""
+    pins = _cut(model, example_inputs, plan, graph)[1]
+    return Pinned(pins.positions, pins.whole)
+
+
+@uncollected()
+@torch.inference_mode(False)  # the result is to be trained, and operators have other names there
+def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
+    example_inputs = inputs_now(example_inputs, model, graph)
+    masks = plan.masks(graph)
+    graph.check_connected(masks)
+    keep, flow = graph.settled(masks)
+    pins = _Pins(graph)
+    while True:
+        layout = solve(graph, flow, pins.positions, pins.whole)
+        surgeon = _Surgeon(model, graph, flow, layout)
+        small = surgeon.operate()
+        rehearsal = Rehearsal(small, model, example_inputs, graph, layout, surgeon.vanished)
+        odd = rehearsal.first_surprise()
+        if odd is None:
+            failure = failure_in_training(small, model, example_inputs)
+            if failure is not None:
+                raise PruningError(
+                    f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
+                    "follow the width of its input, or leave the layers that feed it out of the plan"
+                )
+            first = rehearsal.kept_difference()
+            if first is not None:
+                raise PruningError(
+                    f"the network keeps something from its first call that depends on a width, at {first.where} "
+                    f"({first.name}); let that line look at no width, or leave the layers that feed it out of the "
+                    "plan"
+                )
+            other = rehearsal.first_difference(graph.trace.other)
+            if other is not None:
+                mode = "evaluation" if graph.trace.training else "training"
+                raise PruningError(
+                    f"in {mode} mode the network does something else with fewer channels, at {other.where} "
+                    f"({other.name}); let that line look at no width, or leave the layers that feed it out of "
+                    "the plan"
+                )
+            if pins.lines:
+                _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
+            small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
+            return _signed(small, model, example_inputs, Plan.from_masks(keep)), pins
+        try:
+            pins.add(odd)
+        except PruningError:
+            # Widths are not to blame for what something else did: a hook, or anchors for inputs of another size.
+            if runs_as_traced(model, example_inputs, graph):
+                raise
+            model, pins = after_a_run(model, example_inputs), _Pins(graph)
+            check_runs_as_traced(model, example_inputs, graph)
+
+
+class _Pins:
+    """Where the model's own code insists on sizes: operators, and module calls, that get all their channels."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.lines: dict[str, None] = {}  # in the user's code
+        self.positions: set[int] = set()
+        self.whole: set[Call] = set()
+
+    def add(self, odd: Op) -> None:
+        """Give an operator all its channels; if it has them, the call it runs in; else the one around that."""
+        self.lines[f"{odd.where} ({odd.name})"] = None
+        like = [op for op in self.graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)]
+        if odd.position not in self.positions:
+            # What one line of the model insists on, it insists on wherever that line runs.
+            self.positions |= {op.position for op in like}
+            return
+        more = {call for op in like if (call := self._around(op)) is not None}
+        if not more:
+            remedy = "leave the layers that feed it alone (ignore)"
+            if not self.graph.trace.on_meta:
+                remedy += ", or keep what it decides by the numbers it sees out of its forward"
+            raise PruningError(
+                f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
+                f"it sees there; {remedy}"
+            )
+        self.whole |= more
+
+    def _around(self, op: Op) -> Call | None:
+        call = op.call
+        while call is not None and call in self.whole:
+            call = call.parent
+        return call
+
+
+def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
+    """Note on the network what made it, which is all that saving and loading it needs."""
+    small.sbf_plans = (*getattr(model, "sbf_plans", ()), plan)  # type: ignore[assignment]
+    small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
+    return small
+
+
+class _Surgeon:
+    def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
+        self.graph, self.flow, self.layout = graph, flow, layout
+        # The copy is made with the sliced tensors in the place of the whole ones, which are never copied.
+        self.small = without_attached(real_copy(model, sliced(model, graph, layout)))
+        self.modules = dict(self.small.named_modules())
+        self._unwanted = vanished(graph, flow)
+        self.vanished: set[str] = set()
+        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
+        self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
+        for node in graph.nodes:
+            if isinstance(node, Boundary):
+                self.edges[node.module, node.side].append(node)
+            elif isinstance(node, (Contract, Norm)) and (holder := self._holder(node)) is not None:
+                self.main[holder].append(node)
+
+    def _holder(self, node: Contract | Norm) -> str | None:
+        """The module that a layer or norm runs in, also a norm that holds nothing."""
+        holder, call = owner(node.op), node.op.call
+        if holder is None and call is not None:
+            norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
+            return call.module if norm else None
+        return holder
+
+    def operate(self) -> nn.Module:
+        swaps: dict[int, nn.Module] = {}
+        for module, nodes in self.main.items():
+            if module in self.modules:
+                self._rename_sizes(self.modules[module], nodes)
+                if (module, "out") in self.edges:
+                    swaps[id(self.modules[module])] = self._fitted(module, nodes)
+        for (module, side), edges in self.edges.items():
+            if side == "remap":
+                swaps[id(self.modules[module])] = self._remap(edges) or nn.Identity()
+            elif side == "out" and edges[0].walled:
+                swaps[id(self.modules[module])] = self._adapted(module)
+        for node in self.graph.nodes:
+            if node.op.name == ZEROS and node.op.call is not None:
+                vanished = self.modules[node.op.call.module]
+                assert isinstance(vanished, Zeros)
+                vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
+        self._prepare_folding(swaps)
+        return self._swap(swaps)
+
+    # -- modules -------------------------------------------------------------------------------------------
+
+    def _rename_sizes(self, module: nn.Module, nodes: list[Contract | Norm]) -> None:
+        """Keep `out_channels` and friends equal to what is really there."""
+        node = nodes[0]
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks what it is given
+            first = (n for n in nodes if isinstance(n, Contract) and n.weight.name.endswith(_FIRST_OF_RNN))
+            module.input_size = next((self.layout.sizes(n.x)[1] for n in first), module.input_size)
+            return
+        if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
+            return  # a norm that holds nothing serves any width
+        width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
+        sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
+        sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
+        sizes["num_channels"] = sizes["num_features"]
+        if isinstance(node, Contract):
+            sizes["groups"] = node.groups, groups_left(node, self.layout)
+        else:
+            sizes["num_groups"] = node.x.shape[1] // node.per_group, width_out // node.per_group
+        for name, (before, after) in sizes.items():
+            if getattr(module, name, None) == before:  # of something else, perhaps
+                setattr(module, name, after)
+
+    def _fitted(self, path: str, nodes: list[Contract | Norm]) -> nn.Module:
+        """The module as it stands in the small network: itself, between remaps, or gone."""
+        module = self.modules[path]
+        ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
+        if path in self._unwanted and ahead[0].free:
+            windows, dim = _windows(nodes[0], ahead[0], behind[0]), common_dim(behind)
+            if windows is not None and dim is not None and self._keeps_to(windows, module, ahead[0]):
+                self.vanished.add(path)
+                width = self.layout.sizes(behind[0].out)[behind[0].dim]
+                return Zeros(width, dim, windows, instead_of=module)
+        return self._adapted(path)
+
+    def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
+        """Is a map of any size changed so?  Code of the user's own may pad what it needs, as TensorFlow does."""
+        own = not type(module).forward.__module__.startswith("torch.nn.modules")
+        if not (own or module._forward_hooks or module._forward_pre_hooks):
+            return True
+        shape = self.layout.sizes(ahead.out)
+        axes = [axis for axis in range(1, len(shape)) if axis != ahead.dim]
+        tensor = next(module.parameters(), torch.empty(0))
+        for more in range(1, 4):
+            sizes = [n + more if axis in axes else n for axis, n in enumerate(shape)]
+            x = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+            try:
+                given = meta_copy(module).eval()(x).shape
+            except Exception:  # it needs more than a map, or another one
+                return False
+            expected = [sizes[axis] for axis in axes]
+            if windows:
+                expected = [window(size) for window, size in zip(windows, expected, strict=True)]
+            if len(given) != len(shape) or [given[axis] for axis in axes] != expected:
+                return False
+        return True
+
+    def _adapted(self, path: str) -> nn.Module:
+        """The module between the remaps that it needs."""
+        before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
+        module = self.modules[path]
+        return module if before is None and after is None else Adapted(module, before, after)
+
+    def _remap(self, edges: list[Boundary]) -> Remap | None:
+        edge = edges[0]
+        if not edge.free:
+            return None
+        # One remap serves all calls of the module: a channel passes if it is alive in any of them.
+        masks = [shrink(self.flow.alive[e.out], e.line(e.out)).reshape(-1) for e in edges]
+        alive = np.logical_or.reduce(masks)
+        if edge.walled:  # no gate closes here: what is dead arrives as zeros
+            alive = np.ones_like(alive)
+        source = edge.source(self.layout, alive)
+        width = self.layout.sizes(edge.x)[edge.dim]
+        dim = common_dim(edges)
+        assert dim is not None
+        return None if source == list(range(width)) else Remap(source, dim, width)
+
+    def _prepare_folding(self, swaps: dict[int, nn.Module]) -> None:
+        """Give layers the remaps behind their batch norms, so that folding a norm into its layer changes nothing.
+
+        Folding (`fuse_conv_bn_eval`, `fuse()` of YOLO) removes the norm together with the remap around it.
+        """
+        for path, module in self.modules.items():
+            # A remap in use belongs to a norm that was folded before this cut; it is swapped like any other.
+            if isinstance(module, Adapted) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
+                module.folded = None
+        for layer, norm in self._foldable():
+            if self._remaps(layer, "after", swaps) or self._remaps(norm, "before", swaps):
+                continue  # the norm has channels that the layer has not, so nobody can fold it
+            behind = self._remaps(norm, "after", swaps)
+            gone = [held for p in (layer, norm) if isinstance(held := swaps.get(id(self.modules[p])), Zeros)]
+            if len(gone) == 2:
+                gone[0].width = len(behind[-1].source) if behind else gone[1].width
+            elif behind and not gone:
+                source = reduce(_then, (remap.source for remap in behind))
+                moved = Remap(source, behind[0].dim, behind[0].inputs)
+                around = [self._wrapped(p, swaps) for p in (layer, norm)]
+                if around[0].bias is None:
+                    around[0].folded = moved
+                else:  # it has a bias, folded or not: it always moves its channels, and the norm moves them back
+                    around[0].after = moved
+                    back = [source.index(i) if i in source else -1 for i in range(moved.inputs)]
+                    around[1].before = Remap(back, moved.dim, len(source))
+                self._settle(around)
+
+    def _foldable(self) -> Iterator[tuple[str, str]]:
+        """Layers whose output only a batch norm reads, each with the norm."""
+        made = {edge.out: edge for edges in self.edges.values() for edge in edges}
+        readers = Counter(value for node in self.graph.nodes for value in node.inputs)
+        readers.update(self.graph.outputs)
+        for norm in [path for path in self.main if isinstance(self.modules.get(path), _BatchNorm)]:
+            layers: set[str] = set()
+            for edge in self.edges[norm, "in"]:
+                while edge.side != "out" and readers[edge.x] == 1 and edge.x in made:
+                    edge = made[edge.x]
+                layers.add(edge.module)
+            layer = layers.pop() if len(layers) == 1 else norm
+            ends = self.edges[layer, "out"]
+            same_calls = len(ends) == len(self.edges[norm, "in"])
+            if isinstance(self.modules.get(layer), (_ConvNd, nn.Linear)) and same_calls and ends[0].free:
+                yield layer, norm
+
+    def _remaps(self, path: str, side: str, swaps: dict[int, nn.Module]) -> list[Remap]:
+        """The remaps that stand on one side of a module, from the module on."""
+        module = swaps.get(id(self.modules[path]), self.modules[path])
+        found = [getattr(module, side)] if isinstance(module, Adapted) else []
+        for outer in self._wrappers(path):
+            held = getattr(outer, side)
+            found.append(swaps.get(id(held), held))
+        return [remap for remap in found if isinstance(remap, Remap)]
+
+    def _wrappers(self, path: str) -> Iterator[Adapted]:
+        """What an earlier cut put around a module, from the inside out."""
+        while path:
+            path, _, name = path.rpartition(".")
+            outer = self.modules[path]
+            if name != Adapted.INNER or not isinstance(outer, Adapted):
+                return
+            yield outer
+
+    def _wrapped(self, path: str, swaps: dict[int, nn.Module]) -> Adapted:
+        """The outermost module that holds a module between remaps; a new one where there is none."""
+        module = self.modules[path]
+        *_, outer = None, swaps.get(id(module)), *self._wrappers(path)
+        if not isinstance(outer, Adapted):
+            outer = swaps[id(module)] = Adapted(module)
+        return outer
+
+    def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
+        self._settle(swaps.values())
+        if id(self.small) in swaps:
+            return swaps[id(self.small)]
+        for parent in list(self.modules.values()):
+            for name, child in parent._modules.items():
+                if child is not None and id(child) in swaps:
+                    parent._modules[name] = swaps[id(child)]
+        _call_what_was_changed(self.small)
+        return self.small
+
+    def _settle(self, put_in: Iterable[nn.Module]) -> None:
+        """Move remaps, which alone are new, to the device of the module they stand beside."""
+        first = next(self.small.parameters(), torch.empty(0))
+        for module in put_in:
+            device = next(module.parameters(), first).device
+            for inner in module.modules():
+                if isinstance(inner, Remap):
+                    inner.to(device)
+
+
+def _then(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The source of one remap after another."""
+    return tuple(first[i] if i >= 0 else -1 for i in second)
+
+
+def _call_what_was_changed(network: nn.Module) -> None:
+    """Where a layer of a transformer is between remaps or gone, have torch call it.
+
+    Without gradients torch's transformers give the weights of their layers to one operator and call none of them;
+    a weight alone is not what such a layer computes.
+    """
+    for module in network.modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            if not any(isinstance(inner, (Adapted, Zeros)) for inner in module.modules()):
+                continue
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+            else:
+                module.activation_relu_or_gelu = 0  # read for nothing else: "of a kind that operator does not know"
+
+
+def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
+    """How a module changes the size of a map; None if that is not known."""
+    if ahead.dim != behind.dim or len(ahead.x.shape) != len(behind.x.shape):
+        return None
+    if isinstance(node, Norm) or node.op.name != "aten.convolution":
+        sizes = zip(ahead.x.shape, behind.x.shape, strict=True)
+        return [] if all(a == b for axis, (a, b) in enumerate(sizes) if axis != behind.dim) else None
+    if node.out is not behind.x:
+        return None
+    stride, padding, dilation, transposed, output_padding = node.op.args[3:8]
+    rank = len(node.x.shape) - 2
+
+    def each(setting: Any) -> list[int]:
+        return list(setting) * rank if len(setting) == 1 else list(setting)
+
+    extra = [padded - given for padded, given in zip(node.x.shape[2:], ahead.x.shape[2:], strict=True)]
+    settings: list[Any] = [
+        *map(each, (stride, padding, dilation, output_padding)),
+        [bool(transposed)] * rank,
+        extra,
+    ]
+    columns = [list(node.weight.shape[2:]), *settings]
+    return [Window(*(column[axis] for column in columns)) for axis in range(rank)]
+
+
+def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
+    """What is left of every stored tensor that loses something, by the identity of the whole one."""
+    held = tensors_of(model, graph)
+    grouped = {n.weight: n for n in graph.nodes if isinstance(n, Contract) and n.groups > 1}
+    found: dict[int, Tensor] = {}
+    for name, value in graph.trace.states.items():
+        if value in layout.masks:
+            old = held[name]
+            new = _grouped(old, grouped[value], layout) if value in grouped else _boxed(old, value, layout)
+            if new is not old:
+                found[id(old)] = new
+    return found
+
+
+def _boxed(tensor: Tensor, value: Value, layout: Layout) -> Tensor:
+    new = tensor.detach()
+    for dim, mask in enumerate(layout.masks[value]):
+        if mask is not None and mask.any() and not mask.all():
+            new = new.index_select(dim, torch.from_numpy(np.flatnonzero(mask)).to(tensor.device))
+    return tensor if new.shape == tensor.shape else _like(tensor, new)
+
+
+def _grouped(tensor: Tensor, node: Contract, layout: Layout) -> Tensor:
+    """Slice the weight of a grouped convolution, whose groups may keep different channels each."""
+    ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
+    rows, columns = (node.grouped(layout.line(value, 1)) for value in ends)
+    there = some(rows, 1) & some(columns, 1)
+    kept = np.flatnonzero(rows & there[:, None])
+    if not kept.size or (kept.size == rows.size and columns.all()):
+        return tensor
+    # Every group that is there has as many columns as the others, but perhaps not the same.
+    of_group = np.nonzero(columns[there])[1].reshape(int(there.sum()), -1)
+    group = (np.cumsum(there) - 1)[kept // rows.shape[1]]
+    places = [torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group])]
+    return _like(tensor, tensor.detach()[places[0], places[1]])
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    new = new.contiguous(memory_format=memory_format(old))  # slicing gives plain layouts whatever the tensor had
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new

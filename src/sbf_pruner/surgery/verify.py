@@ -1,0 +1,160 @@
+"""Do a gated network and the one that was cut from it give the same numbers?
+
+Copies run in float64, where rounding is all that a right cut changes.  Differences are parts of the largest output.
+A network that is not sure of its own outputs (random numbers, numbers rounded on the way, a path that a rounding
+decides) is not accused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from ..errors import PruningError
+from ..graph.channel_graph import ChannelGraph
+from ..graph.nodes import Flow
+from ..graph.recorder import as_tree
+from ..graph.tracer import same_chance
+from ..scores.gates import Gates
+from ..utils.user_code import cause
+from ..utils.user_model import call, map_tensors, one_more, other_sizes, real_copy, without_attached
+
+_log = logging.getLogger("sbf_pruner")
+
+_TOLERANCE = 1e-9  # of the largest output
+_NUDGE = 1e-10  # of every input
+_UNSURE = 100.0  # times as far as a nudge moves them, outputs may lie apart
+
+
+def gated_copy(model: nn.Module, graph: ChannelGraph, flow: Flow) -> nn.Module:
+    """A copy of a model with gates on it, set as a choice of filters sets them."""
+    twin = without_attached(real_copy(model))
+    gates = Gates(twin, graph.sites, {name: layer.filters for name, layer in graph.layers.items()})
+    if graph.sites:
+        gates.set_hard([site.open(flow) for site in graph.sites])
+    gates.mode = "hard"
+    return twin
+
+
+def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
+    """Raise a PruningError if the outputs of the two networks differ.
+
+    They are compared in both modes on the example inputs and, in evaluation mode, on inputs of another size with
+    one more sample.  If the gated network takes no other size, as one that flattens its maps, the log says so and
+    only the number of samples changes.
+
+    Returns the largest difference in evaluation mode, or None if that cannot be told; the log then says why.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1))
+    >>> prove(net, net, torch.rand(1, 3, 5, 5))
+    0.0
+    """
+    found: dict[str, float | None] = {}
+    for mode in ("evaluation", "training"):
+        training = mode == "training"
+        found[mode] = _compared(
+            gated, small, example_inputs, training, ": some line looks at a width, or at a mode, unseen"
+        )
+        if found[mode] is None:
+            why = _why_none(gated, example_inputs, training)
+            _log.warning(
+                "in %s mode the cut is not proved: the gated network gives no float64 numbers (%s)", mode, why
+            )
+    apart = found["evaluation"]
+    if apart is not None:
+        apart = max(apart, _compared_elsewhere(gated, small, example_inputs) or 0.0)
+    return apart
+
+
+def _compared_elsewhere(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
+    for inputs in other_sizes(example_inputs):
+        apart = _compared(gated, small, inputs, False, _of_sizes(inputs))
+        if apart is not None:
+            return apart
+    _log.info("the cut is proved for inputs of one size: the gated network takes no other that was tried")
+    inputs = one_more(example_inputs)
+    return _compared(gated, small, inputs, False, _of_sizes(inputs))
+
+
+def _of_sizes(inputs: Any) -> str:
+    shapes = [str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    return f" for inputs of {', '.join(shapes)}: some line looks at their sizes, unseen"
+
+
+def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, why: str) -> float | None:
+    apart = cut_error(gated, small, inputs, training)
+    if apart is not None and not apart <= _TOLERANCE and not _unsure(gated, inputs, training, apart):
+        mode = "training" if training else "evaluation"
+        raise PruningError(
+            f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
+            f"output{why}; leave the layers that feed it alone (ignore), and please report the model"
+        )
+    return apart
+
+
+def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training: bool = False) -> float | None:
+    """The largest difference of the outputs as a part of the largest one; None if the gated network gives none."""
+    try:
+        expected = _outputs(gated, example_inputs, training)
+    except Exception:  # a norm wants more than one value, a type is written into the forward, memory is short
+        return None
+    if not any(bool(tensor.isfinite().any()) for tensor in expected):
+        return None
+    try:
+        return _apart(_outputs(small, example_inputs, training), expected)
+    except Exception as error:
+        raise PruningError(
+            f"the extracted network does not run where the gated one does ({cause(error)}); please report the model"
+        ) from error
+
+
+def _why_none(gated: nn.Module, example_inputs: Any, training: bool) -> str:
+    try:
+        found = _outputs(gated, example_inputs, training)
+    except Exception as error:  # a norm wants more than one image, say
+        return cause(error)
+    return "none of its outputs is finite" if found else "it is on the meta device"
+
+
+def _unsure(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
+    """Does the gated network by itself give as different outputs, for other chances and inputs almost the same?"""
+    nudged = map_tensors(example_inputs, lambda t: t.double() * (1 + _NUDGE) if t.is_floating_point() else t)
+    expected = _outputs(gated, example_inputs, training)
+    return not apart > _UNSURE * _apart(_outputs(gated, nudged, training, seed=1), expected)
+
+
+@torch.no_grad()
+def _outputs(network: nn.Module, inputs: Any, training: bool, seed: int = 0) -> list[Tensor]:
+    """What a copy gives in float64 and without dropout; nothing where there are no numbers."""
+    given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers(), *given)):
+        return []
+    twin = real_copy(network).double().train(training)
+    for module in twin.modules():
+        if isinstance(module, _DropoutNd):
+            module.eval()
+    with same_chance(twin, seed):
+        result = call(twin, map_tensors(inputs, lambda t: t.double() if t.is_floating_point() else t.clone()))
+    return [t for t in pytree.tree_leaves(as_tree(result)) if isinstance(t, Tensor)]
+
+
+def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference; where no number was expected, a zero times infinity say, none is asked for."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return math.inf
+    worst = 0.0
+    for now, then in zip(found, expected, strict=True):
+        told = then.isfinite()
+        if bool(told.any()):
+            now, then = now[told].double(), then[told].double()
+            largest = then.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+            part = float((now - then).abs().max() / largest)
+            worst = max(worst, math.inf if math.isnan(part) else part)
+    return worst

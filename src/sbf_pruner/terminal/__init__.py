@@ -1,1 +1,0 @@
-"""What a terminal shows: progress on stderr, results on stdout."""

@@ -1,0 +1,41 @@
+"""Data sets, images and batches."""
+
+from ...utils.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "batches": (
+            "Augment",
+            "Resident",
+            "Split",
+            "Stream",
+        ),
+        "cifar10": (
+            "Archive",
+            "FILE",
+            "PARTS",
+            "Part",
+            "default_folder",
+            "download",
+            "load_cifar10",
+            "prepare_cifar10",
+            "read_archive",
+            "read_pickle",
+        ),
+        "datasets": (
+            "Data",
+            "Feed",
+            "SOURCES",
+            "batches_of",
+            "load_data",
+            "own_data",
+            "register",
+        ),
+        "images": (
+            "Loaded",
+            "View",
+            "read_picture",
+        ),
+    },
+)

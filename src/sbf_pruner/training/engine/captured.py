@@ -1,0 +1,285 @@
+"""The inner loops at the speed of the chip: every step is one replay of a captured CUDA graph.
+
+The same numbers enter and leave as in `engine`.  Forward and backward are compiled, in bfloat16, with the
+channels last; gates are folded into the norms, the convolutions' weights cast and the norms' batches counted
+by a few kernels for all layers at once.  Evaluation is captured too, but not compiled: it is too rare to earn
+back the time that takes.
+
+The batches that batch norms count, counted for all of them at once, for the captured engine.
+
+A compiled step adds one to every norm's counter by a kernel of its own: 55 of the 311 kernels of a forward of
+ResNet-56, each for one number.  While entered, norms that do not need their count leave it alone, and `count`
+adds to all of them.  A norm that runs twice in a step counts it once; the numbers only tell whether running
+statistics lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...pruner import Pruner
+from ...scores.gates import Folded
+from ...utils.distributed import Team
+from ..data.batches import Batches, Resident
+from ..device import Machine
+from .convolutions import TunableConvolutions
+from .cuda_graphs import Changed, Evaluation, Step, Work, compiled
+from .eager import BEGINNING, Average, Begun, Engine, Tally, Teacher
+
+Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> the loss to train on
+
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "max_autotune": True,
+    "triton.cudagraphs": False,
+}
+
+
+class CapturedEngine(Engine):
+    """`Engine` for CUDA; on the CPU it takes the same way without compiling and capturing, for tests."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        device: torch.device | str,
+        pruner: Pruner | None = None,
+        team: Team | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        order: torch.memory_format = torch.channels_last,
+    ) -> None:
+        self._fast = torch.device(device).type == "cuda"
+        super().__init__(network, device, pruner, team, dtype if self._fast else torch.float32, order)
+        self._loss = self._plain_loss
+        self._tunable: TunableConvolutions | None = None
+        self._counters = Counters(self.network)
+        if self._fast:  # for all of torch: who makes one puts it back (own_arithmetic)
+            torch.backends.cudnn.benchmark = True
+            if dtype != torch.float32:
+                torch.set_float32_matmul_precision("high")
+            self._loss = compiled(self._plain_loss, options=OPTIONS)
+            if order == torch.channels_last:  # which is how they lay out what they compute
+                self._tunable = TunableConvolutions(self.network, dtype)
+        self._steps: dict[Any, Step] = {}
+        self._evaluations: dict[Batches, Evaluation] = {}
+        self._evaluated_with: tuple[str, bool] | None = None
+
+    def train_epoch(
+        self,
+        batches: Batches,
+        epoch: int,
+        optimizer: torch.optim.Optimizer,
+        rates: Sequence[float],
+        label_smoothing: float = 0.0,
+        teacher: Teacher | None = None,
+        average: Average | None = None,
+        begun: Begun = BEGINNING,
+    ) -> Tally:
+        self.network.train()
+        if optimizer not in self._steps:
+            folded, scored = self._folded(), self._scored()
+            taught = self._taught(teacher)
+            work = self._weight_work(optimizer, label_smoothing, folded, taught, average, scored)
+            rate = optimizer.param_groups[0]["lr"]
+            optimizers, more = [optimizer], [] if average is None else list(average.tensors)
+            if scored is not None and scored.optimizer is not None:
+                optimizers.append(scored.optimizer)
+                more += _score_tensors(scored)
+            changed = Changed(self.network, optimizers, more)
+            self._steps.clear()  # an old graph would hold on to its memory while the new one is captured
+            self._steps[optimizer] = Step(batches, work, changed, self.sums, rate, self._inside(folded), self.team)
+        tally = self._steps[optimizer].epoch(epoch, rates, self.after_step, begun)
+        self._agree(average)
+        return tally
+
+    def score_epoch(
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
+    ) -> Tally:
+        assert self.pruner is not None and self.pruner.optimizer is not None
+        self.network.train()
+        optimizer = self.pruner.optimizer
+        if optimizer not in self._steps:
+            folded = self._folded()
+            assert folded is not None
+            changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
+            work = self._score_work(folded, self._taught(teacher))
+            self._steps.clear()
+            self._steps[optimizer] = Step(batches, work, changed, self.sums, None, self._inside(folded), self.team)
+        return self._steps[optimizer].epoch(epoch, after_step=self.after_step, begun=begun)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> Tally:
+        # Training images have an order of their own, and where norms look at the batch it must not be filled up.
+        resident = isinstance(batches, Resident) and batches.augment is None
+        if not resident or _looks_at_batches(self.network):
+            return super().evaluate(batches)
+        assert isinstance(batches, Resident)
+        self.network.eval()
+        gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
+        if gates != self._evaluated_with:  # a graph does not see that gates stand in other places now
+            self._evaluated_with, self._evaluations = gates, {}
+        if batches not in self._evaluations:
+            self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
+        return self._evaluations[batches].run()
+
+    def _folded(self) -> Folded | None:
+        return None if self.pruner is None else Folded(self.network, self.pruner.gates)
+
+    def _inside(self, folded: Folded | None) -> _Dressed:
+        return _Dressed([part for part in (self._tunable, folded, self._counters) if part is not None])
+
+    def _taught(self, teacher: Teacher | None) -> Taught:
+        """What a teacher makes of a loss; it is compiled apart, so that the student's own graph stays as it is."""
+        if teacher is None:
+            return lambda images, loss, outputs: loss
+        mixed: Callable[[Tensor, Tensor, Tensor], Tensor] = teacher.mixed
+
+        def answers(images: Tensor) -> Tensor:
+            return self._answers(teacher, images)
+
+        if self._fast:
+            answers = compiled(answers, options=OPTIONS)
+            mixed = compiled(mixed)
+        return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
+
+    def _weight_work(
+        self,
+        optimizer: torch.optim.Optimizer,
+        label_smoothing: float,
+        folded: Folded | None,
+        taught: Taught,
+        average: Average | None,
+        scored: Pruner | None,
+    ) -> Work:
+        def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            optimizer.zero_grad(set_to_none=True)
+            if folded is not None:
+                folded.refresh()
+            if self._tunable is not None:
+                self._tunable.refresh()
+            loss, outputs = self._loss(images, labels, label_smoothing)
+            self._counters.count()
+            loss = taught(images, loss, outputs)
+            penalty = torch.zeros_like(loss) if scored is None else scored.penalty()
+            (loss if scored is None else loss + penalty).backward()
+            if scored is not None:
+                assert folded is not None and scored.gates.soft.grad is not None
+                scored.gates.soft.grad += folded.both_gradients()
+            elif folded is not None:
+                folded.weight_gradients()
+            self._share_gradients()
+            optimizer.step()
+            if scored is not None:
+                scored.step()
+            if average is not None:
+                average.update()
+            return loss.detach(), outputs.detach(), penalty.detach()
+
+        return work
+
+    def _score_work(self, folded: Folded, taught: Taught) -> Work:
+        pruner = self.pruner
+        assert pruner is not None
+
+        def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            folded.refresh()
+            loss, outputs = self._loss(images, labels, 0.0)
+            self._counters.count()
+            loss = taught(images, loss, outputs)
+            penalty = pruner.penalty()
+            (loss + penalty).backward()
+            assert pruner.gates.soft.grad is not None
+            pruner.gates.soft.grad += folded.score_gradients()
+            pruner.step()
+            return loss.detach(), outputs.detach(), penalty.detach()
+
+        return work
+
+    def _plain_loss(self, images: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+        outputs = self._forward(images)
+        return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing), outputs
+
+    def _judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self._forward(images)
+        return F.cross_entropy(outputs, labels, reduction="none"), outputs
+
+
+class _Dressed:
+    """Several contexts as one that can be entered again and again."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts, self._stack = parts, ExitStack()
+
+    def __enter__(self) -> _Dressed:
+        with ExitStack() as entered:  # which leaves those before a part that fails
+            for part in self.parts:
+                entered.enter_context(part)
+            self._stack = entered.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _score_tensors(pruner: Pruner) -> list[Tensor]:
+    """What a step of the scores changes."""
+    return [*pruner.score_parameters, pruner.gates.soft, pruner.values, pruner.gradient.lost]
+
+
+def _looks_at_batches(network: nn.Module) -> bool:
+    """Is there a batch norm without statistics of its own?"""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in network.modules())
+
+
+def make_engine(
+    network: nn.Module, machine: Machine, pruner: Pruner | None = None, team: Team | None = None
+) -> Engine:
+    """The engine that a machine asks for."""
+    kind = CapturedEngine if machine.captured else Engine
+    return kind(network, machine.device, pruner, team, machine.dtype, machine.order)
+
+
+_COUNTER = "num_batches_tracked"
+
+
+class Counters:
+    """While entered, counting is left to `count`.
+
+    >>> norm = nn.BatchNorm2d(1)
+    >>> with Counters(norm) as counters:
+    ...     _ = norm(torch.zeros(2, 1, 1, 1))
+    ...     counters.count()
+    >>> norm.num_batches_tracked
+    tensor(1)
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        # Without a momentum a norm averages over all batches, and reads how many there were.
+        self.modules = [
+            module
+            for module in network.modules()
+            if isinstance(module, _BatchNorm)
+            and module.momentum is not None
+            and module.num_batches_tracked is not None
+        ]
+        self._counts = {module: module.num_batches_tracked for module in self.modules}
+
+    def __enter__(self) -> Counters:
+        for module in self.modules:
+            module.__dict__[_COUNTER] = None  # found before the buffer of that name
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module.__dict__[_COUNTER]
+
+    def count(self) -> None:
+        """One batch more for every norm that is in training mode."""
+        counts = [count for module, count in self._counts.items() if module.training and count is not None]
+        if counts:
+            torch._foreach_add_(counts, 1)

@@ -1,0 +1,170 @@
+"""What was found to be quickest on a device, kept for the processes after this one.
+
+A question enters, as words; the answer that an earlier process gave leaves, if there was one.  It lies beside what
+the compiler keeps, one small file each, so that runs which start together do not disturb one another's timing.
+Losing all of it costs the seconds it takes to measure again.
+
+Convolutions whose gradients suit few channels, for the captured engine.
+
+The gradient of the input of a convolution with stride 1 is itself a convolution, with the kernel turned round
+and the channels exchanged.  Written so, the compiler tunes it like any forward, where the library's own kernel
+for it is made for many more channels than a CIFAR network has.  The weights in the type the device computes
+in, as they are and turned, are made for all layers at once by two kernels a step: one at a time, 55 layers
+spend more on starting kernels than on the work.  Where there is Triton, a kernel of ours computes the gradients of
+weights, wherever it is the quicker one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from ...errors import RunError
+from ...utils.files import replacing
+from ...utils.user_model import Attached
+
+
+def recall(question: str) -> str | None:
+    """The answer that was kept, if any."""
+    with suppress(OSError, UnicodeDecodeError):
+        asked, _, answer = _place(question).read_text("utf-8").partition("\n")
+        if asked == question:
+            return answer.strip()
+    return None
+
+
+def keep(question: str, answer: str) -> None:
+    """Keep an answer; a folder that cannot be written to keeps none."""
+    with suppress(OSError, RunError), replacing(_place(question)) as path:
+        path.write_text(f"{question}\n{answer}\n", "utf-8")
+
+
+def _place(question: str) -> Path:
+    return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.txt"
+
+
+_ALIGNED = 64  # elements; a tensor that starts anywhere would be copied before a compiled kernel reads it
+
+
+class TunableConvolutions:
+    """While entered, the network's convolutions of stride 1 have gradients the compiler can tune.
+
+    They read their weights from copies in `dtype` that `refresh` makes; gradients go to the weights themselves.
+    """
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self.modules = [m for m in network.modules() if type(m) is nn.Conv2d and _suits(m)]
+        weights = [m.weight for m in self.modules]
+        self._weights = [w.detach() for w in weights]
+        starts, size = [], 0
+        for weight in weights:
+            starts.append(size)
+            size += -(-weight.numel() // _ALIGNED) * _ALIGNED
+        device = weights[0].device if weights else None
+        self._plain = torch.zeros(size, dtype=dtype, device=device)
+        self._turned = torch.zeros(size, dtype=dtype, device=device)
+        places = torch.zeros(size, dtype=torch.int64)
+        self._casts: list[Tensor] = []
+        self._tuned: list[_Tuned] = []
+        for module, weight, start in zip(self.modules, weights, starts, strict=True):
+            filters, channels, height, width = weight.shape
+            part = slice(start, start + weight.numel())
+            # Both in the order that channels_last means: filter, row, column, channel.
+            cast = self._plain[part].view(filters, height, width, channels).permute(0, 3, 1, 2)
+            turned = self._turned[part].view(channels, height, width, filters).permute(0, 3, 1, 2)
+            numbers = torch.arange(part.start, part.stop).view(filters, height, width, channels)
+            places[part] = numbers.flip(1, 2).permute(3, 1, 2, 0).reshape(-1)
+            self._casts.append(cast)
+            self._tuned.append(_Tuned(module, cast, turned, _has_kernel(module, dtype)))
+        self._places = places.to(device)
+
+    def __enter__(self) -> TunableConvolutions:
+        for module, tuned in zip(self.modules, self._tuned, strict=True):
+            module.__dict__["forward"] = tuned.forward
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module.__dict__["forward"]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights anew."""
+        if self.modules:
+            torch._foreach_copy_(self._casts, self._weights)
+            torch.index_select(self._plain, 0, self._places, out=self._turned)
+
+
+class _Tuned(Attached):
+    """What stands for one convolution's forward.
+
+    A partial function would do, but a compiler writes down what it relies on, and would print the tensors with it,
+    row by row from the device.
+    """
+
+    def __init__(self, module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool) -> None:
+        self.module, self.cast, self.turned, self.kernel = module, cast, turned, kernel
+        self.padding = int(module.padding[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = x.to(self.cast.dtype), self.module.weight
+        result: Tensor = _Convolution.apply(x, weight, self.cast, self.turned, self.padding, self.kernel)
+        return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, turned: Tensor, padding: int, kernel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, cast, turned)
+        ctx.padding, ctx.kernel, ctx.dtype = padding, kernel, weight.dtype
+        return F.conv2d(x, cast, None, 1, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, cast, turned = ctx.saved_tensors
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = F.conv2d(gradient, turned, None, 1, cast.shape[2] - 1 - ctx.padding)
+        if ctx.needs_input_grad[1]:
+            if ctx.kernel:
+                of_weight = torch.ops.sbf_pruner.weight_gradient(x, gradient)
+            else:
+                sides, wanted = [ctx.padding, ctx.padding], [False, True, False]
+                of_weight = torch.ops.aten.convolution_backward(
+                    gradient, x, cast, None, [1, 1], sides, [1, 1], False, [0, 0], 1, wanted
+                )[1]
+            of_weight = of_weight.to(ctx.dtype)
+        return of_input, of_weight, None, None, None, None
+
+
+def _suits(module: nn.Conv2d) -> bool:
+    return (
+        "forward" not in module.__dict__
+        and "weight" in module._parameters  # and not made anew by a hook, as the old weight norm does
+        and module.stride == module.dilation == (1, 1)
+        and module.groups == 1
+        and module.bias is None
+        and module.kernel_size[0] == module.kernel_size[1]
+        and module.padding in {(p, p) for p in range(module.kernel_size[0])}
+        and module.padding_mode == "zeros"
+    )
+
+
+def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
+    if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
+        return False
+    from . import triton_kernels  # noqa: F401 (registers the operator; there is no Triton elsewhere)
+
+    return module.kernel_size == (3, 3) and module.padding == (1, 1)

@@ -1,1 +1,0 @@
-"""A kernel of our own, for what libraries do slowly with few channels, and who chooses it; for Triton and CUDA."""

@@ -1,0 +1,207 @@
+"""A target in milliseconds, for a run: what is known of the time, the way filters go, and the last correction.
+
+A recipe and a network enter; a clock for the pruner leaves, with the way that keeps the most, both fixed before
+anything is trained.  When the last scores have landed, the network is really cut and timed beside the dense one,
+and landed again until the time is the one asked for.  What holds: every measurement is in `latency.json` before it
+is used, so a run that was killed and goes on lands on the same filters; on another machine than the one that was
+measured nothing is timed, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..budget.constraints import Guards
+from ..budget.targets import MICROSECONDS, MISSED, Budget, Stored
+from ..errors import PruningError, RecipeError, RunError
+from ..graph.channel_graph import ChannelGraph
+from ..graph.cost import lay_out
+from ..measurement.calibration import WAYS, Chosen, choose_way, clock_here, here, same_place
+from ..measurement.latency_model import LatencyModel, from_dict, read_model
+from ..measurement.runtimes import RUNTIMES
+from ..measurement.stopwatch import Pairs
+from ..plan import Plan
+from ..pruner import Pruner
+from ..utils.files import read_text, write_text
+from ..utils.user_model import real_copy
+from .recipe import Recipe
+from .run_folder import REMEDY
+
+CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
+TRUST = 1.5  # the most that one measurement moves the forecast; one that is further off is taken again
+LANDINGS = 5  # at most
+OWN = "as coupled"  # the way of a recipe that says itself which filters go together
+
+_log = logging.getLogger(__name__)
+TimePlan = Callable[[Plan], float]
+
+
+class Timed:
+    """All that a run with a target for its latency has to know."""
+
+    def __init__(self, clock: LatencyModel, chosen: Chosen, rounds: list[dict[str, Any]] | None = None) -> None:
+        self.clock, self.chosen = clock, chosen
+        self.rounds = rounds or []
+        """what was measured: the filters (as a digest), the time foretold and the time found"""
+        self._file: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module,
+        images: Tensor,
+        graph: ChannelGraph,
+        recipe: Recipe,
+        kept: Path | None,
+        budget: Budget,
+        guards: Guards,
+    ) -> Timed:
+        """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
+        config = recipe.latency
+        if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
+            raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
+        if kept is not None and kept.is_file():
+            return cls._read(kept, graph)
+        if config.table:
+            clock = read_model(os.path.expanduser(config.table), graph)
+        else:
+            there = here(config.runtime, config.batch, config.threads or torch.get_num_threads())
+            clock = clock_here(network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info)
+        if recipe.guards.couple or recipe.scores.blocks:
+            return cls(clock, Chosen(OWN, {}))
+        if config.way != "auto":
+            return cls(clock, Chosen(config.way, {}))
+        stored = Stored(network, images[:2], graph) if budget.size != 1 else None
+        chosen = choose_way(graph, clock, budget, guards, stored)
+        _log.info("%s", chosen.told())
+        return cls(clock, chosen)
+
+    @classmethod
+    def _read(cls, path: Path, graph: ChannelGraph) -> Timed:
+        try:
+            written = json.loads(read_text(path))
+            chosen = Chosen(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
+            rounds = [{key: one[key] for key in ("plan", "foretold", "measured")} for one in written["rounds"]]
+        except (ValueError, LookupError, TypeError):
+            raise RunError(f"{path} is damaged; {REMEDY}") from None
+        return cls(from_dict(written, graph, str(path)), chosen, rounds)
+
+    def keep_in(self, path: Path) -> None:
+        """Write it down, now and whenever something is measured."""
+        self._file = path
+        self._write()
+
+    def come_in_time(self, pruner: Pruner, timer: TimePlan) -> None:
+        """Land until the network that is really cut takes the time asked for, or no landing comes nearer."""
+        limits = pruner.aim.limits
+        assert limits is not None
+        asked = limits.most["latency"] / limits.whole["latency"]
+        tried: dict[str, tuple[float, Plan]] = {}
+        for _ in range(LANDINGS):
+            plan = pruner.plan()
+            name = _digest(plan)
+            if name in tried:
+                break
+            foretold = self.clock.ratio(plan.masks(pruner.graph))
+            found = self._measured(name, foretold, plan, timer)
+            tried[name] = found / asked - 1, plan
+            if abs(tried[name][0]) <= CLOSE or (found < asked and _scarcer(pruner, plan)):
+                break
+            self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
+            try:
+                pruner.land()
+            except PruningError:  # by what was found even the smallest network takes longer: that one, then
+                pruner.gate(Plan.from_masks(pruner.aim.smallest))
+        off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
+        pruner.gate(best)
+        if off > MISSED:
+            _log.warning("the time asked for was missed by %.0f%%, and no landing came nearer", 100 * off)
+        elif off < -MISSED and not _scarcer(pruner, best):
+            _log.warning("%.0f%% less time than was asked for is taken, and no landing came nearer", -100 * off)
+
+    def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
+        """What a run came to."""
+        limits, held = pruner.aim.limits, self.clock.conditions
+        assert limits is not None
+        self.clock.correction = 1.0
+        laid = lay_out(pruner.graph, plan.masks(pruner.graph))
+        mine = [one for one in self.rounds if one["plan"] == _digest(plan)]
+        errors = {k: v for k, v in self.clock.calibration.items() if k.endswith("_error")}
+        return {
+            "asked": limits.most["latency"] / limits.whole["latency"],
+            "foretold": self.clock.seconds(laid) / self.clock.dense_seconds,
+            "measured": mine[-1]["measured"] if mine else None,
+            "dense_ms": 1e3 * self.clock.dense_seconds,
+            "asked_ms": 1e3 * limits.most["latency"] / MICROSECONDS,
+            "runtime": held.runtime,
+            "batch": held.batch,
+            "threads": held.threads,
+            "machine": dict(held.machine),
+            **self.chosen.to_dict(),
+            **errors,
+            "landings": [{key: one[key] for key in ("foretold", "measured")} for one in self.rounds],
+        }
+
+    def _measured(self, name: str, foretold: float, plan: Plan, timer: TimePlan) -> float:
+        for one in self.rounds:
+            if one["plan"] == name:
+                return float(one["measured"])
+        found = timer(plan)
+        if not 1 / TRUST < found / foretold < TRUST:  # a machine that was busy is more likely than such a forecast
+            found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
+        self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
+        self._write()
+        _log.info("cut for real: %.1f%% of the dense network's time, foretold %.1f%%", 100 * found, 100 * foretold)
+        return found
+
+    def _write(self) -> None:
+        if self._file is not None:
+            held = {**self.clock.to_dict(), "chosen": self.chosen.to_dict(), "rounds": self.rounds}
+            write_text(self._file, json.dumps(held, indent=1) + "\n")
+
+
+def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
+    """A function that times plans as the clock was measured; None on another machine, or without the runtime."""
+    pairs = _pairs_here(clock, network, images)
+    return None if pairs is None else pairs.ratio
+
+
+def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
+    """Is all there that `timer_here` will need?  Said in one sentence if not, as long as nothing is trained."""
+    pairs = _pairs_here(clock, network, images)
+    if pairs is not None:
+        pairs.rehearse()
+
+
+def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pairs | None:
+    held = clock.conditions
+    if held.runtime not in RUNTIMES or not same_place(held, here(held.runtime, held.batch, held.threads)):
+        return None
+    return Pairs(real_copy(network).cpu().eval(), images[:1].cpu(), held)
+
+
+def coupling(way: str) -> dict[str, Any]:
+    """What a way means for a pruner."""
+    return {"couple": WAYS[way], "blocks": way == "blocks"} if way in WAYS else {}
+
+
+def _scarcer(pruner: Pruner, plan: Plan) -> bool:
+    """Is something else than the time what stops the network from being larger?"""
+    assert pruner.aim.limits is not None
+    room = pruner.aim.limits.room(pruner.aim.count(plan.masks(pruner.graph)))
+    return any(left < room["latency"] for name, left in room.items() if name != "latency")
+
+
+def _digest(plan: Plan) -> str:
+    text = json.dumps({name: list(kept) for name, kept in sorted(plan.keep.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,433 @@
+"""The state of a run, in a file, and back.
+
+A nest of dicts, lists, tuples, tensors, numbers, text and None enters and comes back equal; `torch.optim`
+state_dicts are such nests.  It is one safetensors file, and the old one stays until the new one is complete.
+A file that is cut short or was changed is refused.
+
+The run folder: what is in it, and when it may be written.
+
+A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.json`, `metrics.jsonl`,
+`scores.jsonl`, `checkpoints/`, `latency.json` where a time was asked for, and at the end `plan.json`,
+`model.safetensors`, `report.html` and `summary.json`, which comes last: a run with a summary is finished.  What
+holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's folder only the files
+named here are, and what `sbf export` wrote into it.
+
+A finished run, read back from its folder: its recipe, its summary, and both networks.
+
+The dense stage of another run, taken over instead of trained again: many sizes from one warm-up.
+
+A recipe and the folder of a run that is past its warm-up enter; the weights the warm-up left and its records leave.
+What holds: the two recipes agree in all that a warm-up depends on, so a run that takes one over ends as if it had
+trained it itself, on the CPU to the last bit; nothing is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RecipeError, RunError
+from ..models import build_network
+from ..saving import load, remove_export
+from ..utils.files import (
+    append_text,
+    flat,
+    from_plain,
+    is_there,
+    locked,
+    read_lines,
+    read_tensors,
+    read_text,
+    to_plain,
+    write_tensors,
+    write_text,
+)
+from ..utils.paths import why_not_writable
+from ..utils.user_code import UNTRUSTED, Origin
+from .recipe import Recipe, load_recipe
+from .schedule import phases, total_epochs
+
+NAME = "last.safetensors"
+_FORMAT = "sbf-pruner checkpoint 1"
+ELSEWHERE = "or begin a run in another folder (--run)"
+REMEDY = f"put the file back, {ELSEWHERE}"
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Path:
+    """Write `state` to the checkpoint in `folder`, in one step, and return its path.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_checkpoint(Path(folder), {"done": 3, "weights": [torch.ones(2)]})
+    ...     load_checkpoint(Path(folder))
+    {'done': 3, 'weights': [tensor([1., 1.])]}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def store(at: str, tensor: Tensor) -> str:
+        name = at
+        while name in tensors:  # a key that holds a dot may look like a path
+            name += "'"
+        tensors[name] = tensor
+        return name
+
+    skeleton = to_plain(state, store)
+    path = Path(folder) / name
+    write_tensors(path, tensors, {"format": _FORMAT, "state": skeleton})
+    return path
+
+
+def load_checkpoint(folder: Path, name: str = NAME, remedy: str = REMEDY) -> dict[str, Any]:
+    """Read the checkpoint in `folder`; a RunError that names the remedy if it is missing or not whole."""
+    path = Path(folder) / name
+    tensors, header = read_tensors(path, remedy)
+    if header.get("format") != _FORMAT:
+        raise RunError(f"{path} is no checkpoint of this version ({_FORMAT}); {remedy}")
+    state = from_plain(header["state"], tensors.__getitem__)
+    assert isinstance(state, dict)
+    return state
+
+
+INITIAL = "initial.safetensors"
+DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
+SCORED = "scored.safetensors"
+STARTS_OVER = "starting-over.partial"  # while an earlier run is removed: what is missing is not lost then
+EXPORT = "export"  # where `sbf export` writes to, unless it is told
+PUT_BACK = f"put back the run's own, {ELSEWHERE}"
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.toml"
+        self.network = path / "network.json"
+        self.metrics = path / "metrics.jsonl"
+        self.scores = path / "scores.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.latency = path / "latency.json"
+        self.summary = path / "summary.json"
+
+    @classmethod
+    def of(cls, recipe: Recipe, path: str | Path | None) -> RunFolder:
+        """The folder given, or runs/NAME-seedN below the current one."""
+        if path is not None:
+            return cls(Path(path))
+        if not recipe.name.strip() or Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
+            raise RunError(f"name: a folder below runs cannot be called {recipe.name!r}; name one (--run)")
+        return cls(Path("runs") / f"{recipe.name}-seed{recipe.seed}")
+
+    def origin(self, *others: Path, trust: bool, resume: bool = False) -> Origin:
+        """The origin of a recipe that is used with this folder: nothing is imported from in here, or from `others`.
+
+        `trust` says that the recipe was named by the user, who may name it again to `resume`, or trusts this one.
+        """
+        named = f", or name the recipe that you began it with (sbf run RECIPE --run {self.path} --resume)"
+        return Origin(trust, (self.path, *others), named if resume else "")
+
+    @property
+    def begun(self) -> bool:
+        """Is there a run in it?"""
+        return is_there(self.recipe)
+
+    @property
+    def finished(self) -> bool:
+        """Has the run in it come to its end?"""
+        return is_there(self.summary)
+
+    def has_checkpoint(self, name: str = NAME) -> bool:
+        """Is there a checkpoint of this name?"""
+        return is_there(self.checkpoints / name)
+
+    def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
+        """Raise a RunError unless a run of `recipe` may start, start over, or go on here."""
+        if resume and force:
+            raise RunError("a run either goes on (--resume) or starts over (--force), not both; choose one")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"{self.path} is a file; name a folder for the run")
+        if (reason := why_not_writable(self.path)) is not None:
+            raise RunError(f"{self.path} cannot be written, because {reason}; name another folder (--run)")
+        if not self.begun:
+            if resume:
+                raise RunError(f"there is no run to resume in {self.path}; leave out --resume (resume=True)")
+            found = self.path.iterdir() if self.path.is_dir() else ()
+            if any(not name.name.endswith(".partial") for name in found):
+                raise RunError(f"{self.path} holds files but no run; name a new folder for the run")
+        elif resume:
+            self._check_same(recipe)
+            self._check_goes_on(recipe)
+        elif not self._is_run():
+            raise RunError(f"{self.path} holds a recipe.toml but no run; name a new folder for the run (--run)")
+        elif not force:
+            raise RunError(
+                f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
+                "or name another folder (--run)"
+            )
+        else:
+            self._check_links()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep every other process out, with a lock that goes with this process however it ends."""
+        new = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
+        try:
+            with locked(self.path, RunError(otherwise)):
+                for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):  # by one killed
+                    if not left.is_dir():  # an export's, which the next export removes
+                        left.unlink(missing_ok=True)
+                yield
+        except BaseException:
+            with suppress(OSError):  # only if nothing came of the run
+                for path in new:
+                    path.rmdir()
+            raise
+
+    def begin(self, recipe: Recipe) -> None:
+        """Remove what an earlier run left here and write the recipe."""
+        self._check_links()
+        self.path.mkdir(parents=True, exist_ok=True)
+        starts_over = self.path / STARTS_OVER
+        starts_over.touch()
+        # First what says that a run is finished, or can go on: killed here, a run has at worst to begin.
+        stale = ["summary.json", *(f"checkpoints/{name}" for name in (NAME, INITIAL, DENSE, SCORED))]
+        stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
+        stale += ["report.html", "bench.json", "latency.json"]
+        logs = self.path.glob("tensorboard/events.out.tfevents.*")
+        for path in (*(self.path / name for name in stale), *logs):
+            path.unlink(missing_ok=True)
+        remove_export(self.path / EXPORT)
+        write_text(self.recipe, recipe.to_toml())
+        starts_over.unlink()
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records to the metrics, safely on disk before the checkpoint that counts them."""
+        append_text(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records written so far."""
+        return read_lines(self.metrics, REMEDY)
+
+    def append_scores(self, line: Mapping[str, Any]) -> None:
+        """Add the scores of one epoch."""
+        append_text(self.scores, json.dumps(line, separators=(",", ":")) + "\n")
+
+    def read_scores(self) -> list[dict[str, Any]]:
+        """The scores written so far; a run begun by an older version has none of its first epochs."""
+        return read_lines(self.scores, REMEDY)
+
+    def rewind(self, records: int) -> None:
+        """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
+        written = read_lines(self.metrics, REMEDY, records)
+        if len(written) < records:
+            raise RunError(
+                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; {REMEDY}"
+            )
+        scores = [line for line in self.read_scores() if line["done"] <= records]
+        if self.metrics.is_file():
+            write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in written))
+        if self.scores.is_file():
+            write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in scores))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, which marks the run as finished."""
+        write_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary of a finished run."""
+        try:
+            summary = json.loads(read_text(self.summary))
+        except ValueError:
+            summary = None
+        if not isinstance(summary, dict) or not {"dense", "pruned", "layers"} <= set(summary):
+            raise RunError(f"{self.summary} is damaged; remove it and --resume to write it anew")
+        return summary
+
+    def read_recipe(self) -> Recipe:
+        """The recipe of the run in it, which was written whole: what is missing was not left out."""
+        try:
+            text = read_text(self.recipe)
+            recipe = load_recipe(self.recipe)
+            written = flat(tomllib.loads(text))
+        except (FileNotFoundError, RecipeError, ValueError) as error:
+            raise RunError(f"{self.recipe} is damaged or was changed ({error}); {PUT_BACK}") from error
+        last = list(flat(recipe.to_dict()))[-1]
+        if last not in written:
+            raise RunError(f"{self.recipe} is cut short ({last} is missing); {PUT_BACK}")
+        return recipe
+
+    def _is_run(self) -> bool:
+        """Return True if a run wrote the recipe here: it is whole, or something else of a run lies beside it."""
+        if any(path.exists() for path in (self.network, self.metrics, self.path / STARTS_OVER)):
+            return True
+        try:
+            self.read_recipe()
+        except RunError:
+            return False
+        return True
+
+    def _check_links(self) -> None:
+        """Files are removed from these folders when a run starts over, which must not happen somewhere else."""
+        for path in (self.checkpoints, self.path / "tensorboard", self.path / EXPORT):
+            if path.is_symlink():
+                raise RunError(
+                    f"{path} is a link, and starting over would remove files elsewhere; remove the link, "
+                    f"{ELSEWHERE}"
+                )
+
+    def _check_goes_on(self, recipe: Recipe) -> None:
+        """A run that is past its first phase has a checkpoint: without one it would begin again, and lose all."""
+        if self.finished or self.has_checkpoint() or (self.path / STARTS_OVER).is_file():
+            return
+        records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
+        first = next(iter(phases(recipe)), None)
+        if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
+            raise RunError(
+                f"the run in {self.path} has come to epoch {records}, but there is no checkpoints/{NAME} to go on "
+                f"from; {REMEDY}"
+            )
+
+    def _check_same(self, recipe: Recipe) -> None:
+        before, now = flat(self.read_recipe().to_dict()), flat(recipe.to_dict())
+        for key in [*now, *before]:
+            if now.get(key) != before.get(key):
+                raise RunError(
+                    f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
+                    f"as it is (sbf run --run {self.path} --resume), {ELSEWHERE}"
+                )
+        if _patterns(before) != _patterns(now):
+            # Equal as settings, but of the patterns that match a layer the last one counts.
+            raise RunError(
+                f"{self.path} was run with the patterns of its guards in another order; resume it as it is "
+                f"(sbf run --run {self.path} --resume), {ELSEWHERE}"
+            )
+
+    def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
+        """Refuse to go on with another recipe than a checkpoint's; settings that it does not know are new ones."""
+        now = flat(recipe.to_dict())
+        for key, before in flat(trained_with).items():
+            if now.get(key) != before:
+                raise RunError(
+                    f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
+                    f"{now.get(key)!r}; put it back, {ELSEWHERE}"
+                )
+
+    def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Refuse to go on with more or fewer images than a checkpoint's."""
+        for part, before in trained_with.items():
+            if counts[part] != before:
+                raise RunError(
+                    f"the run in {self.path} began with {before:,} images for {part}, and now there are "
+                    f"{counts[part]:,}; give the same images, {ELSEWHERE}"
+                )
+
+
+def _patterns(settings: Mapping[str, Any]) -> list[str]:
+    """The keys of the guards, in their order."""
+    return [key for key in settings if key.startswith("guards.")]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left behind."""
+
+    path: Path
+    origin: Origin
+    recipe: Recipe
+    summary: dict[str, Any]
+    build: Callable[[], nn.Module]
+    """makes the dense network, with fresh weights"""
+    small: nn.Module
+    """the pruned network, in evaluation mode"""
+
+
+def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
+    """Read a finished run; `otherwise` ends the sentence that says there is none.
+
+    Code that its recipe names is imported only with `trust`.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.begun:
+        raise RunError(f"there is no run in {path}; name the folder of a finished run{otherwise}")
+    if not folder.finished:
+        raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
+    recipe = folder.read_recipe()
+    origin = folder.origin(trust=trust)
+    build = partial(build_dense, recipe, origin)
+    summary = folder.read_summary()
+    return FinishedRun(folder.path, origin, recipe, summary, build, load(folder.path, build).eval())
+
+
+def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
+    """Build the dense network of a recipe, with fresh weights; code of the user's only if `origin` is trusted."""
+    config = recipe.model
+    torch.manual_seed(recipe.seed)
+    given = {"num_classes": config.num_classes, "in_channels": config.in_channels, **config.options}
+    return build_network(config.name, given, origin)
+
+
+DECIDES = ("seed", "model.", "data.", "warmup.", "phases.warmup")  # settings that the dense stage follows from
+
+
+@dataclass(frozen=True)
+class DenseStage:
+    """What a warm-up came to."""
+
+    run: str
+    """the folder of the run that trained it"""
+    weights: dict[str, Tensor]
+    records: list[dict[str, Any]]
+
+    @property
+    def accuracy(self) -> float:
+        """On the test images, after its last epoch."""
+        accuracy = self.records[-1]["test_accuracy"]
+        assert isinstance(accuracy, float)
+        return accuracy
+
+    @property
+    def seconds(self) -> float:
+        """What its training took."""
+        return float(sum(record["seconds"] for record in self.records))
+
+
+def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
+    """The dense stage of the run in `path`, as `recipe` would train it; a RunError where it would train another."""
+    source = RunFolder(Path(path))
+    if not source.begun:
+        raise RunError(f"there is no run in {path} to take the dense stage from; name the folder of a run")
+    theirs, ours = (flat(each.to_dict()) for each in (source.read_recipe(), recipe))
+    for key in (key for key in [*ours, *theirs] if key.startswith(DECIDES)):
+        if theirs.get(key) != ours.get(key):
+            raise RunError(
+                f"the dense stage of {path} was trained with {key} = {theirs.get(key)!r}, not {ours.get(key)!r}; "
+                "take over one of the same network, data, warm-up and seed, or train it (leave out --dense-from)"
+            )
+    epochs = recipe.phases.warmup
+    if not epochs:
+        raise RunError("the recipe has no dense stage to take over (phases.warmup = 0); leave out --dense-from")
+    records = source.read_metrics()[:epochs]
+    if not source.has_checkpoint(DENSE):
+        raise RunError(
+            f"the run in {path} has no checkpoints/{DENSE}: it is not past its warm-up, or the file was not copied "
+            "along; wait for it, or leave out --dense-from"
+        )
+    if len(records) < epochs:
+        raise RunError(
+            f"{source.metrics} tells of {len(records)} of the {epochs} epochs of the warm-up; put the file back, "
+            "or leave out --dense-from"
+        )
+    total = total_epochs(recipe)
+    weights = load_checkpoint(source.checkpoints, DENSE, "take over another run's, or leave out --dense-from")
+    return DenseStage(str(path), weights, [{**record, "total": total} for record in records])

@@ -1,0 +1,139 @@
+"""Percentages that do not round to a lie, and lists that do not run on.  Numbers or names enter, text leaves.
+
+What holds: nothing is written as 0 or 100 that is not, so that no reader takes a little for nothing, or nearly all
+for all.
+
+Numbers as people read them.  Values enter, short text leaves; what is not known is a dash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_DIGITS = 12
+
+
+def rounded(percentage: float, digits: int = 1) -> str:
+    """A percentage with so many decimals, or with more where it would look like none or all and is neither.
+
+    >>> [rounded(value) for value in (42.37, 0.04, 99.97, -99.96, 0, 100)]
+    ['42.4', '0.04', '99.97', '-99.96', '0.0', '100.0']
+    >>> rounded(0.23, 0), rounded(99.6, 0), rounded(1e-20)
+    ('0.2', '99.6', '1e-20')
+    """
+    for places in range(digits, _MOST_DIGITS):
+        said = f"{percentage:.{places}f}"
+        if float(said) == percentage or abs(float(said)) not in (0, 100):
+            return said
+    return f"{percentage:.1g}" if abs(percentage) < 1 else f"{percentage:.{digits}f}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "thread"), counted(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+DASH = "\u2013"
+MINUS = "\u2212"
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """A percentage.
+
+    >>> percent(93.456), percent(0.2, 0), percent(None)
+    ('93.46 %', '0.2 %', '–')
+    """
+    return DASH if value is None else f"{rounded(value, digits)} %"
+
+
+def count(value: float | None) -> str:
+    """A whole number, its thousands set apart.
+
+    >>> count(853018)
+    '853,018'
+    """
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def short(value: float | None, unit: str = "") -> str:
+    """A large number in few letters.
+
+    >>> short(853018), short(125485696), short(1234, "B"), short(12)
+    ('853 k', '125 M', '1.23 kB', '12')
+    """
+    if value is None:
+        return DASH
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            part = value / size
+            digits = 0 if part >= 100 else 1 if part >= 10 else 2
+            return f"{part:.{digits}f} {letter}{unit}"
+    return f"{value:.0f} {unit}".rstrip()
+
+
+def signed(value: float, digits: int = 1, unit: str = "") -> str:
+    """A difference with its sign.
+
+    >>> signed(-54.7, unit=" %"), signed(0.04)
+    ('−54.7 %', '±0.0')
+    """
+    rounded = round(value, digits)
+    sign = "+" if rounded > 0 else MINUS if rounded < 0 else "\u00b1"
+    return f"{sign}{abs(value):.{digits}f}{unit}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """By how many percent a number changed.
+
+    >>> change(200, 150), change(10000, 2), change(7, 7), change(None, 3)
+    ('−25.0 %', '−99.98 %', '±0.0 %', '–')
+    """
+    if not before or after is None:
+        return DASH
+    sign = "\u00b1" if after == before else "+" if after > before else MINUS
+    return f"{sign}{rounded(100 * abs(after / before - 1))} %"
+
+
+def milliseconds(value: float | None) -> str:
+    """A time of a forward pass.
+
+    >>> milliseconds(5.213)
+    '5.21 ms'
+    """
+    return DASH if value is None else f"{value:.{2 if value < 100 else 0}f} ms"
+
+
+def duration(seconds: float) -> str:
+    """A length of time.
+
+    >>> duration(75), duration(7400), duration(9)
+    ('1 min 15 s', '2 h 3 min', '9 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def tiny(value: float | None) -> str:
+    """A number near zero.
+
+    >>> tiny(4.816e-16), tiny(0.0)
+    ('4.8e-16', '0')
+    """
+    return DASH if value is None else "0" if value == 0 else f"{value:.1e}"

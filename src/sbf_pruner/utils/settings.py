@@ -1,0 +1,330 @@
+"""What a pruner may be told: names that are known, and numbers within bounds, which hold for recipes as well.
+
+Settings enter; nothing leaves, or the sentence that says which of them makes no sense.  Recipes are read before
+torch is there, so nothing here asks for it.
+
+Typed, bounded and described settings: what a recipe is made of.
+
+A plain table (as TOML gives it) enters, a frozen `Section` leaves, and goes back to the same table or to
+TOML text.  A section checks its own fields when it is built, whoever builds it, so one that exists is valid.
+Every failure is a `RecipeError` of one sentence that opens with the dotted key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from ..errors import PruningError, RecipeError, nearest
+
+
+class Bounds(TypedDict, total=False):
+    """What a number is held to."""
+
+    least: float
+    above: float
+    most: float
+    below: float
+
+
+BOUNDS: dict[str, Bounds] = {
+    "penalty": {"least": 0, "most": 1e10},  # steering may raise it 10,000 times, and Adam squares its gradient
+    "leak": {"least": 0},
+    "lr": {"above": 0},
+    "speed": {"least": 0},
+    "eps": {"least": 0},
+    "threshold": {"above": 0, "most": 1},
+}
+_Kind = Literal["least", "above", "most", "below"]
+_WORDS: dict[_Kind, tuple[str, Callable[[Any, Any], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not among those known."""
+    if name not in known:
+        raise PruningError(f"{what} {name!r} is not known; {nearest(str(name), known)}")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse what is no number, and numbers that break their bounds.
+
+    >>> check_numbers(lr=-1.0)
+    Traceback (most recent call last):
+    sbf_pruner.errors.PruningError: lr: must be above 0, got -1.0
+    """
+    for key, given in numbers.items():
+        try:
+            value = math.nan if isinstance(given, str | bool) else float(given)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise PruningError(f"{key}: expected a finite number, got {given!r}")
+        if broken := broken_bound(value, BOUNDS[key]):
+            raise PruningError(f"{key}: {broken}")
+
+
+def broken_bound(value: Any, bounds: Bounds) -> str:
+    """The first bound that a number breaks, in words; "" where it keeps to them all.
+
+    >>> broken_bound(2, {"above": 0, "most": 1})
+    'must be at most 1, got 2'
+    """
+    for kind, (word, holds) in _WORDS.items():
+        if kind in bounds and not holds(value, bounds[kind]):
+            return f"must be {word} {bounds[kind]:g}, got {value}"
+    return ""
+
+
+S = TypeVar("S", bound="Section")
+
+KIND_NAMES: dict[Any, str] = {
+    dict[str, Any]: "table",
+    tuple[float, ...]: "list of floats",
+    tuple[str, ...]: "list of texts",
+    dict: "table",
+    int | dict[str, int]: "int or table",
+    float | dict[str, float]: "float or table",
+}
+
+
+class Setting(NamedTuple):
+    """All there is to tell about one key: its type, its default (None: required), its choices, its meaning."""
+
+    kind: str
+    default: Any
+    choices: tuple[str, ...]
+    help: str
+
+
+def about(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> dict[str, Any]:
+    """The metadata of a field: its meaning, and the values it may take."""
+    return {"help": help, "choices": choices, "bounds": bounds}
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A group of settings, checked and brought to their declared types on construction."""
+
+    def __post_init__(self) -> None:
+        for field, kind in _fields(type(self)):
+            value = _typed(field.name, getattr(self, field.name), kind)
+            _check(field, value)
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        """Build from a table; what it leaves out keeps its default."""
+        _refuse_unknown(cls, table)
+        return _build(cls, merge(_defaults(cls), table))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain, nested tables and lists."""
+        return {field.name: _plain(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def to_toml(self) -> str:
+        """The settings as TOML text, from which `from_dict` makes an equal section."""
+        table = self.to_dict()
+        sections = {field.name for field, kind in _fields(type(self)) if _is_section(kind)}
+        lines = [f"{key} = {_toml(value)}" for key, value in table.items() if key not in sections]
+        for name in table:
+            if name in sections:
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table[name].items())]
+        return "\n".join(lines) + "\n"
+
+
+def describe(cls: type[Section]) -> dict[str, Setting]:
+    """Every dotted key of a section and what there is to tell about it, for `--help` and the docs."""
+    return dict(_describe(cls, _defaults(cls)))
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any], *, empties: bool = False) -> dict[str, Any]:
+    """A new table: `base` with the values of `extra` laid over it, table by table.
+
+    An empty table adds nothing, or where it `empties` leaves nothing.
+
+    >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}}, empties=True)
+    {'a': {'b': 1, 'e': 3}, 'c': {}}
+    """
+    merged = dict(base)
+    for key, value in extra.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and (value or not empties):
+            value = merge(below, value, empties=empties)
+        merged[key] = value
+    return merged
+
+
+def _fields(cls: type[Section]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    kinds = get_type_hints(cls)
+    return ((field, kinds[field.name]) for field in dataclasses.fields(cls))
+
+
+def _is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _describe(cls: type[Section], defaults: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Setting]]:
+    for field, kind in _fields(cls):
+        default = defaults.get(field.name)
+        if _is_section(kind):
+            yield from _describe(kind, default or {}, f"{at}{field.name}.")
+        else:
+            told = field.metadata
+            yield at + field.name, Setting(_kind_name(kind), default, told["choices"], told["help"])
+
+
+def _defaults(cls: type[Section]) -> dict[str, Any]:
+    """The table of all defaults; required keys are left out."""
+    table: dict[str, Any] = {}
+    for field, kind in _fields(cls):
+        if field.default is not dataclasses.MISSING:
+            table[field.name] = _plain(field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            table[field.name] = _plain(field.name, field.default_factory())
+        elif _is_section(kind):
+            table[field.name] = _defaults(kind)
+    return table
+
+
+def _refuse_unknown(cls: type[Section], table: Mapping[str, Any], at: str = "", root: Any = None) -> None:
+    root = root or cls
+    kinds = {field.name: kind for field, kind in _fields(cls)}
+    for key, value in table.items():
+        if key not in kinds:
+            raise RecipeError(f"{at}{key}: unknown key; {_suggestion(key, at, kinds, root)}")
+        if _is_section(kinds[key]) and isinstance(value, Mapping):
+            _refuse_unknown(kinds[key], value, f"{at}{key}.", root)
+
+
+def _suggestion(key: str, at: str, siblings: Iterable[str], root: type[Section]) -> str:
+    """The nearest key of the same section, else of any section, else all there are in this one."""
+    if close := difflib.get_close_matches(key, siblings, n=1):
+        return f"did you mean {at + close[0]!r}?"
+    homes: dict[str, list[str]] = {}
+    for dotted in describe(root):
+        homes.setdefault(dotted.rpartition(".")[2], []).append(repr(dotted))
+    if close := difflib.get_close_matches(key, homes, n=1, cutoff=0.8):  # a weak match elsewhere misleads
+        return f"did you mean {' or '.join(homes[close[0]])}?"
+    return nearest(key, siblings)
+
+
+def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
+    arguments = {}
+    for field, kind in _fields(cls):
+        if field.name not in table:
+            raise RecipeError(f"{at}{field.name}: missing; give {field.metadata['help']}")
+        value = table[field.name]
+        if _is_section(kind):
+            if not isinstance(value, Mapping):
+                raise RecipeError(_expected(at + field.name, "table", value))
+            value = _build(kind, value, f"{at}{field.name}.")
+        arguments[field.name] = value
+    try:
+        return cls(**arguments)
+    except RecipeError as error:  # a section does not know where it stands
+        raise RecipeError(f"{at}{error}") from None
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`: an integer will do for a float, a text for a list of one; a bool is never a number."""
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [value]
+    if isinstance(kind, types.UnionType):  # a number, or a table of them
+        number = get_args(kind)[0]
+        if isinstance(value, dict):
+            return {inner: _typed(f"{key}.{inner}", item, number) for inner, item in _plain(key, value).items()}
+        if isinstance(value, bool) or not isinstance(value, number | int):
+            raise RecipeError(_expected(key, f'{number.__name__}, or a table such as {{"layer1.*" = 1}}', value))
+        kind = number
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{key}: expected a finite number, got {value}")
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(f"{key}[{index}]", item, get_args(kind)[0]) for index, item in enumerate(value))
+    if kind == dict[str, Any] and isinstance(value, dict):
+        return _plain(key, value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value if isinstance(value, Section) else kind(value)
+    raise RecipeError(_expected(key, _kind_name(kind), value))
+
+
+def _expected(key: str, kind: str, value: Any) -> str:
+    return f"{key}: expected {kind}, got {_kind_name(type(value))} ({value!r})"
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    choices = field.metadata.get("choices", ())
+    if choices and value not in choices:
+        hint = nearest(value, choices)
+        hint = f"; {hint}" if hint.startswith("did") else ""
+        raise RecipeError(f"{field.name}: {value!r} is not one of {', '.join(choices)}{hint}")
+    numbers = {f"{field.name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else None
+    for key, number in ({field.name: value} if numbers is None else numbers).items():
+        if broken := broken_bound(number, field.metadata.get("bounds", {})):
+            raise RecipeError(f"{key}: {broken}")
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A copy in the types that TOML can carry there and back."""
+    if isinstance(value, Section):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [_plain(f"{key}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        for inner in value:
+            if not isinstance(inner, str):
+                raise RecipeError(_expected(f"a key of {key}", "str", inner))
+        return {inner: _plain(f"{key}.{inner}", item) for inner, item in value.items()}
+    if isinstance(value, float) and math.isnan(value):
+        raise RecipeError(f"{key}: expected a number, got nan")
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # a NumPy float is a float, but does not print as one
+    raise RecipeError(f"{key}: a recipe cannot hold a value of type {_kind_name(type(value))}")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's too, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items())
+        return "{" + inner + "}"
+    return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
+def _kind_name(kind: Any) -> str:
+    return KIND_NAMES.get(kind, getattr(kind, "__name__", str(kind)))

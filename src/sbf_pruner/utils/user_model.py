@@ -1,0 +1,340 @@
+"""Copies of networks: with their weights, or with shapes alone, and with functions that know the copy.
+
+A model enters, a deep copy leaves.  What holds: the model is not changed, and the copy does not lead back to it.
+Python copies no functions: a hook or a lambda that knows its model by a closure would go on with that one.
+
+Hooks that this package puts on a user's model, and how to take them off.
+
+Every such hook is an `Attached` object or one of its methods, so that a copy of the model can be cleaned of
+them wherever the bare model is wanted: for tracing, for surgery, and when a pruner is detached.
+
+Example inputs and made-up ones: what tracing, cutting and measuring share.
+
+A model and its example inputs enter; a call or other inputs leave.  What holds:
+a tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and anything else
+is passed as the one argument it is; neither the model nor the inputs are changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import PruningError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def meta_copy(model: Model) -> Model:
+    """A deep copy whose tensors have shapes and types but no storage: running it computes sizes alone.
+
+    >>> meta_copy(nn.Linear(2, 3)).weight.device
+    device(type='meta')
+    """
+    # Tensors held as plain attributes must move too.
+    return _copied(model, {id(t): _meta_twin(t) for t in held_tensors(model)})
+
+
+def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
+    """A deep copy, also of a model with tensors computed in an earlier call, as the old weight_norm leaves them.
+
+    `instead` holds tensors to put in the place of others, by the identity of those.
+
+    >>> real_copy(nn.Linear(2, 3)).out_features
+    3
+    """
+    computed = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
+    return _copied(model, computed | dict(instead or {}))
+
+
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """All tensors of a model: parameters, buffers, and those that are plain attributes of its modules."""
+    for module in model.modules():
+        for held in vars(module).values():
+            if isinstance(held, Tensor):
+                yield held
+            elif isinstance(held, (dict, list, tuple, deque)) and held:
+                yield from (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
+
+
+def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
+    twins: dict[int, Any] = _empty_tables(model) | instead
+    made = copy.deepcopy(model, twins)
+    for old, new in zip(model.modules(), made.modules(), strict=False):
+        new.training = old.training  # which a graph of torch.fx forgets
+    members = {id(module) for module in model.modules()} | {id(tensor) for tensor in held_tensors(model)}
+    binding = _Binding(members, twins)
+    for module in made.modules():
+        for name, held in vars(module).items():
+            vars(module)[name] = binding.of(held)
+    return made
+
+
+def _empty_tables(model: nn.Module) -> dict[int, Any]:
+    """A twin for every empty table of a module's own, by its identity.
+
+    A module is mostly these, for hooks it has not; one by one they take deepcopy more time than all the rest.
+    """
+    held = (table for module in model.modules() for table in vars(module).values())
+    return {id(table): type(table)() for table in held if type(table) in (dict, OrderedDict) and not table}
+
+
+def _meta_twin(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+class _Binding:
+    """Functions that know parts of a model, by a closure or a default, made anew for its copy."""
+
+    def __init__(self, members: set[int], twins: dict[int, Any]) -> None:
+        self._members = members
+        self._twins = twins  # what deepcopy has made, by the identity of what it was made of
+        self._made: dict[int, FunctionType] = {}
+
+    def of(self, held: Any) -> Any:
+        """What a module of the copy is to hold; the same, if no such function is in it."""
+        if isinstance(held, FunctionType):
+            return self._function(held) if self._knows(held, set()) else held
+        if isinstance(held, partial):
+            before = (held.func, held.args, held.keywords)
+            function, args, named = found = tuple(map(self.of, before))
+            return held if _same(found, before) else type(held)(function, *args, **named)
+        if isinstance(held, dict | list | deque):  # in place: others may hold it too
+            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+                if (new := self.of(value)) is not value:
+                    held[key] = new
+        elif type(held) in (tuple, set, frozenset):
+            parts = list(held)
+            new = list(map(self.of, parts))
+            return held if _same(new, parts) else type(held)(new)
+        return held
+
+    def _knows(self, held: Any, seen: set[int]) -> bool:
+        """Does a part of the model stand in a plain container, behind a method or in a function's closure?"""
+        if id(held) in self._members:
+            return True
+        if id(held) in seen:
+            return False
+        seen.add(id(held))
+        if isinstance(held, FunctionType):
+            known = (held.__defaults__, held.__kwdefaults__, held.__dict__)
+            inner = [*map(_contents, held.__closure__ or ()), *known]
+        elif isinstance(held, MethodType):
+            inner = [held.__self__]
+        elif isinstance(held, partial):
+            inner = [held.func, held.args, held.keywords]
+        elif isinstance(held, dict):
+            inner = list(held.values())
+        else:
+            inner = list(held) if isinstance(held, (list, tuple, set, frozenset, deque)) else []
+        return any(self._knows(each, seen) for each in inner)
+
+    def _function(self, old: FunctionType) -> FunctionType:
+        if id(old) in self._made:
+            return self._made[id(old)]
+        cells = tuple(CellType() for _ in old.__closure__ or ())
+        new = FunctionType(old.__code__, old.__globals__, old.__name__, None, cells)
+        self._made[id(old)] = new  # before its cells are filled: it may know itself
+        for cell, held in zip(cells, old.__closure__ or (), strict=True):
+            if held != CellType():
+                cell.cell_contents = self._twin(held.cell_contents)
+        new.__defaults__, new.__kwdefaults__ = self._twin(old.__defaults__), self._twin(old.__kwdefaults__)
+        new.__qualname__, new.__annotations__, new.__doc__ = old.__qualname__, old.__annotations__, old.__doc__
+        new.__dict__.update(self._twin(old.__dict__))  # such as the function that it wraps
+        return new
+
+    def _twin(self, held: Any) -> Any:
+        if not self._knows(held, set()):
+            return held
+        if isinstance(held, FunctionType):
+            return self._function(held)
+        return self.of(copy.deepcopy(held, self._twins))
+
+
+def _same(found: Sequence[Any], before: Sequence[Any]) -> bool:
+    return all(new is old for new, old in zip(found, before, strict=True))
+
+
+def _contents(cell: CellType) -> Any:
+    return None if cell == CellType() else cell.cell_contents
+
+
+class Attached:
+    """The base of everything this package hooks into a model."""
+
+
+def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], Any, Attached]]:
+    """Every hook of ours: the module, the table it stands in, its key there, and the object behind it.
+
+    A forward that goes before that of the module's class counts as one; its table is the module's attributes.
+    """
+    for module in model.modules():
+        tables: tuple[dict[Any, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+        places = [(table, key) for table in tables for key in table]
+        if "forward" in module.__dict__:
+            places.append((module.__dict__, "forward"))
+        for table, key in places:
+            owner = getattr(table[key], "__self__", table[key])
+            if isinstance(owner, Attached):
+                yield module, table, key, owner
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Refuse what is no model, or one that has hooks of ours already."""
+    check_model(model)
+    if any(attached_hooks(model)):
+        raise PruningError(
+            "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is "
+            "gone, take its gates off with sbf_pruner.attached.without_attached(model)"
+        )
+
+
+def without_attached(model: nn.Module) -> nn.Module:
+    """Take every hook of ours off a model, in place."""
+    for module, table, key, _ in list(attached_hooks(model)):
+        del table[key]
+        module._forward_hooks_always_called.pop(key, None)
+        module._forward_hooks_with_kwargs.pop(key, None)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return model
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no network, or only the class of one."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        name = model.__name__
+        raise PruningError(f"a model is an nn.Module, not the class of one; make one first: {name}(...)")
+    if not isinstance(model, nn.Module):
+        raise PruningError(f"a model is an nn.Module, not {type(model).__name__}; pass the network itself")
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call the model with its example inputs, spread over its arguments.
+
+    >>> call(torch.add, (torch.tensor(1), torch.tensor(2)))
+    tensor(3)
+    >>> call(torch.square, {"input": torch.tensor(3)})
+    tensor(9)
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The same nest of tuples, lists and dicts, with `fn` applied to every tensor in it.
+
+    >>> map_tensors({"x": [torch.zeros(2)], "n": 3}, lambda t: t + 1)
+    {'x': [tensor([1., 1.])], 'n': 3}
+    """
+    return pytree.tree_map_only(Tensor, fn, inputs)
+
+
+def one_more(inputs: Any) -> Any:
+    """The same inputs with one more sample, which is the first one again."""
+    return map_tensors(inputs, lambda t: _tiled(t, [len(t) + 1, *t.shape[1:]]) if t.dim() else t)
+
+
+def other_sizes(inputs: Any) -> Iterator[Any]:
+    """Yield inputs with one more sample and maps of another size, tiled with the given ones.
+
+    The first are not square.  Small maps grow by about a third and large ones shrink, which takes less time; sizes
+    stay divisible by a large power of two if they were.  The second have twice the size, or half of it.
+
+    >>> [list(x.shape) for x in other_sizes(torch.zeros(2, 3, 64, 64))]
+    [[3, 3, 96, 128], [3, 3, 128, 128]]
+    >>> [list(x.shape) for x in other_sizes(torch.zeros(1, 3, 224, 224))]
+    [[2, 3, 160, 128], [2, 3, 112, 112]]
+    """
+    if any(isinstance(t, Tensor) and t.dim() > 2 for t in pytree.tree_leaves(inputs)):
+        for change in (_changed, _doubled):
+            yield map_tensors(one_more(inputs), partial(_resized, change=change))
+
+
+_SMALL = 128  # pixels along a side
+
+
+def _changed(size: int, place: int) -> int:
+    unit = size & -size
+    if unit == size > 1:
+        unit //= 2 if size <= _SMALL else 4
+    step = unit * (max(1, round(size / 3 / unit)) + place)
+    return size + step if size <= _SMALL else size - step
+
+
+def _doubled(size: int, place: int) -> int:
+    return size * 2 if size <= _SMALL else size // 2
+
+
+def _resized(tensor: Tensor, change: Callable[[int, int], int]) -> Tensor:
+    return _tiled(tensor, [*tensor.shape[:2], *map(change, tensor.shape[2:], count())])
+
+
+def _tiled(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(sizes):
+        if tensor.shape[dim] not in (0, size):
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    return tensor
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: with its channels last, if it does and that is not the plain order as well.
+
+    >>> memory_format(torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+    torch.channels_last
+    """
+    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
+            return held
+    return torch.contiguous_format
+
+
+def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
+    """Inputs like the ones given, with so many samples: normal numbers, and zeros where there are whole ones.
+
+    >>> [tuple(t.shape) for t in made_up_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
+    [(5, 3, 8), (5,)]
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # one number for all samples
+            return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        shape = (batch, *tensor.shape[1:])
+        if not tensor.is_floating_point():  # an index, say: only zero is sure to be allowed
+            return torch.zeros(shape, dtype=tensor.dtype)
+        return torch.randn(shape, generator=generator).to(tensor.dtype)
+
+    return map_tensors(like, filled)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While entered, or in a function so decorated, Python does not look for garbage.
+
+    A full search goes through everything torch has imported, which takes longer than tracing most networks,
+    and the many small objects of a trace would set one off.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
