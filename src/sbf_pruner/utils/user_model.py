@@ -199,7 +199,7 @@ def check_unattached(model: nn.Module) -> None:
     if any(attached_hooks(model)):
         raise PruningError(
             "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is "
-            "gone, take its gates off with sbf_pruner.attached.without_attached(model)"
+            "gone, take its gates off with sbf_pruner.utils.without_attached(model)"
         )
 
 
