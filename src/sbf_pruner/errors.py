@@ -1,7 +1,7 @@
-"""The few kinds of failure a user can meet.
+"""Exceptions that a user can meet.
 
-Every message is one sentence that says what is wrong, where (the layer's qualified name, the file and
-line, the recipe key), and what to do about it.  The command turns each of these into exit code 2.
+Every message is one sentence that says what is wrong, where (the layer's qualified name, the file and line, the
+recipe key), and what to do about it. The command line turns each `PruningError` into exit code 2.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from collections.abc import Iterable
 
 
 class PruningError(Exception):
-    """Something the user can repair; the message names the cause and the remedy."""
+    """Base class of errors that the user can fix; the message names the cause and the remedy."""
 
-    alone = False  # of several processes it is known to this one only
+    alone = False  # True if only this rank raises it, so its message is printed whatever the rank
 
 
 class TraceError(PruningError):
-    """The model could not be followed with the given example inputs."""
+    """The model cannot be traced with the given example inputs."""
 
 
 class PlanError(PruningError):
-    """A plan that does not fit the network, or that would cut it in two."""
+    """The plan does not fit the network, or would disconnect its outputs from its inputs."""
 
 
 class RecipeError(PruningError):
-    """A recipe key or value that makes no sense."""
+    """A key or value of a recipe is invalid."""
 
 
 class DataError(PruningError):
-    """Data that is missing, broken, or does not fit the recipe."""
+    """Data is missing, corrupt, or does not fit the recipe."""
 
 
 class RunError(PruningError):
-    """A run that cannot start, go on, or be trusted."""
+    """A run cannot start or continue, or its files cannot be trusted."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was stopped by SIGINT or SIGTERM; `saved` says where, if a checkpoint was written there."""
+    """A run was stopped by `signal`; `saved` says what checkpoint was written, or is empty if none was."""
 
     def __init__(self, signal: int, saved: str = "") -> None:
         super().__init__(saved or "stopped by a signal")
@@ -45,7 +45,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A closing half-sentence that suggests the nearest valid choice, or lists them all.
+    """Return the end of an error message: the valid choice closest to `word`, or all of them.
 
     >>> nearest("epoch", ["epochs", "seed"])
     "did you mean 'epochs'?"

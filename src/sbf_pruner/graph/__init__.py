@@ -1,4 +1,4 @@
-"""The channel graph: what a model's operators do to channels, and which layers can be pruned."""
+"""Trace a model into a channel graph: what its operators do to channels, and which layers can be pruned."""
 
 from ..utils.lazy import lazy_exports
 

@@ -1,7 +1,7 @@
-"""A model in; its channel graph out.
+"""Build the channel graph of a model: which layers can be pruned, and why the others cannot.
 
-Every layer gets a place for its gate; then its channels are followed from there to see whether a removed one could
-stay away.  What cannot be pruned is named with the reason.  Nothing here changes a model.
+Every layer gets a site for its gate; its channels are then followed from there to see whether a removed one would
+stay zero. The model is not changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .wiring import Wiring, without_batch
 
 
 @uncollected()
-@torch.inference_mode(False)  # in which operators have other names
+@torch.inference_mode(False)  # operators have other names in inference mode
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
-    """Find the layers of a model whose filters can be removed exactly, and the reasons for the others.
+    """Find the layers of a model whose filters can be removed exactly, and why the others cannot be pruned.
 
     `example_inputs` is what one call takes: a tensor, a tuple of positional arguments or a dict of keyword ones; a
-    dict that the model takes itself goes into a tuple, `(batch,)`.  `ignore` holds name patterns (`layer4.*`) of
-    layers to leave alone, or is one.
+    dict that is itself the argument goes into a tuple, `(batch,)`. `ignore` is a name pattern (`layer4.*`) of
+    layers not to prune, or a sequence of them.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -78,10 +78,10 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
 
 
 def _leave_divisors(graph: ChannelGraph) -> None:
-    """Leave layers alone until no operator can be given a zero where it has no value, or no gradient.
+    """Make layers unprunable until no operator can get a zero where its value or gradient is undefined.
 
-    What is alive tells of zeros, so one rule does for all operators: a divisor that something was added to is none,
-    and of several layers that a divisor is the sum of, the last one alone has to stay.
+    Liveness decides for all operators alike: a divisor with a constant added is never zero, and if a divisor is the
+    sum of several layers, only the last of them has to keep all filters.
     """
     if not graph.avoiding:
         return
@@ -93,14 +93,14 @@ def _leave_divisors(graph: ChannelGraph) -> None:
             left[name] = harmed[0].at_zero
             del graph.layers[name]
     graph.unscored = left | graph.unscored
-    # What can still do harm is that nothing is left of the layers before.
+    # Such an operator can still get a zero if the layers before it keep no filter.
     nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
     for node in graph.undefined(graph.flow(nothing)):
         node.insists = True
 
 
 def _check_changeable(model: nn.Module) -> None:
-    """Refuse what no copy can be made of, or whose inside cannot be seen, with the remedy."""
+    """Raise a PruningError for scripted modules and for lazy modules without weights."""
     for path, module in model.named_modules():
         name = path or "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -113,15 +113,15 @@ def _check_changeable(model: nn.Module) -> None:
 
 
 class _Finder:
-    """Finds the layers of a wired network that can be pruned, and the reasons for the others."""
+    """Find the prunable layers of a wired network, and the reasons for the others."""
 
     def __init__(self, net: Wiring) -> None:
         self.net = net
         self.places = Places(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
-        # Where a gate can close what a norm makes of nothing.
+        # Nodes that can get a gate without a score, which closes the constants that a norm makes of zeros.
         self.closable = {id(m[0]) for at, m in net.main.items() if len(m) == 1 and at not in net.busy}
-        self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> where it is a weight
+        self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> layers it is a weight of
         for node in net.nodes:
             if isinstance(node, Contract):
                 for root in node.weight.roots or ():
@@ -172,7 +172,7 @@ class _Finder:
                     held.revives = held.revives and at_module in self.net.busy
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
-            # What is trained goes before a mask of the same size that is multiplied with it.
+            # Prefer a parameter to a mask buffer of the same size that is multiplied with it.
             weight = max(node.weight.roots or (), key=lambda root: (root.trained, math.prod(root.shape))).name
             unit = main.per_group if isinstance(main, Norm) else 1
             for user in nodes:
@@ -184,11 +184,11 @@ class _Finder:
         return layers, unscored
 
     def _named(self, module: str) -> str:
-        """What the graph calls the layer that a module is."""
+        """Return the graph's name for a module: as before any pruning, and "(model)" for the root."""
         return self.net.plain.get(module, module) or "(model)"
 
     def _reason_not_seen(self, path: str, module: nn.Module) -> str:
-        """Why no layer was recorded that uses a module's weight."""
+        """Return why no recorded layer uses a module's weight."""
         names = {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()}
         for op in self.net.trace.ops:
             if any(value.kind == "state" and value.name in names for value in op.inputs):
@@ -216,7 +216,7 @@ class _Finder:
         return "" if module in self.net.main else self._reason_for_no_gate(node, module)
 
     def _reason_for_no_gate(self, node: Contract, module: str) -> str:
-        """Why no gate stands at a layer whose module has no edges; "" if one stands at the norm behind it."""
+        """Return why a layer whose module has no edges gets no gate; "" if the norm behind it can hold one."""
         call = node.op.call.within(module) if node.op.call is not None else None
         if call is None:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
@@ -230,7 +230,7 @@ class _Finder:
         return f"its module does more than this one layer at {node.op.where}, and no gate can be placed inside"
 
     def _reason_channels_stay(self, site: Site) -> str:
-        """Follow the gated channels: why could a removed one not stay away?  "" if it can."""
+        """Follow the gated channels forward; return why a removed one would not stay zero, or "" if it does."""
         gone: set[Value] = set()
         back: list[tuple[str, Value]] = []
         todo = [e.out for e in site.edges]
@@ -244,7 +244,7 @@ class _Finder:
             for node in self.net.consumers[value]:
                 if isinstance(node, Boundary):
                     main = self.net.main.get(node.module, [None])[0]
-                    if node.side != "in" or not isinstance(main, Contract):  # which sums them away
+                    if node.side != "in" or not isinstance(main, Contract):  # a layer sums over them
                         todo.append(node.out)
                 elif isinstance(node, Norm):
                     if node.revives and id(node) not in self.closable:
@@ -254,7 +254,7 @@ class _Finder:
                     if node.weight.roots is None:
                         return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
                 elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
-                    continue  # it ends channels as a layer does
+                    continue  # the sum ends the channels, like a layer
                 elif isinstance(node, Product) and node.ends(value):
                     continue
                 elif isinstance(node, Located):
@@ -271,13 +271,16 @@ class _Finder:
                 elif isinstance(node, Elementwise) and node.zero == "any" and not gone.issuperset(node.inputs):
                     if self._is_all_that_is_learned(node, gone):
                         return "its filters are the network's outputs, but for what they are added to"
-                    continue  # a sum: the other side keeps the channel, ours adds nothing to it
+                    continue  # the other operand keeps the channel; the removed one adds nothing to it
                 else:
                     todo += node.outputs
         return self._reason_constants_stay(back, gone)
 
     def _is_all_that_is_learned(self, node: Elementwise, gone: set[Value]) -> bool:
-        """Is it a sum with the input, or with something stored, that the network gives as it is?"""
+        """Return True if a sum with the input or stored tensors alone reaches an output without another layer.
+
+        Then the gated channels are the network's outputs up to those terms, as in an image restoration network.
+        """
         others = [v for v in node.inputs if v not in gone]
         if any(v.roots is None and max(self.net.grids[v], default=1) > 1 for v in others):
             return False
@@ -293,7 +296,10 @@ class _Finder:
         return False
 
     def _reason_constants_stay(self, back: list[tuple[str, Value]], gone: set[Value]) -> str:
-        """A channel that comes back as a constant does no harm where it is multiplied by one that is gone."""
+        """Return why channels revived as constants do harm, or "" if they do not.
+
+        A constant does no harm where it is multiplied by a removed channel.
+        """
         seen: set[int] = set()
         while back:
             reason, value = back.pop()

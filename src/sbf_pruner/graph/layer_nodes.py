@@ -1,11 +1,7 @@
-"""Operators that multiply: convolutions and matrix products, which end channels and begin others, and norms.
+"""Nodes for convolutions, linear layers, matrix products and norms, and the module that owns the weight of each.
 
-How each of them lets liveness through, what it needs, and which layouts it can run in; see `nodes`.
-
-Which recorded operators are layers and norms, and whose weights they use.
-
-A recorded operator enters; the module that holds its weight leaves, also where the weight is computed or
-transposed on its way.  Of every such weight it is known which of its dimensions are filters and inputs.
+A layer sums over its input channels and creates new ones. A weight may be computed (weight norm, say) or transposed
+on its way to the operator; its owner and its dimensions of filters and inputs are known all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from .records import INSTANCE_NORM, Op, Trace, Value
 
 
 def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None:
-    """Weights that depend on the input are needed as any other tensor is."""
+    """Mark weights that are computed from the network's input as needed, like activations."""
     for value in weights:
         if value is not None and value.roots is None:
             flow.need(value, np.ones(grids[value], bool), grids[value])
@@ -31,15 +27,15 @@ class Contract(Node):
     """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
 
     x: Value = field(kw_only=True)
-    weight: Value = field(kw_only=True)  # as stored, also where the operator got it transposed
+    weight: Value = field(kw_only=True)  # as stored, even if the operator received its transpose
     bias: Value | None = field(kw_only=True)
-    out_axis: int = field(kw_only=True)  # of the stored weight
+    out_axis: int = field(kw_only=True)  # dimension of the filters in the stored weight
     in_axis: int = field(kw_only=True)
     groups: int = field(default=1, kw_only=True)
-    unit: int = field(default=1, kw_only=True)  # filters that the norm behind it looks at together
-    revives: bool = field(default=False, kw_only=True)  # the bias brings a filter without input back
-    idle: Mask | None = field(default=None, kw_only=True)  # filters without input in the user's own network
-    layer: str = field(default="", kw_only=True)  # what the graph calls the layer that runs here
+    unit: int = field(default=1, kw_only=True)  # filters that share statistics in the norm behind it
+    revives: bool = field(default=False, kw_only=True)  # the bias makes a filter without live input a constant
+    idle: Mask | None = field(default=None, kw_only=True)  # filters without live input even if all filters are kept
+    layer: str = field(default="", kw_only=True)  # name of the layer in the graph
 
     @property
     def out(self) -> Value:
@@ -51,7 +47,7 @@ class Contract(Node):
 
     @property
     def stored(self) -> bool:
-        """Is the weight a parameter itself?  Else it is computed, from parameters or even from the input."""
+        """True if the weight is a parameter or buffer; else it is computed, perhaps from the network's input."""
         return self.weight.kind == "state"
 
     @property
@@ -67,24 +63,25 @@ class Contract(Node):
         return [v for v in (self.x, self.weight, self.bias, self.out) if v is not None]
 
     def grouped(self, mask: Mask) -> Mask:
-        """A mask over channels as one row per group."""
+        """Reshape a mask over channels to one row per group."""
         return mask.reshape(self.groups, -1)
 
     def live(self, flow: Flow) -> Mask:
-        """Which filters have any live input."""
+        """Filters with at least one live input channel."""
         return self._by_group(flow.alive[self.x], self.x, self.filters)
 
     def _by_group(self, mask: Mask, value: Value, count: int) -> Mask:
-        """Of `count` channels on the one side: which are in a group that has any of a mask's on the other?"""
+        """Select those of `count` channels on one side whose group has a channel of the mask on the other side."""
         if self.groups == 1:
             return np.full(count, np.count_nonzero(mask) > 0)
         rows = self.grouped(shrink(mask, along(1, value.shape)))
         return np.repeat(rows.any(1), count // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
-        """Which filters are not gone with their input (what had none from the start is the user's own constant).
+        """Filters that do not vanish for lack of input.
 
-        One without input is its bias, which those see that share the statistics of a norm with it.
+        Filters without live input even if all filters are kept stay: they are constants of the user's network. With
+        a bias, a filter without input is a constant that enters the norm statistics it shares: a unit stays whole.
         """
         live = self.live(flow)
         fed = live if self.idle is None else live | self.idle
@@ -107,8 +104,8 @@ class Contract(Node):
     def tie(self, layout: Layout) -> None:
         sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
         if not self.stored:
-            # A computed weight is sliced by slicing what it is made of: by filters, never by inputs, because
-            # those are what a filter is normalised over.
+            # A computed weight is sliced by slicing its parameters: along filters, never along inputs, because a
+            # filter is normalized over its inputs.
             sides = sides[:1] if self.weight.roots and self.weight.shape[self.out_axis] == self.filters else []
             layout.fill_other(self.weight, self.out_axis)
             if not sides:
@@ -127,7 +124,7 @@ class Contract(Node):
                 layout.tie([(self.weight, axis), (value, 1)])
 
     def _tie_groups(self, layout: Layout) -> None:
-        """The groups that are there have equal numbers of inputs, and equal numbers of filters."""
+        """Give all present groups equal numbers of inputs and equal numbers of filters."""
         sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
         there = some(sides[0], 1) | some(sides[1], 1)
         if not self.stored:
@@ -138,7 +135,10 @@ class Contract(Node):
 
 @dataclass
 class Product(Node):
-    """Rows by columns for every sample, as in attention; what is summed over counts where both sides have it."""
+    """A batched matrix product of two activations, as in attention.
+
+    A channel that is summed over is alive where both operands have it.
+    """
 
     left: Value = field(kw_only=True)
     right: Value = field(kw_only=True)
@@ -148,7 +148,7 @@ class Product(Node):
         return self.outputs[0]
 
     def ends(self, value: Value) -> bool:
-        """Are channels of this side summed over, and none of them a channel of the result?"""
+        """Return True if no channel of this operand is a channel of the result: all are summed over."""
         rows = self.grids[self.left][1] if value is self.left else 1
         columns = self.grids[self.right][2] if value is self.right else 1
         return rows == columns == 1
@@ -170,7 +170,7 @@ class Product(Node):
 
 
 def _meeting(left: Mask, right: Mask) -> Mask:
-    """Which entries of a product of matrices have any term; where a side does not vary it stands for all."""
+    """Entries of a matrix product with at least one non-zero term; grid dimensions of size 1 are broadcast."""
     length = max(left.shape[2], right.shape[1])
     rows = np.broadcast_to(left, (*left.shape[:2], length)).astype(np.float32)
     return np.asarray(rows @ np.broadcast_to(right, (len(right), length, right.shape[2])) > 0)
@@ -178,13 +178,13 @@ def _meeting(left: Mask, right: Mask) -> Mask:
 
 @dataclass
 class Norm(Node):
-    """Normalisation: every channel by its own statistics or its group's, with a scale and shift of its own."""
+    """A norm with statistics per channel or per group of channels, and a scale and shift per channel."""
 
     x: Value = field(kw_only=True)
     states: tuple[Value, ...] = field(kw_only=True)
     per_group: int = field(default=1, kw_only=True)  # channels that share statistics
-    revives: bool = field(default=True, kw_only=True)  # no gate stands here: a zero comes back as a constant
-    idle: Mask | None = field(default=None, kw_only=True)  # zero in the user's own network, a constant after
+    revives: bool = field(default=True, kw_only=True)  # no gate here: a channel of zeros becomes a constant
+    idle: Mask | None = field(default=None, kw_only=True)  # zero before the norm even if all filters are kept
 
     @property
     def out(self) -> Value:
@@ -218,11 +218,11 @@ _NORMS = BATCH_NORMS | {INSTANCE_NORM, GROUP_NORM}
 
 
 def owner(op: Op) -> str | None:
-    """The module whose weight a layer or norm operator uses."""
+    """Return the module whose weight a layer or norm operator uses; None if there is none, or not one alone."""
     if op.name in LAYERS:
         weight: Value = op.args[LAYERS[op.name]]
         weight = weight.transpose_of or weight
-        # What a computed weight is made of is held by the layer itself, or by its parametrisations.
+        # The parameters of a computed weight are held by the layer itself or by its parametrizations.
         holders = {root.name.rpartition(".")[0].partition(".parametrizations.")[0] for root in weight.roots or ()}
         return holders.pop() if len(holders) == 1 else None
     if op.name in _NORMS:
@@ -233,10 +233,10 @@ def owner(op: Op) -> str | None:
 
 
 def weight_grids(trace: Trace) -> Grids:
-    """Of a stored weight, however large, filters and inputs are told apart.
+    """Return the grids of all layer weights.
 
-    Of those behind a computed weight only the filters are: whatever normalises a filter does so over its
-    inputs, which must therefore all stay.
+    A stored weight, however large, varies along all dimensions. Parameters behind a computed weight vary along the
+    filters only: a filter is normalized over its inputs, which must therefore all stay.
     """
     grids: Grids = {}
     for op in trace.ops:

@@ -1,19 +1,10 @@
-"""What is known of every tensor, each as a small boolean array that broadcasts to its shape.
+"""Node types of the channel graph: how liveness passes through each operator, and which layouts it constrains.
 
-A tensor's *grid* is its shape with 1 in the dimensions along which channels do not differ.  Over it stand
-*alive* (may this channel be anything but zero?), *needed* (does any output depend on it?) and, one mask per
-dimension, the *layout*: which channels are physically there in the extracted network.
-
-The kinds of node a channel graph is made of: how liveness passes through each, and what each ties.
-
-*Alive* is pushed forward and *needed* pulled backward through the nodes.  A node ties the layouts of its
-tensors so that the operator itself, run on the smaller tensors, does what it did; only a `Boundary` leaves
-them free, because there a remap can be inserted.  Layouts only ever grow.
-
-The edges of modules, as nodes of the channel graph: where gates stand and remaps are put in.
-
-Masks of what is alive enter on one side and leave on the other, without what a gate holds back.  Where an edge is
-free, its two sides may be laid out differently, because surgery can put a remap between them.
+A tensor's *grid* is its shape with 1 in the dimensions along which channels do not differ. Small boolean arrays
+over it say which channels are *alive* (may be non-zero) and *needed* (some output depends on them); the *layout*,
+one mask per dimension, says which are present in the extracted network. `push` carries alive forward, `pull` needed
+backward, and `tie` grows layouts until the operator itself, run on the smaller tensors, gives the same result. Only
+a `Boundary` leaves layouts free, because a remap can be inserted there. Layouts never shrink.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ End = tuple[Value, int]  # a tensor and one of its dimensions
 
 
 def along(dim: int, shape: Sequence[int]) -> Grid:
-    """The grid of a tensor whose channels differ along one dimension alone.
+    """Return the grid of a tensor whose channels differ along one dimension only.
 
     >>> along(1, (8, 16, 4, 4))
     (1, 16, 1, 1)
@@ -45,37 +36,37 @@ def along(dim: int, shape: Sequence[int]) -> Grid:
 
 @dataclass
 class Flow:
-    """What is alive and needed under one choice of gates."""
+    """Channels that are alive and needed when each layer keeps a given choice of filters."""
 
     alive: dict[Value, Mask] = field(default_factory=dict)
     needed: dict[Value, Mask] = field(default_factory=dict)
-    reached: set[Value] = field(default_factory=set)  # what is alive and depends on the network's inputs
+    reached: set[Value] = field(default_factory=set)  # alive values that depend on the network's inputs
 
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
-        """Add to what is needed of a value; `mask` may be larger than the value's grid (broadcasting)."""
+        """Add to the needed channels of a value; `mask` may be larger than its grid (broadcasting)."""
         mask = mask if mask.shape == grid else shrink(mask, grid)
         before = self.needed.get(value)
         self.needed[value] = mask if before is None else before | mask
 
 
 class Layout:
-    """Which channels of every tensor are there, one mask per dimension; `None` stands for all of them."""
+    """Channels of every tensor present in the extracted network: a mask per dimension, or `None` for all."""
 
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
         self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed: set[Value] = set()  # what has grown since somebody looked
+        self.changed: set[Value] = set()  # values that have grown since `changed` was last cleared
 
     def start(self, value: Value, present: Mask) -> None:
-        """Begin with the hull of the given channels: the smallest box of whole rows that holds them."""
+        """Start with the hull of the given channels: per dimension, every index at which any of them lies."""
         self.masks[value] = _hull(present, self.grids[value])
 
     def start_empty(self, value: Value) -> None:
-        """Begin with no channel; large weights are never laid out for this."""
+        """Start with no channel, without allocating masks."""
         self.masks[value] = [_nothing(n) if n > 1 else None for n in self.grids[value]]
 
     def joint(self, value: Value) -> Mask:
-        """The channels that are there, over the value's grid."""
+        """Return the present channels as a mask over the value's grid."""
         grid = self.grids[value]
         result = np.ones(grid, bool)
         for dim, mask in enumerate(self.masks[value]):
@@ -84,7 +75,7 @@ class Layout:
         return result
 
     def grow(self, value: Value, present: Mask) -> None:
-        """Add the hull of the given channels."""
+        """Add the hull of the given channels; see `start`."""
         for dim, mask in enumerate(_hull(present, self.grids[value])):
             self.add(value, dim, mask)
 
@@ -99,7 +90,7 @@ class Layout:
             self.changed.add(value)
 
     def tie(self, ends: Sequence[End]) -> None:
-        """Make the given dimensions of the given values hold the same channels."""
+        """Make the given dimensions hold the same channels: the union of what each has."""
         masks = [self.masks[value][dim] for value, dim in ends]
         if all(mask is masks[0] for mask in masks):
             return
@@ -113,54 +104,54 @@ class Layout:
         for (value, dim), mask in zip(ends, known, strict=True):
             if np.count_nonzero(mask) < count:
                 self.changed.add(value)
-            self.masks[value][dim] = total  # one array for all of them, by which they are known to be tied
+            self.masks[value][dim] = total  # shared, so that the identity check above is enough next time
 
     def fill(self, value: Value) -> None:
-        """All channels of a value are there."""
+        """Add all channels of a value."""
         self.fill_other(value, -1)
 
     def fill_other(self, value: Value, dim: int) -> None:
-        """All is there along every dimension but one."""
+        """Add all channels along every dimension but one."""
         for other, mask in enumerate(self.masks[value]):
             if mask is not None and other != dim:
                 self.add(value, other, None)
 
     def sizes(self, value: Value) -> tuple[int, ...]:
-        """The shape of the value in the extracted network."""
+        """Return the shape of the value in the extracted network."""
         masks = self.masks[value]
         return tuple(n if m is None else int(np.count_nonzero(m)) for n, m in zip(value.shape, masks, strict=True))
 
     def line(self, value: Value, dim: int) -> Mask:
-        """The channels that are there along one dimension, as a mask."""
+        """Return the present channels along one dimension as a mask."""
         mask = self.masks[value][dim]
         return np.ones(value.shape[dim], bool) if mask is None else mask
 
     def indices(self, value: Value, dim: int) -> list[int]:
-        """The channels that are there along one dimension."""
+        """Return the indices of the present channels along one dimension."""
         mask = self.masks[value][dim]
         return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
 
 
 @cache
 def _nothing(size: int) -> Mask:
-    return np.broadcast_to(np.False_, (size,))  # which cannot be written to
+    return np.broadcast_to(np.False_, (size,))  # read-only, so it can be shared
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
     present = spread(present, grid)
-    if present.size == max(grid, default=1):  # along one dimension at most
+    if present.size == max(grid, default=1):  # channels differ along one dimension at most
         return [present.reshape(n) if n > 1 else None for n in grid]
     axes = range(len(grid))
     return [some(present, tuple(a for a in axes if a != d)) if grid[d] > 1 else None for d in axes]
 
 
 def some(mask: Mask, axes: int | tuple[int, ...], keepdims: bool = False) -> Mask:
-    """Where any element along the axes is set, as an array even when nothing is left to index."""
+    """`mask.any(axes)`, as an array even if the result is zero-dimensional."""
     return np.asarray(mask.any(axes, keepdims=keepdims))
 
 
 def shrink(mask: Mask, grid: Grid) -> Mask:
-    """Fit a mask to a grid: where that is smaller, a channel is in if any of its elements is."""
+    """Reduce a mask to a grid by `any` along each dimension of size 1, and broadcast along the others."""
     if mask.shape == grid:
         return mask
     extra = mask.ndim - len(grid)
@@ -172,19 +163,22 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
 
 
 def spread(mask: Mask, grid: Grid) -> Mask:
-    """A mask over a larger grid; it is not written to, and may be the same array."""
+    """Broadcast a mask to a larger grid; the result is read-only and may be the same array."""
     return mask if mask.shape == grid else np.broadcast_to(mask, grid)
 
 
 def whole_groups(mask: Mask, size: int) -> Mask:
-    """Add to a mask over channels the rest of every group of which one is in."""
+    """Extend a mask over channels to whole groups of `size` consecutive channels."""
     if size == 1:
         return mask
     return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
 
 
 def level(rows: Mask, there: Mask) -> Mask:
-    """Fill the rows of the groups that are there up to the fullest one, lowest channels first."""
+    """Fill the rows of the groups in `there` to the count of the fullest row (at least 1), lowest channels first.
+
+    Rows are groups of a grouped convolution, which need equal numbers of channels.
+    """
     counts = rows.sum(1)
     missing = np.where(there, max(int(counts.max()), 1) - counts, 0)
     absent = ~rows
@@ -198,7 +192,7 @@ class Node:
     op: Op
     grids: Grids = field(repr=False)
 
-    # A reason a layer whose channels arrive here cannot lose them, or "" where they can.
+    # Why a layer whose channels arrive here cannot lose them, or "" if it can.
     blocks = ""
 
     @property
@@ -211,28 +205,28 @@ class Node:
 
     @property
     def tied(self) -> Sequence[Value]:
-        """The tensors whose layouts `tie` looks at; none if it never has anything to add."""
+        """Tensors whose layouts `tie` reads; empty if `tie` never adds anything."""
         return (*self.inputs, *self.outputs)
 
     def push(self, flow: Flow) -> None:
-        """Set what is alive of the outputs."""
+        """Set the alive channels of the outputs from those of the inputs."""
         for value in self.outputs:
             flow.alive[value] = np.ones(self.grids[value], bool)
 
     def pull(self, flow: Flow) -> None:
-        """Add what is needed of the inputs."""
+        """Add to the needed channels of the inputs what the outputs need."""
         if self.outputs and not any(flow.needed[v].any() for v in self.outputs if v in flow.needed):
             return
         for value in self.inputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
 
     def tie(self, layout: Layout) -> None:
-        """Grow layouts until the operator does on the small tensors what it did on the large ones."""
+        """Grow layouts until the operator gives the same result on the small tensors as on the large ones."""
         for value in (*self.inputs, *self.outputs):
             layout.fill(value)
 
     def wanted(self, flow: Flow) -> Mask | None:
-        """What is alive and needed of the first output, or None if nothing asks for any of it."""
+        """Return the channels of the first output that are alive and needed; None if no need was recorded."""
         out = self.outputs[0]
         needed = flow.needed.get(out)
         if needed is None:
@@ -242,7 +236,7 @@ class Node:
 
 @dataclass
 class Opaque(Node):
-    """An operator that mixes channels in a way not known: all of them must be there."""
+    """An operator that mixes channels in an unknown way: all of them must be present."""
 
     why: str = ""
 
@@ -252,7 +246,7 @@ class Opaque(Node):
 
 @dataclass
 class Source(Node):
-    """A tensor made from nothing."""
+    """An operator whose result carries no channels of its inputs, such as `torch.zeros`."""
 
     zero: bool = False
 
@@ -270,17 +264,23 @@ class Source(Node):
 
 @dataclass
 class Elementwise(Node):
-    """Channel by channel, with broadcasting.
+    """An operator that works element by element, with broadcasting.
 
-    `zero` says when a result is zero: "any" operand alive keeps it alive (sums), "all" must be (products), only
-    the "first" counts, if no other is zero (quotients) or "whatever" the others are (a mask), or only the "rest" (a
-    choice), "never" (a sigmoid of zero is a half) or "always".
+    `zero` says when a channel of the result is alive:
+
+    - "any": if any operand is (sums);
+    - "all": if all operands are (products);
+    - "first": if the first operand is, or any other is zero (quotients);
+    - "whatever": if the first operand is, whatever the others are (a mask);
+    - "rest": if any operand but the first is (`torch.where`);
+    - "never": always, because the result is never zero (a sigmoid);
+    - "always": never, because the result is always zero.
     """
 
     zero: str = "any"
-    steep: bool = False  # infinitely so at zero: the gradient of a channel that is gone is not a number
-    poles: tuple[Value, ...] = ()  # the operands at whose zero the result itself is not a number: divisors
-    insists: bool = False  # needs them also where nobody asks: what is no number is none after a closed gate either
+    steep: bool = False  # the gradient at zero is infinite or NaN, so no operand may be a removed channel
+    poles: tuple[Value, ...] = ()  # operands, such as divisors, whose zero gives infinity or NaN
+    insists: bool = False  # needs `avoiding` even if the result is unused: a NaN stays NaN behind a closed gate
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -294,7 +294,7 @@ class Elementwise(Node):
 
     @property
     def at_zero(self) -> str:
-        """Why none of the `avoiding` may be a channel that was removed."""
+        """Reason why no operand in `avoiding` may be a removed channel."""
         return f"{self.op.name} at {self.op.where} has no {self.lacks} at zero, where a removed channel is"
 
     @property
@@ -303,11 +303,14 @@ class Elementwise(Node):
 
     @property
     def avoiding(self) -> tuple[Value, ...]:
-        """The operands that must not become zero."""
+        """Operands that must not become zero."""
         return self.operands if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
-        """Is the result no constant, because another operand is gone, or decides what is zero?"""
+        """Return True if an operand that became a constant does not make the result one.
+
+        That is so if another operand is in `gone` (removed), or alone decides whether the result is zero.
+        """
         if self.zero == "whatever":
             return self.operands[0] is not constant
         if self.zero == "first":
@@ -344,7 +347,7 @@ class Elementwise(Node):
 
     @cached_property
     def _ends(self) -> list[list[End]]:
-        """The dimensions that meet, where channels differ along any of them."""
+        """Dimensions that broadcast together, if channels differ along any of them."""
         values = [*self.operands, *self.outputs]
         rank = max((len(v.shape) for v in values), default=0)
         found = [
@@ -360,17 +363,17 @@ class Elementwise(Node):
 
 @dataclass
 class Map(Node):
-    """Channels moved about: each output channel is one input channel, or zero.
+    """An operator that moves channels: each output channel is one input channel, or zero.
 
-    `labels` holds, over the first output's grid, the number of the input channel (counted over the grids of
-    all operands, one after the other), or -1 for zero; several outputs have one array each.
+    `labels` holds one array per output, over its grid: the number of the input channel, counted through the grids
+    of all operands one after the other, or -1 for zero.
     """
 
     operands: tuple[Value, ...] = ()
     labels: tuple[NDArray[np.int64], ...] = ()
 
     def _flat(self, masks: Sequence[Mask]) -> Mask:
-        # The last entry answers for the label -1: a zero.
+        # The last entry is a zero, which the label -1 indexes.
         return np.concatenate([*(m.reshape(-1) for m in masks), np.zeros(1, bool)])
 
     def _split(self, flat: Mask) -> list[tuple[Value, Mask]]:
@@ -407,7 +410,7 @@ class Map(Node):
 
 @dataclass
 class Located(Map):
-    """The channels of a map, and where in each something was found: a place also where all is zero."""
+    """An operator that also returns positions, such as max pooling; they are alive even where the input is zero."""
 
     @property
     def places(self) -> Value:
@@ -420,7 +423,7 @@ class Located(Map):
 
 @dataclass
 class Sampled(Map):
-    """The channels of the first operand, at places that the others tell: those must be there as they were."""
+    """Sampling of the first operand at positions given by the others, which must keep all their channels."""
 
     def pull(self, flow: Flow) -> None:
         super().pull(flow)
@@ -436,7 +439,10 @@ class Sampled(Map):
 
 @dataclass
 class Halves(Map):
-    """Every channel of a first half times a sigmoid of its partner in the second: zero where the first one is."""
+    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half.
+
+    The result is zero where the first half is. `partners` are the numbers of the second half's channels.
+    """
 
     partners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -464,7 +470,7 @@ class Halves(Map):
 
 @dataclass
 class Across(Node):
-    """All channels along one dimension by all of them, and nothing across the others: a softmax of branches."""
+    """An operator, such as a softmax over branches, that mixes all channels along one dimension and no others."""
 
     over: int = 0
     why: str = ""
@@ -488,12 +494,12 @@ class Across(Node):
 
 @dataclass
 class Sum(Node):
-    """A sum over dimensions along which channels differ: a missing channel is missed as little as a zero."""
+    """A sum over dimensions along which channels differ: leaving out a channel of zeros changes nothing."""
 
     over: tuple[int, ...] = ()
 
     def _aligned(self, mask: Mask) -> Mask:
-        """What holds for the output, with the dimensions that are summed over."""
+        """Insert the summed dimensions into a mask over the output."""
         x, out = self.inputs[0], self.outputs[0]
         return mask if len(out.shape) == len(x.shape) else np.expand_dims(mask, self.over)
 
@@ -509,7 +515,7 @@ class Sum(Node):
 
     def tie(self, layout: Layout) -> None:
         x, out = self.inputs[0], self.outputs[0]
-        if x.roots is not None:  # stored numbers are not zero where nobody asks for them
+        if x.roots is not None:  # a stored tensor is not zero in its unneeded channels, so all must be summed
             for dim in self.over:
                 layout.add(x, dim, None)
         kept = [d for d in range(len(x.shape)) if d not in self.over]
@@ -520,10 +526,10 @@ class Sum(Node):
 
 @dataclass
 class Boundary(Node):
-    """The edge of a module: a gate may stand here, and a remap be inserted, so layouts are free.
+    """An edge of a module: a gate can be placed and a remap inserted here, so its two sides may differ in layout.
 
-    `layer` names the layer whose filters are gated here.  `labels` is set for a remap that is already in
-    the network.
+    `layer` names the layer whose filters are gated here. `labels` is set for a `Remap` that is already in the
+    network: the input channel of every output channel, or -1 for zero.
     """
 
     module: str = field(kw_only=True)
@@ -531,12 +537,12 @@ class Boundary(Node):
     layer: str = ""
     labels: NDArray[np.int64] | None = None
     dim: int = 1
-    free: bool = True  # False: nothing can be inserted here, both sides have one layout
-    walled: bool = False  # sizes that the module's own code fixes bind only its inside
-    lasting: bool = False  # every call leaves a trace in the module's statistics, so none is ever useless
+    free: bool = True  # False if no remap can be inserted here: both sides share a layout
+    walled: bool = False  # sizes hard-coded in the module apply to its inner side only; no gate closes here
+    lasting: bool = False  # every call updates the module's running statistics, so each is needed
 
     def line(self, value: Value) -> Grid:
-        """The grid of a tensor here if its channels differ along the edge's dimension alone."""
+        """Return the grid of a tensor whose channels differ along the edge's dimension only."""
         return along(self.dim % len(value.shape), value.shape)
 
     @property
@@ -576,7 +582,7 @@ class Boundary(Node):
         return () if self.free and lined else super().tied
 
     def tie(self, layout: Layout) -> None:
-        if not self.free:  # the same tensor twice
+        if not self.free:  # both sides are one tensor
             for dim in range(len(self.x.shape)):
                 layout.tie([(self.x, dim), (self.out, dim)])
             return
@@ -584,7 +590,7 @@ class Boundary(Node):
             layout.fill_other(value, self.dim % len(value.shape))
 
     def source(self, layout: Layout, alive: Mask) -> list[int]:
-        """For every channel there after the edge, its place before it, or -1 where it is zero."""
+        """Return, for every present channel after the edge, its index among those before it, or -1 for zero."""
         place = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
         size = self.out.shape[self.dim]
         origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
@@ -592,7 +598,7 @@ class Boundary(Node):
 
 
 def common_dim(edges: Sequence[Boundary]) -> int | None:
-    """The dimension of the channels in all calls of a module, from the first one or, below zero, from the last."""
+    """Return the channel dimension of all calls of a module, negative if it agrees from the end only, or None."""
     if len({edge.dim for edge in edges}) == 1:
         return edges[0].dim
     from_the_end = {edge.dim - len(edge.out.shape) for edge in edges}

@@ -1,26 +1,8 @@
-"""Which value each tensor is at the moment, and whether its memory was written since that was noted.
-
-Tensors of a running model enter; the values noted for them leave.  Two tensors may share memory: when one is
-written in place, the other is no longer what it was.
-
-The results of the commonest operators on tensors without numbers, at once.
-
-On the meta device an operator only works out a shape, but for most operators torch does so in Python, with
-care for every case.  For an activation, a batch norm, or the sum of two tensors alike, the shape is that of the
-operand; asked for these alone, a recording takes less than half the time.
-
-Instance norm, which torch takes apart, put together again.
-
-What one call of an instance norm ran enters: a batch norm for which every image has channels of its own, and the
-views and copies that make it so.  The norm as one operator over the user's channels leaves, with the arguments of a
-batch norm.  Where anything else was done, all is left as it ran.
-
-What a copy of a model does while it runs: its operators, and what each belongs to.
+"""Record the operators of a forward pass and the module call that each belongs to.
 
 Operators are seen below autograd, where every layer, functional call and tensor method has become one of a few
-hundred ATen operators.  Weights are recognised by the parameter object itself, not by guessing from names.
-In-place operators are recorded as if they returned a new value; an alias of memory that was written since is an
-operator of our own.
+hundred ATen operators. Weights are identified by the parameter object, not by name. In-place operators are recorded
+as if they returned a new value; reading an alias of memory written since is recorded as a `STALE` operator.
 """
 
 from __future__ import annotations
@@ -45,28 +27,31 @@ from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Val
 
 
 class Memory:
-    """The tensors seen in one run of a model."""
+    """The current `Value` of every tensor seen in one run of a model.
+
+    Tensors may share memory: an in-place write to one makes the noted values of the others stale.
+    """
 
     def __init__(self) -> None:
-        self._alive: dict[int, list[Tensor]] = {}  # storage -> every tensor seen, so that no id is used twice
+        self._alive: dict[int, list[Tensor]] = {}  # storage -> its tensors, kept alive so that no id is reused
         self._value: dict[int, Value] = {}
-        self._where: dict[int, int] = {}  # id(tensor) -> the storage it had when its value was noted
-        self._writes: dict[int, int] = {}  # storage -> how often it was written in place
-        self._seen: dict[int, int] = {}  # id(tensor) -> the count above when its value was noted
-        self._writer: dict[int, Value] = {}  # storage -> the value written last
+        self._where: dict[int, int] = {}  # id(tensor) -> its storage when the value was noted
+        self._writes: dict[int, int] = {}  # storage -> number of in-place writes
+        self._seen: dict[int, int] = {}  # id(tensor) -> `_writes` of its storage at that time
+        self._writer: dict[int, Value] = {}  # storage -> value of the last write
 
     def get(self, tensor: Tensor) -> Value | None:
-        """The value noted last, whatever has been written since; None if other memory was assigned to `.data`."""
+        """Return the value noted last, even if stale; None if there is none, or `.data` was assigned since."""
         known = self._value.get(id(tensor))
         return known if known is not None and self._where[id(tensor)] == _storage(tensor) else None
 
     def same_place(self, tensor: Tensor) -> Tensor | None:
-        """A tensor seen before that is this one by another name: `x.as_subclass(torch.Tensor)`."""
+        """Return a tensor seen before with the same memory layout, as for `x.as_subclass(torch.Tensor)`."""
         seen = self._alive.get(_storage(tensor), ())
         return next((other for other in seen if _place(other) == _place(tensor)), None)
 
     def note(self, tensor: Tensor, value: Value) -> Value:
-        """From now on a tensor is this value."""
+        """Set the current value of a tensor."""
         key, storage = id(tensor), _storage(tensor)
         if key not in self._value:
             self._alive.setdefault(storage, []).append(tensor)
@@ -75,13 +60,13 @@ class Memory:
         return value
 
     def write(self, tensor: Tensor, value: Value) -> None:
-        """A tensor was written in place: it is this value now, and what shares its memory is stale."""
+        """Set the value of a tensor that was written in place; tensors that share its memory become stale."""
         storage = _storage(tensor)
         self._writes[storage] = self._writes.get(storage, 0) + 1
         self._writer[storage] = self.note(tensor, value)
 
     def written_since(self, tensor: Tensor) -> Value | None:
-        """What was written last where a tensor lies, if that was after its value was noted."""
+        """Return the value last written to the tensor's storage if that was after its own was noted, else None."""
         storage = _storage(tensor)
         return self._writer[storage] if self._seen[id(tensor)] != self._writes.get(storage, 0) else None
 
@@ -105,7 +90,11 @@ _PAIRS = {"aten.add", "aten.mul", "aten.sub"}
 
 
 def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operator returns, or None where torch itself must say, as of a tensor that has numbers."""
+    """Return the result of a common operator on a meta tensor, or None if torch has to compute it.
+
+    For most operators on the meta device torch infers the shape in Python. These have the shape of their operand;
+    creating it directly more than halves the time of a trace.
+    """
     x = args[0] if args else None
     if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
         return None
@@ -132,7 +121,11 @@ _AROUND = {f"aten.{name}" for name in ("view", "repeat", "clone", "empty")}
 
 
 def put_together(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
-    """What a call of an instance norm ran, as the one operator that it is."""
+    """Replace the operators of an instance norm's call by one `INSTANCE_NORM` operator.
+
+    Torch runs a batch norm over a view in which every sample has channels of its own. The new operator is over
+    the user's channels and has the arguments of a batch norm. If anything else ran, the operators are unchanged.
+    """
     norm = _instance_norm(call, ops)
     return ops if norm is None else [norm]
 
@@ -159,7 +152,11 @@ def _instance_norm(call: Call, ops: Sequence[Op]) -> Op | None:
 
 
 class Recorder(TorchDispatchMode):
-    """While entered, every operator of the copy is written down, with the module call it belongs to."""
+    """Dispatch mode that records every operator of a model's copy and the module call it belongs to.
+
+    `trusts_constants` is set for runs on the meta device, where constants are taken as they are; on real tensors,
+    `literals` and `strangers` are collected instead for the caller to check.
+    """
 
     def __init__(self, model: nn.Module, twin: nn.Module, inputs: Any, trusts_constants: bool) -> None:
         super().__init__()
@@ -169,8 +166,8 @@ class Recorder(TorchDispatchMode):
         self.literals: list[tuple[str, Tensor]] = []
         self.strangers: list[tuple[str, Tensor]] = []
         self._stack: list[Call] = []
-        self._given: list[list[Tensor]] = []  # what went into each call on the stack
-        self._kept: dict[int, Call] = {}  # what a call gave, by identity, before it was handed on
+        self._given: list[list[Tensor]] = []  # input tensors of each call on the stack
+        self._kept: dict[int, Call] = {}  # id of the tensor a call returned -> the call; see `_leave`
         self._quiet = False
         self._trusts_constants = trusts_constants
         self._memory = Memory()
@@ -192,10 +189,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self, twin: nn.Module) -> Iterator[None]:
-        """While entered, the module calls of the copy are noted, and the numbers it writes into tensors."""
+        """Record the module calls of the copy, and on the meta device the values of literals, while active."""
         handles: list[Any] = []
         for path, module in twin.named_modules():
-            # Before hooks of the user's: what they compute belongs to the call, and goes or stays with the module.
+            # Prepended, so that what the user's own hooks compute belongs to the call: surgery treats it as part of
+            # the module.
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave))
         try:
@@ -223,7 +221,7 @@ class Recorder(TorchDispatchMode):
         done.outputs = tuple(self.value(t) for t in tensors)
         self.calls.setdefault(done.module, []).append(done)
         if isinstance(module, (Remap, Zeros)):
-            # Our own modules of an earlier pruning are one operator each: what they mean, not how they do it.
+            # Modules that an earlier pruning inserted are recorded as one operator each, whatever they ran.
             name = REMAP if isinstance(module, Remap) else ZEROS
             where = self.ops[done.first].where if len(self.ops) > done.first else ""
             if done.outputs == done.inputs:
@@ -231,14 +229,14 @@ class Recorder(TorchDispatchMode):
                 done.outputs = (fresh,)
             self.ops[done.first :] = [Op(name, (done.inputs[0],), {}, done.inputs, done.outputs, done, where)]
             for table in [held for held in self.states if held.rpartition(".")[0] == done.module]:
-                del self.states[table]  # nothing that is left reads it
+                del self.states[table]  # no remaining operator reads it
         elif isinstance(module, _InstanceNorm):
             self.ops[done.first :] = put_together(done, self.ops[done.first :])
         done.last = len(self.ops)
         holds = any(True for _ in chain(module.parameters(), module.buffers()))
         if type(result) is not Tensor or done.outputs[0] in done.inputs or isinstance(module, Remap) or not holds:
             return None
-        # Who called the module gets another tensor than who kept the result, so that they can be told apart.
+        # The caller gets an alias. A later read of the original shows that a hook or the module stored the result.
         self._kept[id(result)] = done
         self._quiet = True
         handed_on = result.detach()
@@ -249,7 +247,11 @@ class Recorder(TorchDispatchMode):
     # -- operators -----------------------------------------------------------------------------------
 
     def value(self, tensor: Tensor) -> Value:
-        """What is known of a tensor now; an alias of memory written since is no longer what it was."""
+        """Return the current value of a tensor.
+
+        A stale alias gets a new value, made by a recorded `STALE` operator. Raises a TraceError if a copy of the
+        model reads a tensor of the model itself.
+        """
         known = self._memory.get(tensor)
         if id(tensor) in self._kept:
             self._kept[id(tensor)].kept = True
@@ -269,11 +271,11 @@ class Recorder(TorchDispatchMode):
         return known
 
     def _stranger(self, tensor: Tensor) -> Value:
-        """A tensor that no operator gave."""
+        """Return the value of a tensor that no recorded operator returned."""
         if not self._trusts_constants:
             self.strangers.append((where(), tensor))
             return Value(tuple(tensor.shape), "constant")
-        if tensor.is_meta:  # made of numbers in a way that is not seen: a recording with numbers will tell
+        if tensor.is_meta:  # its values are unknown; a trace on real tensors can check them
             raise TraceError(not_from_torch(where()))
         return Value(tuple(tensor.shape), "constant", data=tensor.clone())
 
@@ -339,7 +341,7 @@ class Recorder(TorchDispatchMode):
             outputs[0].transpose_of = inputs[0]
         if name in _LIFTED and outputs[0] is not None:
             numbers = inputs[0].data if inputs[0].kind != "state" else None
-            # A table of indices, say, which may have been made elsewhere and moved.
+            # Keep the values of an integer tensor, such as an index table, when it is moved to another device.
             if numbers is not None and numbers.dtype == result.dtype and not numbers.is_floating_point():
                 outputs[0].data = numbers
 
@@ -347,7 +349,7 @@ class Recorder(TorchDispatchMode):
         return self._stack[-1] if self._stack else None
 
 
-# Operators that make a tensor from nothing but sizes and numbers, and those that take over a literal.
+# Operators that create a tensor from sizes and numbers alone, and those through which a literal arrives.
 _FRESH = {
     f"aten.{name}"
     for name in (
@@ -359,7 +361,7 @@ _LIFTED = {"aten.lift_fresh", "aten.lift_fresh_copy", "aten._to_copy", "aten.det
 
 
 def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
-    """What a result of the given values is made of."""
+    """Parameters and buffers that a result of these inputs is computed from; None if from other tensors too."""
     found: dict[Value, None] = {}
     for value in inputs:
         roots = value.roots
@@ -381,10 +383,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def as_tree(result: Any, seen: set[int] | None = None) -> Any:
-    """A model's result as plain dicts and lists.
+    """Convert a model's result to nested plain dicts and lists that pytree can flatten.
 
-    Hugging Face's and torchvision's output classes are dict- or tuple-like, but unknown to pytree; an object of
-    any other class is what it holds.
+    Output classes of Hugging Face and torchvision are dict- or tuple-like, but unknown to pytree; an object of any
+    other class becomes a dict of its attributes.
     """
     seen = set() if seen is None else seen
     if isinstance(result, dict):
@@ -395,7 +397,7 @@ def as_tree(result: Any, seen: set[int] | None = None) -> Any:
         return result
     slots = [name for kind in type(result).__mro__ for name in getattr(kind, "__slots__", ())]
     names = (*getattr(result, "__dict__", ()), *slots)
-    if not names or id(result) in seen:  # objects may refer to each other
+    if not names or id(result) in seen:  # stop at circular references
         return None
     seen.add(id(result))
     return {name: as_tree(getattr(result, name, None), seen) for name in names}

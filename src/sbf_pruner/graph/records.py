@@ -1,12 +1,7 @@
-"""What a recording consists of: tensors, calls of modules, operators, and all of them together.
+"""Data classes of a trace: tensors (`Value`), module calls (`Call`), operators (`Op`) and the whole `Trace`.
 
-Plain data, made by `recorder` and read by every other file here.  What holds: two values are equal only if they are
-the same tensor at the same moment, so each of these may be the key of a table.
-
-Tensors that a forward makes of numbers, made so that those numbers are known.
-
-On the meta device tensors have none.  But what a forward writes down may be a width, as in
-`torch.tensor(x.shape[1], device=x.device)`, and that it is another one in a smaller network has to show.
+All compare and hash by identity, so each can be a dictionary key: two values are equal only if they are the same
+tensor at the same moment, before and after an in-place write being different moments.
 """
 
 from __future__ import annotations
@@ -19,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"  # operators of our own
-INSTANCE_NORM = "aten.instance_norm"  # which torch takes apart before we see it
+REMAP, ZEROS, STALE = "sbf.remap", "sbf.zeros", "sbf.stale_alias"  # operators of this package
+INSTANCE_NORM = "aten.instance_norm"  # torch decomposes it before dispatch; the recorder restores it
 
 
 @dataclass(eq=False)
@@ -29,15 +24,15 @@ class Value:
 
     shape: tuple[int, ...]
     kind: str  # "input", "state", "constant" or "result"
-    name: str = ""  # of a parameter or buffer: its qualified name
-    data: Tensor | None = field(default=None, repr=False)  # of a parameter, buffer or literal: the real numbers
-    trained: bool = False  # it is a parameter
-    transpose_of: Value | None = None  # the tensor this is the transpose of
-    made_of: tuple[Value, ...] | None = None  # of a result: the parameters and buffers, if of nothing else
+    name: str = ""  # qualified name of a parameter or buffer
+    data: Tensor | None = field(default=None, repr=False)  # the real tensor of a parameter, buffer or literal
+    trained: bool = False  # True for a parameter
+    transpose_of: Value | None = None  # the tensor whose transpose this is
+    made_of: tuple[Value, ...] | None = None  # a result's parameters and buffers, if computed from those alone
 
     @property
     def roots(self) -> tuple[Value, ...] | None:
-        """The parameters and buffers it is made of; None if of inputs too."""
+        """Parameters and buffers that the value is computed from; None if from the network's inputs too."""
         if self.kind == "state":
             return (self,)
         return () if self.kind == "constant" else self.made_of
@@ -45,7 +40,7 @@ class Value:
 
 @dataclass(eq=False)
 class Call:
-    """One call of one module: what went in and came out, and the range of operators it ran."""
+    """One call of a module: its input and output tensors, and the operators `first` to `last` (exclusive)."""
 
     module: str
     inputs: tuple[Value, ...]
@@ -53,11 +48,11 @@ class Call:
     parent: Call | None
     outputs: tuple[Value, ...] = ()
     last: int = -1
-    overwritten: tuple[Value, ...] = ()  # what it wrote over its inputs
-    kept: bool = False  # what it gave is read from where a hook or the module itself has put it, too
+    overwritten: tuple[Value, ...] = ()  # values that in-place writes left in its input tensors
+    kept: bool = False  # its result is also read from where a hook or the module stored it
 
     def within(self, module: str) -> Call | None:
-        """The call of `module` that this call is part of (or is itself)."""
+        """Return the innermost call of `module` that contains this call or is it; None if there is none."""
         at: Call | None = self
         while at is not None and at.module != module:
             at = at.parent
@@ -66,7 +61,7 @@ class Call:
 
 @dataclass(eq=False)
 class Op:
-    """One operator that ran; `args` and `kwargs` are its own, with a `Value` in place of each tensor."""
+    """One operator that ran; `args` and `kwargs` hold a `Value` in place of each tensor."""
 
     name: str
     args: tuple[Any, ...]
@@ -77,55 +72,59 @@ class Op:
     where: str  # file:line in the user's code
     overload: Any = None
     mutates: bool = False
-    position: int = -1  # in the recording
-    told: float | None = None  # the Python number it gave, if it did (`tensor.item()`)
+    position: int = -1  # index in `Trace.ops`
+    told: float | None = None  # the Python number it returned, as `tensor.item()` does
 
     def inside(self, modules: Collection[str]) -> bool:
-        """Does it run in a call of any of these modules?"""
+        """Return True if the operator runs inside a call of any of these modules."""
         call = self.call
         while call is not None and call.module not in modules:
             call = call.parent
         return call is not None
 
     def number(self, position: int, name: str, default: float | None) -> float | None:
-        """A number among the arguments; nan where a tensor stands in its place."""
+        """Return a numeric argument by position or name; NaN if a tensor is given instead."""
         given = self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
         return given if given is None or isinstance(given, (int, float)) else float("nan")
 
 
 @dataclass(eq=False)
 class Trace:
-    """Everything one forward pass did."""
+    """Everything that one forward pass did."""
 
     ops: list[Op]
     inputs: list[Value]
     outputs: list[Value]
-    calls: dict[str, list[Call]]  # by module
-    states: dict[str, Value]  # parameters and buffers that were used, by qualified name
-    literals: list[tuple[str, Tensor]]  # tensors the forward made of numbers, if it had numbers; with their lines
-    strangers: list[tuple[str, Tensor]]  # tensors from outside of it, likewise
-    training: tuple[str, ...] = ()  # the modules that ran in training mode
-    on_meta: bool = True  # it ran without numbers
-    otherwise: dict[str, str] = field(default_factory=dict)  # layer -> the line it feeds in training mode alone
-    unused: int = 0  # entries of the parameters that no operator read
-    added: frozenset[int] = frozenset()  # positions of the operators that run in training mode alone
-    other: Trace | None = None  # the same in the other mode, if something there asks for it
-    apart: frozenset[int] = frozenset()  # of that recording: positions of what runs there alone
-    drawn: frozenset[int] = frozenset()  # and of what sees nothing but random numbers
-    keeps: bool = False  # a call before this one has left tensors that it found
-    lucky: bool = False  # it drew random numbers that torch does not know of
-    cold: bool = False  # there was no call before it
-    first: Trace | None = None  # such a first call, where something is kept from it
+    calls: dict[str, list[Call]]  # by qualified name of the module
+    states: dict[str, Value]  # parameters and buffers that were read, by qualified name
+    literals: list[tuple[str, Tensor]]  # file:line and tensor of each `torch.tensor(...)`; not on the meta device
+    strangers: list[tuple[str, Tensor]]  # the same for tensors that no recorded operator returned
+    training: tuple[str, ...] = ()  # modules that ran in training mode
+    on_meta: bool = True  # the forward pass ran on meta tensors
+    otherwise: dict[str, str] = field(default_factory=dict)  # layer -> line that it feeds in training mode only
+    unused: int = 0  # elements of the parameters that no operator read
+    added: frozenset[int] = frozenset()  # positions of operators that run in training mode only
+    other: Trace | None = None  # trace in the other mode, if some module depends on its mode
+    apart: frozenset[int] = frozenset()  # set on an `other`: positions of operators that run only in it
+    drawn: frozenset[int] = frozenset()  # set on an `other`: positions of operators that see only random numbers
+    keeps: bool = False  # the warm-up call stored tensors on the model, which this call could read
+    lucky: bool = False  # it drew random numbers from Python or NumPy
+    cold: bool = False  # traced without a warm-up call
+    first: Trace | None = None  # the trace without a warm-up call, if `keeps`
 
     @property
     def samples(self) -> int:
-        """How many samples it saw: a batch comes first, as everywhere."""
+        """Batch size: the first dimension of the first input."""
         first = self.inputs[0].shape if self.inputs else ()
         return first[0] if first else 1
 
 
 class Literals(TorchFunctionMode):
-    """While entered, what is made of numbers for the meta device is made on the CPU and moved from there."""
+    """Create tensors from Python numbers on the CPU and move them to the meta device, while active.
+
+    A meta tensor has no values, so the recorder takes them from the CPU tensor. They may be widths, as in
+    `torch.tensor(x.shape[1], device=x.device)`, which differ in a smaller network.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,7 +139,7 @@ class Literals(TorchFunctionMode):
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Are two tensors equal, also where neither has a number?
+    """Return True if two tensors have equal shapes and values, with NaN equal to NaN.
 
     >>> same_numbers(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
     True
@@ -153,7 +152,7 @@ _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 def _with_tables(index: Any) -> Any:
-    """An index with a tensor in the place of every list of whole numbers."""
+    """Replace every list of integers in an index by a tensor, so that the recorder sees its values."""
     if isinstance(index, tuple):
         return tuple(map(_with_tables, index))
     if isinstance(index, list) and index and all(isinstance(i, int) for i in index):

@@ -1,13 +1,9 @@
-"""A model and example inputs in; the operators that ran, and what each belongs to, out.
+"""Trace a model: record the operators of a forward pass on its example inputs, in both modes where they differ.
 
-The second forward pass of a *copy* of the model is recorded.  The copy lives on the meta device, so nothing is
-computed and no weights are copied; a model that needs real numbers to choose its way is run on a real copy instead.
-The user's model is never touched.
-
-Is a model still the one that was traced?
-
-A model, and the graph that was made of it earlier, enter; its tensors leave by name, or the sentence about the
-first that does not fit any more.  A model that was cast since is the same one: example inputs are cast as it was.
+The second forward pass of a *copy* of the model is recorded. The copy is on the meta device, so nothing is computed
+and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy. The
+user's model is never changed. `tensors_of` and `check_runs_as_traced` check a model against an earlier trace; one
+that was cast since still matches, because the example inputs are cast likewise.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ from .train_eval import asks_for_its_mode, difference, feeding, ignores_its_mode
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
-    """Run the model in evaluation mode and on a copy, and write down its operators.
+    """Run a copy of the model in evaluation mode and record its operators.
 
-    Where modules do more in training mode (auxiliary heads, further outputs), those alone run in that mode; where
-    they do something else, the layers that feed it are noted.
+    Modules that do more in training mode (auxiliary heads, further outputs) run in that mode instead. If they do
+    something else in it, `Trace.otherwise` names the layers that feed this, and `Trace.other` is the other trace.
 
     >>> [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.rand(1, 3, 8, 8)).ops]
     ['aten.convolution', 'aten.relu']
@@ -74,15 +70,18 @@ def _in_both_modes(model: nn.Module, example_inputs: Any) -> Trace:
 
 
 def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[Trace, Trace] | None:
-    """What it does with those modules in training mode that ask for their mode, or leave something out without it;
-    and what it does otherwise, recorded alike."""
+    """Trace the model with those modules in training mode that read their mode or leave tensors unused without it.
+
+    Returns that trace and the one in evaluation mode, made anew on real tensors if only one of them was on the meta
+    device; None if no module needs training mode, or the model cannot run in it.
+    """
     left_out = _left_out(model, found)
     known: set[CodeType] = set()
     asking = [path for path, module in model.named_modules() if asks_for_its_mode(module, known)]
-    if asking:  # perhaps not for its own mode, but for that of a layer
+    if asking:  # they may read the mode of a layer instead of their own
         asking += [path for path, module in model.named_modules() if ignores_its_mode(module)]
     for training in (tuple(dict.fromkeys((*left_out, *asking))), left_out):
-        with suppress(TraceError):  # a norm may want more than one image then, or the model its targets
+        with suppress(TraceError):  # in training mode a norm may need more images, or the model its targets
             if training:
                 again = record_in(model, example_inputs, training)
                 alike = again.on_meta == found.on_meta
@@ -91,12 +90,13 @@ def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[T
 
 
 def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
-    """The modules that ran while tensors of theirs, or children of theirs with tensors, did not."""
+    """Return modules that ran without reading some tensor of theirs or of a child that did not run."""
     holders: dict[str, None] = {}
     torchs_own = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
     for name, held in (*model.named_parameters(), *model.named_buffers()):
         path = name.rpartition(".")[0]
-        # A number, such as a count of batches, has no channels; torch's own modules are told what to leave out.
+        # A scalar, such as a count of batches, has no channels. A torch module that ran leaves out a tensor because
+        # of its settings, not of its mode.
         if held.dim() and name not in found.states and not (path in found.calls and path in torchs_own):
             while path and path not in found.calls:
                 path = path.rpartition(".")[0]
@@ -107,13 +107,13 @@ def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
 def record_in(
     model: nn.Module, example_inputs: Any, training: tuple[str, ...], *, really: bool = False, cold: bool = False
 ) -> Trace:
-    """`record` with the given modules in training mode, all others in evaluation mode.
+    """Trace a copy with the given modules in training mode and all others in evaluation mode.
 
-    `really`: with numbers; `cold`: without a call before it.
+    `really` runs it on real tensors without trying the meta device first; `cold` leaves out the warm-up call.
     """
     with suppress(Exception):
-        # Not every model can run without numbers (control flow on values, constants made on the CPU); if it
-        # cannot run with them either, that second failure is the one worth showing.
+        # Not every model can run on the meta device (control flow on values, constants made on the CPU). If it
+        # fails on real tensors too, that error is the one to show.
         if not really:
             inputs = map_tensors(example_inputs, lambda t: t.to("meta"))
             return _record_copy(model, meta_copy(model), inputs, True, training, cold)
@@ -138,9 +138,9 @@ def record_in(
 
 
 def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:
-    """The operators of a model that runs as in an earlier recording; if it fails, those until then.
+    """Run a model as in an earlier trace and return its operators; if it fails, those recorded until then.
 
-    With numbers or without, as then: the operators have other names on a GPU than on no device.
+    The model runs on the meta device if and only if it did then: operators have other names on a GPU than there.
     """
     on_meta = earlier.on_meta
     inputs = map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else t.clone())
@@ -155,7 +155,7 @@ def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
 def after_a_run(model: nn.Module, example_inputs: Any) -> nn.Module:
     """Copy a model and run the copy once on the example inputs, in evaluation mode.
 
-    What a forward keeps for the size of its last inputs, as anchors, is made anew for these.
+    This renews what a forward stores for the size of its last inputs, such as anchors.
     """
     twin = without_attached(real_copy(model))
     modes = {module: module.training for module in twin.modules()}
@@ -167,7 +167,7 @@ def after_a_run(model: nn.Module, example_inputs: Any) -> nn.Module:
 
 
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
-    """Are the tensors that the forward made of numbers the same for other inputs?"""
+    """Raise a TraceError if a tensor that the forward makes from Python numbers differs for other inputs."""
     noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
     again = _record_copy(model, real_copy(model), noise, False, found.training)
     for (line, one), (_, other) in zip(found.literals, again.literals, strict=False):
@@ -176,7 +176,10 @@ def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None
 
 
 def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> None:
-    """Were the tensors from outside there before the forward, such as a module's constants in its file?"""
+    """Raise a TraceError if a tensor that no operator returned did not exist before the forward.
+
+    One that did, such as a global constant of the model's file, is the same object in a second run.
+    """
     inputs = map_tensors(example_inputs, Tensor.clone)
     again = {
         id(tensor) for _, tensor in _record_copy(model, real_copy(model), inputs, False, found.training).strangers
@@ -193,12 +196,12 @@ def _record_copy(
     modules = dict(twin.named_modules())
     for path in training:
         module = modules.get(path)
-        while module is not None:  # of a network that was cut it may be between remaps
+        while module is not None:  # an earlier pruning may have wrapped it between remaps
             module.training = True
             module = module.module if isinstance(module, Adapted) else None
     before = list(held_tensors(twin))
     if not cold:
-        # What a forward keeps of its first call (positions, anchors), it finds from the second on, as in training.
+        # From the second call on a forward finds what it stored in the first (positions, anchors), as in training.
         with suppress(Exception), torch.no_grad(), same_chance(twin):
             call(twin, map_tensors(inputs, Tensor.clone))
     known = set(map(id, before))
@@ -227,14 +230,14 @@ def _record_copy(
 
 
 def _drawn_so_far() -> tuple[object, ...]:
-    """Where Python's and NumPy's random numbers are."""
+    """Return the states of Python's and NumPy's random number generators."""
     drawn = np.random.get_state(legacy=False)
     return random.getstate(), repr(drawn)
 
 
 @contextmanager
 def same_chance(twin: nn.Module, seed: int = 0) -> Iterator[None]:
-    """While entered, random numbers are those of every other such run; those of the user stay what they are."""
+    """Seed the random number generators of Python, NumPy and torch while active; restore their states after it."""
     before, drawn = random.getstate(), np.random.get_state()
     devices = list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})
     with torch.random.fork_rng(devices):
@@ -251,7 +254,9 @@ def same_chance(twin: nn.Module, seed: int = 0) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
-    """All parameters and buffers of a model by name, those that were traced in the shapes they had then.
+    """Return all parameters and buffers of a model by name, or raise a PruningError if they do not match the trace.
+
+    That is so if a traced one is gone or has another shape, or if a layer has a new parameter.
 
     >>> import torch
     >>> from .build import trace
@@ -268,7 +273,7 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
             now = f"is {_size(held[name].shape)} now" if name in held else "is gone"
             remedy = "make the pruner anew"
             if isinstance(held.get(name), Tensor) and not isinstance(held[name], nn.Parameter):
-                # A buffer that the forward makes for the size of its last inputs, as anchors.
+                # A buffer that the forward makes for the size of its last inputs, such as anchors.
                 remedy = f"run the model once on the example inputs, or {remedy}"
             raise PruningError(f"{name} was {_size(value.shape)} when the model was traced and {now}; {remedy}")
     for layer in graph.layers.values():
@@ -281,13 +286,13 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
 
 
 def weights_now(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
-    """The weight of every layer that can be pruned."""
+    """Return the current weight of every prunable layer."""
     held = tensors_of(model, graph)
     return [held[layer.weight].detach() for layer in graph.layers.values()]
 
 
 def inputs_now(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> Any:
-    """The example inputs, cast as the model was since it was traced.
+    """Cast the example inputs as the model was cast since it was traced.
 
     >>> import torch
     >>> from .build import trace
@@ -298,13 +303,13 @@ def inputs_now(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> An
     """
     held = tensors_of(model, graph)
     traced = [(value.data, held[name]) for name, value in graph.trace.states.items() if value.data is not None]
-    # Where only a part of the model was cast, what runs first decides: that is what the inputs meet.
+    # If only a part of the model was cast, the parameter or buffer read first decides: it meets the inputs.
     types = {then.dtype: now.dtype for then, now in reversed(traced) if then.is_floating_point()}
     return map_tensors(example_inputs, lambda t: t.to(types.get(t.dtype, t.dtype)))
 
 
 def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
-    """Refuse a model that runs other operators than when it was traced, as one that got a hook since.
+    """Raise a PruningError if a model runs other operators than when it was traced, as after adding a hook.
 
     >>> import torch
     >>> from .build import trace

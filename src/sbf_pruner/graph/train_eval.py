@@ -1,13 +1,8 @@
-"""What a network does in one of its modes and not in the other, as far as its channels go.
+"""Find what a network does in training mode and not in evaluation mode, as far as its channels are concerned.
 
-Two recordings enter, of evaluation and of training mode; what the second has of its own leaves.  Every tensor gets
-a number for its channels, and two tensors have the same only if their channels are the same and zero together: a
-ReLU or a dropout hands them on, and a layer makes its own of whatever it reads.
-
-Does code of the user's own ask a module for its mode?
-
-A module enters; yes or no leaves.  The code is read, not run: that of the module's classes and hooks, of what it
-holds, and of the functions that these call, as far as names lead to them.  A yes too many costs a recording.
+Two traces are compared by numbering the channels of every tensor: two tensors have the same number only if their
+channels are the same and are zero together. An activation or a dropout passes the number of its operand on; the
+result of a layer is numbered by the layer's weight, whatever it reads.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from .nodes import Elementwise
 from .operators import POINTWISE, build_node, rule_of
 from .records import Op, Trace, Value
 
-# Operators that draw random numbers, and those that ask a tensor for its shape alone.
+# Operators that draw random numbers, and those that read at most the shape of a tensor.
 _DRAW = {
     f"aten.{name}"
     for name in (
@@ -40,24 +35,25 @@ _NEW = ("aten.new_", "aten.empty", "aten.zeros", "aten.ones", "aten.full", "aten
 
 @dataclass
 class Difference:
-    """What a recording has that the one before has not."""
+    """What one trace, `again`, has that another, `found`, has not."""
 
-    ops: list[Op]  # that read, or do to channels, what nothing did
-    outputs: list[Value]  # with channels that were none's
-    extends: bool  # and it does everything else as well
-    more: frozenset[int]  # positions of the operators that run more often
-    drawn: frozenset[int]  # positions of those that see nothing but random numbers
-    by_chance: bool  # random numbers chose this way, and may choose another the next time
+    ops: list[Op]  # operators with an effect on channels, or a parameter or buffer, that `found` has not
+    outputs: list[Value]  # outputs whose channels are no output's in `found`
+    extends: bool  # `again` also does everything that `found` does
+    more: frozenset[int]  # positions of operators that run more often in `again`
+    drawn: frozenset[int]  # positions of operators that see only random numbers
+    by_chance: bool  # random numbers decide what runs, so the next call may differ
 
 
 def difference(again: Trace, found: Trace) -> Difference:
-    """What runs in `again` and not in `found`."""
+    """Return what runs in `again` and not in `found`."""
     numbers: dict[Hashable, int] = {}
     before, now = _Reading(found, numbers), _Reading(again, numbers)
     by_chance = again.lucky or any(
         op.position in now.drawn and op.name == "aten._local_scalar_dense" for op in again.ops
     )
-    # Where chance leaves something out, what comes behind reads something else; a line that runs anyway is no news.
+    # If random numbers skip an operator, those behind it read something else. They are not new if the same line
+    # runs in `found` too.
     lines = {(op.name, op.where) for op in found.ops} if by_chance else set()
     known, given, left = {None, *before.ops}, set(before.outputs), Counter(before.ops)
     ops, more = [], set()
@@ -73,12 +69,15 @@ def difference(again: Trace, found: Trace) -> Difference:
 
 
 def _reads_more(op: Op, found: Trace) -> bool:
-    # A number, such as a count of batches, has no channels.
+    # A scalar, such as a count of batches, has no channels.
     return any(value.kind == "state" and value.shape and value.name not in found.states for value in op.inputs)
 
 
 def feeding(again: Trace, found: Trace, new: Difference) -> dict[str, str]:
-    """The layers whose channels reach what runs in `again` alone, or its weights in `found`; with the line."""
+    """Map each layer whose channels feed what runs in `again` only to the line of that operator.
+
+    Layers that feed an operator of `found` only are included if it shares a parameter or buffer with such a one.
+    """
     ends = [(op.inputs, op.where) for op in new.ops]
     fed = _feeding(again, ends + [((value,), "the network's outputs") for value in new.outputs])
     lines = {value.name: op.where for op in new.ops for value in op.inputs if value.kind == "state"}
@@ -110,13 +109,16 @@ def _feeding(trace: Trace, ends: Sequence[tuple[Sequence[Value], str]]) -> dict[
 
 
 class _Reading:
-    """One recording, in numbers: `ops` has None for what hands channels on, or has none to do with."""
+    """Numbers for the operators and outputs of one trace; `numbers` is shared by the traces to compare.
+
+    `ops` has None for an operator that passes channels on, or that does not depend on the network's inputs.
+    """
 
     def __init__(self, trace: Trace, numbers: dict[Hashable, int]) -> None:
         self._numbers = numbers
         self._of: dict[Value, int] = {v: self._number("input", place) for place, v in enumerate(trace.inputs)}
-        self._fed: set[Value] = set(trace.inputs)  # what depends on the inputs
-        self._chance: set[Value] = set()  # what depends on chance alone
+        self._fed: set[Value] = set(trace.inputs)  # values that depend on the inputs
+        self._chance: set[Value] = set()  # values that depend on random numbers only
         self.drawn: set[int] = set()
         self.ops = [self._read(op) for op in trace.ops]
         self.outputs = [self._value(value) for value in trace.outputs]
@@ -158,7 +160,8 @@ class _Reading:
 
     def _of_op(self, op: Op, name: str) -> int:
         if op.name in BATCH_NORMS:
-            # In training it has another name, or other settings.  By its own statistics zero stays zero.
+            # In training mode the operator has another name or other arguments. With batch statistics and no shift,
+            # zero stays zero.
             keeps_zero = bool(op.args[5]) and not isinstance(op.args[2], Value)
             held = [self._value(v) if isinstance(v, Value) else None for v in op.args[:3]]
             return self._number("norm", keeps_zero, *held)
@@ -172,7 +175,7 @@ class _Reading:
         return bool((weight.transpose_of or weight).roots)
 
     def _handed_on(self, op: Op) -> Value | None:
-        """The operand whose channels the result has, zero where they are: chance may scale them."""
+        """Return the operand whose channels the result has, zero in the same places; random factors are ignored."""
         rule = rule_of(op)
         node = build_node(op, {}) if rule in POINTWISE else None
         if not isinstance(node, Elementwise) or node.steep or node.zero not in ("any", "all", "first"):
@@ -189,9 +192,11 @@ _NOT_THE_USERS = {"torch", "numpy", __name__.partition(".")[0], *sys.stdlib_modu
 
 
 def asks_for_its_mode(module: nn.Module, without: set[CodeType] | None = None) -> bool:
-    """Does code of the user's own read `training`?  Where none does, a run of its own would show nothing new.
+    """Return True if user code that the module can reach may read `training`.
 
-    `without` holds code that is known not to, and gets more of it.
+    If none does, a trace in training mode would show nothing new. Code objects are inspected, not run: those of the
+    module's classes and hooks, of what it holds, and of the functions they call by name. A false positive costs one
+    extra trace. Code objects in `without` are known not to read `training`; those found so are added to it.
 
     >>> asks_for_its_mode(nn.Dropout())  # which is torch's
     False
@@ -225,7 +230,7 @@ def asks_for_its_mode(module: nn.Module, without: set[CodeType] | None = None) -
 
 
 def ignores_its_mode(module: nn.Module) -> bool:
-    """Is it a module of torch's whose mode is a note that nothing but code of the user's would read?
+    """Return True for a torch module whose own code never reads `training`, so that only user code could.
 
     >>> ignores_its_mode(nn.Conv2d(1, 1, 1)), ignores_its_mode(nn.BatchNorm2d(1))
     (True, False)
@@ -244,7 +249,7 @@ def _is_the_users(module: str | None) -> bool:
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
-    """A function's code with that of the functions written in it."""
+    """Yield a code object and those of the functions nested in it."""
     yield code
     for held in code.co_consts:
         if isinstance(held, CodeType):
@@ -252,7 +257,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _within(held: object, own: Collection[type]) -> list[object]:
-    """What may be called by way of something: methods, a function's globals, what is held in lists and objects."""
+    """Return the objects reachable from `held` that may be called: methods, globals, members of containers."""
     if isinstance(held, FunctionType):
         return _reached(held) if _is_the_users(held.__module__) else []
     if isinstance(held, property):
@@ -268,7 +273,7 @@ def _within(held: object, own: Collection[type]) -> list[object]:
     if isinstance(held, (list, tuple, set, frozenset)):
         return list(held)
     if isinstance(held, type):
-        # The modules that a class builds are asked themselves.
+        # Modules that a class builds are inspected on their own.
         strange = issubclass(held, nn.Module) and held not in own
         return [] if strange or not _is_the_users(held.__module__) else list(vars(held).values())
     if isinstance(held, (nn.Module, Tensor, ModuleType)) or not _is_the_users(type(held).__module__):
@@ -277,7 +282,7 @@ def _within(held: object, own: Collection[type]) -> list[object]:
 
 
 def _reached(function: FunctionType) -> list[object]:
-    """What the names in a function stand for, where it knows them from its file or from where it was written."""
+    """Return the objects that a function can reach by name: closure cells, globals, names in user modules."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     names = {name for code in _nested(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
@@ -289,5 +294,5 @@ def _reached(function: FunctionType) -> list[object]:
 def _filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # of a name that has no value yet
+    except ValueError:  # an empty cell
         return False

@@ -1,16 +1,10 @@
-"""A trace in; its operators as nodes, with the edges of modules as nodes of their own between them, out.
+"""Turn a trace into the nodes of a channel graph, with `Boundary` nodes ("edges") before and after modules.
 
-Edges are where a gate can be placed and where, in the extracted network, a remap can be inserted: around
-every call of a module that holds one layer or norm and hands its channels on in their order, and of one without
-weights that pads channels (a shortcut between stages), so that a width it writes down binds nobody outside.
-Everything later rooms ask about the place of an operator (its module, its edges, who reads a value) is answered
-here.
-
-What a module does with the channels of its one operator before they leave it.
-
-The node of that operator and those behind it in the same call enter; along which dimension of the module's result
-the channels lie, each in its own place, leaves.  A module may pool, activate or turn its map and still be its
-layer; one that moves or mixes the channels is not, because a gate behind it would close others.
+At an edge a gate can be placed and, in the extracted network, a remap inserted. Edges surround every call of a
+module that holds one layer or norm and returns its channels in order, and of a module without weights that pads
+channels (a shortcut between stages), so that a width hard-coded there binds nothing outside. A module may pool,
+activate or transpose its feature map and still count as its layer, but not move or mix the channels: a gate behind
+it would then close others.
 """
 
 from __future__ import annotations
@@ -53,7 +47,7 @@ from .records import REMAP, ZEROS, Call, Op, Trace, Value
 
 
 class Wiring:
-    """The nodes of a network in order, and what is known of each one's place."""
+    """The nodes of a network in order, with the module, edges and consumers of each."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.trace = trace
@@ -66,11 +60,11 @@ class Wiring:
         self.outputs: list[Value] = []
         self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
-        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> what goes in, as the nodes know it
+        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> its inputs as the nodes see them, behind edges
         self.padding: set[str] = set()  # modules without weights that pad channels
-        self.busy: set[str] = set()  # modules that make something of a zero, so that a gate stands at their edge
-        self.odd: dict[str, Op] = {}  # module -> what moves or mixes the channels of its operator inside it
-        self.inner: dict[str, list[Contract]] = {}  # module without edges -> its layer, per call, among others
+        self.busy: set[str] = set()  # modules that turn a zero channel into non-zero: a gate must be at their edge
+        self.odd: dict[str, Op] = {}  # module -> operator that moves or mixes the channels inside it
+        self.inner: dict[str, list[Contract]] = {}  # module -> its layer that runs among others, per call
         self._lay_out(self._edged_calls())
         self._close_edges()
         self._find_inner()
@@ -85,7 +79,7 @@ class Wiring:
             self._makers |= dict.fromkeys(node.outputs, node)
 
     def what_mixes(self, weight: Value, filters: int) -> Op | None:
-        """Where a weight is computed: the operator, if any, that makes a filter depend on the other ones."""
+        """Return the operator that makes a filter of a computed weight depend on other filters, or None."""
         todo, seen = [weight], {weight}
         while todo:
             node = self._makers.get(todo.pop())
@@ -102,7 +96,7 @@ class Wiring:
         return None
 
     def _edged_calls(self) -> list[tuple[Call, Op]]:
-        """Calls of modules that hold one layer or norm: one tensor in, one out, one operator of interest."""
+        """Return the calls to put edges around, each with its operator: a layer, a norm or a channel padding."""
         inside: dict[Call, list[Op]] = defaultdict(list)
         read = self._last_reads()
         owners = [owner(op) for op in self.trace.ops]
@@ -117,10 +111,10 @@ class Wiring:
             and len(call.inputs) == len(call.outputs) == 1
             and call.inputs != call.outputs
             and call.module not in self.outside
-            # A block with a weight of its own among its layers is not that layer.
+            # A block that holds a weight of its own besides its layers is not a layer itself.
             and {*owners[call.first : call.last]} <= {call.module, None}
             and not without_batch(call, ops[0])
-            # What is kept by a hook is seen before a gate at the edge, but behind one that is folded into a norm.
+            # A hook that stores the result sees it before a gate at the edge, but behind one folded into a norm.
             and not (call.kept and not _foldable(ops[0]))
             and not any(read.get(value, -1) >= call.last for value in self._inside(call))
         ]
@@ -134,13 +128,13 @@ class Wiring:
         return found
 
     def _inside(self, call: Call) -> Iterator[Value]:
-        """What a call computes of the network's inputs, beside what it gives and what it writes over its own."""
+        """Yield what a call computes from the network's inputs, except its outputs and what it writes in place."""
         known = {*call.outputs, *call.overwritten, None}
         for op in self.trace.ops[call.first : call.last]:
             yield from (value for value in op.outputs if value and value not in known and value.roots is None)
 
     def _channel_pad(self, call: Call) -> Op | None:
-        """What pads the channels in a call that does little else: one tensor in, one out, no weight."""
+        """Return the operator that pads channels in a call with one input, one output and no weight, or None."""
         ops = self.trace.ops[call.first : call.last]
         one = len(call.inputs) == len(call.outputs) == 1 and _width(call.outputs) is not None
         one = one and len(call.inputs[0].shape) > 2
@@ -153,7 +147,7 @@ class Wiring:
         """Build the nodes in order, with an edge before and after each of the given calls."""
         first, last, entered_at = defaultdict(list), defaultdict(list), defaultdict(list)
         mains: dict[Op, str] = {}
-        at: dict[Op, int] = {}  # operator of a module -> where its node is
+        at: dict[Op, int] = {}  # operator -> index of its node
         for every in self.trace.calls.values():
             for call in every:
                 entered_at[call.first].append(call)
@@ -191,10 +185,10 @@ class Wiring:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
     def _entering(self, call: Call, op: Op, entered: Value | None) -> int:
-        """Along which dimension channels go into a module: where its operator has them, or where they differ."""
+        """Return the channel dimension of a module's input: that of its operator, or where channels differ."""
         shape = call.inputs[0].shape
         grid = self.grids.get(entered or call.inputs[0], ())
-        if op.name in PRODUCTS:  # a linear layer's channels are last, whatever stands before them
+        if op.name in PRODUCTS:  # a linear layer has its channels in the last dimension
             rows = op.args[LAYERS[op.name] - 1].shape
             usual = len(shape) - 1 if (math.prod(shape[:-1]), *shape[-1:]) == rows else None
         else:
@@ -205,7 +199,10 @@ class Wiring:
         return min(1, len(shape) - 1) if usual is None else usual
 
     def _leaving(self, call: Call, out: Value, at: int) -> int | None:
-        """Along which dimension the channels of a module's operator, which is the node `at`, leave the module."""
+        """Return the channel dimension of a module's result, or None if no edge is possible there.
+
+        `at` is the index of the node of the module's operator. Also updates `odd` and `busy`.
+        """
         main = self.nodes[at]
         if not isinstance(main, (Contract, Norm)):
             return None
@@ -217,19 +214,22 @@ class Wiring:
         return None if call.kept and not found.closed else found.dim
 
     def _close_edges(self) -> None:
-        """A module whose operator is not understood, or does not hand its channels on, is left as it is."""
+        """Forbid remaps at modules with an unknown operator, channels out of order, or a result that is stored.
+
+        Modules of the first two kinds are also dropped from `main`.
+        """
         kept = {call.module for calls in self.trace.calls.values() for call in calls if call.kept}
         for module in [module for module, side in self.edges if side == "in" and module not in self.padding]:
             sides = [self.edges.get((module, side), []) for side in ("in", "out")]
             calls = len(self.main.get(module, ()))
             if any(len(edges) != calls or common_dim(edges) is None for edges in sides):
                 self.main.pop(module, None)
-            if module not in self.main or module in kept:  # a remap would not be seen where something is kept
+            if module not in self.main or module in kept:  # readers of a stored result would miss a remap
                 for edge in (*sides[0], *sides[1]):
                     edge.free = False
 
     def _find_inner(self) -> None:
-        """Layers that run beside others in every call of their module: a norm behind them may have their gate."""
+        """Find layers that run once, among others, in every call of their module: a norm may hold their gate."""
         found: dict[str, dict[Call | None, list[Contract]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
             module = owner(node.op) if isinstance(node, Contract) else None
@@ -240,14 +240,14 @@ class Wiring:
                 self.inner[module] = [nodes[0] for nodes in ran.values()]
 
     def _last_reads(self) -> dict[Value, int]:
-        """The position of the last operator that reads a value; an output is read at the end."""
+        """Return the position of the last operator that reads each value; outputs are read at the end."""
         read: dict[Value, int] = {}
         for op in self.trace.ops:
             read |= dict.fromkeys(op.inputs, op.position)
         return read | dict.fromkeys(self.trace.outputs, len(self.trace.ops))
 
     def _close_overwritten(self) -> None:
-        """No remap before a module that overwrites its input, if that is read again: it would overwrite a copy."""
+        """Forbid a remap before a module that overwrites an input read later: it would overwrite a copy."""
         read = self._last_reads()
         for (module, side), edges in self.edges.items():
             calls = self.trace.calls[module]
@@ -256,14 +256,14 @@ class Wiring:
                     edge.free = False
 
     def _keep_statistics(self) -> None:
-        """A norm that is called several times sees what each call brings, also where its result is not used."""
+        """Keep every call of a norm that is called several times: each updates its statistics, even if unused."""
         for module, mains in self.main.items():
             if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
                 for edge in self.edges[module, "out"]:
                     edge.lasting = True
 
     def _find_idle(self) -> None:
-        """Channels that are zero in the user's own network (padding, say), and that a shift makes constants."""
+        """Set `idle`: channels, such as padding, that are zero even if all filters are kept, until shifted."""
         flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs, {}).flow({})
         for node in self.nodes:
             if isinstance(node, Contract):
@@ -302,7 +302,7 @@ class Wiring:
         grid = along(dim, out.shape)
         self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
         self.grids[out] = grid
-        if isinstance(module, Zeros):  # its width is ours to choose
+        if isinstance(module, Zeros):  # surgery may choose its width
             return Source(op, self.grids, zero=True)
         labels = np.array(module.source, np.int64).reshape(grid)
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
@@ -311,12 +311,12 @@ class Wiring:
 
 
 def without_batch(call: Call, op: Op) -> bool:
-    """Does a convolution get an image without a batch dimension?  Then torch puts one before it."""
+    """Return True if a convolution got an input without a batch dimension: torch then prepends one."""
     return op.name == "aten.convolution" and op.inputs[0].shape in [(1, *value.shape) for value in call.inputs]
 
 
 def _foldable(op: Op) -> bool:
-    """Is it a norm with a stored scale and shift?"""
+    """Return True for a norm with a stored scale and shift."""
     return op.name not in LAYERS and all(isinstance(v, Value) and v.kind == "state" for v in op.args[1:3])
 
 
@@ -333,12 +333,12 @@ def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
 
 
 def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Modules that a plain attribute (a list, say) refers to as well: a swap would not be seen there."""
+    """Map each module that a plain attribute (a list, say) also holds to that attribute: it would miss a swap."""
     paths = {id(module): path for path, module in modules.items()}
     found: dict[str, str] = {}
     for holder, module in modules.items():
         for name, held in vars(module).items():
-            if name != "_modules" and not name.endswith("_hooks"):  # ours are hooks too, and hold modules
+            if name != "_modules" and not name.endswith("_hooks"):  # hooks of this package hold modules too
                 for other in _modules_in(held):
                     if other is not module and id(other) in paths:
                         found[paths[id(other)]] = f"{holder}.{name}" if holder else name
@@ -346,7 +346,7 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules in a nest, also in the objects, methods and partial functions there."""
+    """Yield the modules in a nested structure, also in objects, bound methods and partials up to a depth."""
     for leaf in pytree.tree_leaves(held):
         if isinstance(leaf, nn.Module):
             yield leaf
@@ -357,20 +357,20 @@ def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
             yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)
 
 
-Numbers = NDArray[np.int64]  # over a tensor's grid: which of the operator's channels stands there, or -1 for none
+Numbers = NDArray[np.int64]  # over a tensor's grid: the operator's channel at each entry, or -1 for none
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """How the channels of a module's operator leave it."""
+    """How the channels of a module's operator appear in the module's result."""
 
-    dim: int | None  # of the module's result; None if they are not all there, once each and in their order
-    closed: bool  # a channel that is zero behind the operator is zero behind the module, whatever it meets there
-    odd: Op | None  # what first moves or mixes them, if anything does
+    dim: int | None  # their dimension; None if they are not all present, once each and in order
+    closed: bool  # a channel that is zero behind the operator is zero in the result, whatever else is alive
+    odd: Op | None  # first operator that moves or mixes them, if any
 
 
 def leaving(main: Contract | Norm, out: Value, behind: Sequence[Node]) -> Leaving:
-    """Follow the channels of a module's operator through what the module runs behind it, to its result."""
+    """Follow the channels of a module's operator through the nodes `behind` it to the module's result `out`."""
     if out is main.out:
         return Leaving(1, True, None)
     grids, filters = main.grids, main.out.shape[1]
@@ -396,21 +396,21 @@ def leaving(main: Contract | Norm, out: Value, behind: Sequence[Node]) -> Leavin
     dims = _line(numbers[out], filters) if out in numbers else None
     if dims is None:
         return Leaving(None, False, odd)
-    # A single channel lies where a layer has them.
+    # A single channel does not show its dimension: take that of the operator's channels.
     dim = dims[0] if dims else len(out.shape) - 1 if main.op.name in PRODUCTS else 1
     fits = dim < len(out.shape) and out.shape[dim] == filters
     return Leaving(dim if fits else None, not nothing.alive[out].any(), None)
 
 
 def _line(numbers: Numbers, filters: int) -> list[int] | None:
-    """The dimension along which all channels stand in their order, as a list, which is empty for a single one."""
+    """Return the dimension along which all channels are in order as a list, empty for a single channel, or None."""
     dims = [dim for dim, size in enumerate(numbers.shape) if size > 1]
     in_order = len(dims) <= 1 and np.array_equal(numbers.reshape(-1), np.arange(filters))
     return dims if in_order else None
 
 
 def _numbers(node: Node, numbers: Mapping[Value, Numbers]) -> dict[Value, Numbers] | None:
-    """Where the channels are behind a node; None where they were mixed, or nothing is known."""
+    """Return the channel numbers of a node's outputs; None if channels are mixed or the node is not understood."""
     if isinstance(node, Map):
         held = [numbers[v] if v in numbers else np.full(node.grids[v], -1) for v in node.operands]
         flat = np.concatenate([*(n.reshape(-1) for n in held), [-1]])
