@@ -1,4 +1,4 @@
-"""Structured pruning that learns one score per filter from the filter weights, while the network trains."""
+"""Structured filter pruning that learns one score per filter, from the filter weights, while the network trains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "trace",
 ]
 
-# Each name is fetched when it is first asked for, so that `sbf --help` need not wait for torch.
+# Each name is imported on first use, so that `sbf --help` does not import torch.
 _ROOMS = {
     "Budget": "budget.targets",
     "Plan": "plan",

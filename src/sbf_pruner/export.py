@@ -1,20 +1,9 @@
-"""An ONNX network in eight-bit integers, by ONNX Runtime's static quantisation.
+"""Export a finished run as a folder: ONNX, torch.export archive, weights, eight-bit ONNX, model card and manifest.
 
-An ONNX file and batches of training images enter; a file leaves whose convolutions and matrix products run in
-integers, with ranges that were seen on those images.  What it costs in accuracy has to be measured on other
-images; `accuracy` does that in ONNX Runtime.
-
-The model card of an export: what it is, what it can do, what it costs, how to load it, and its limits.
-
-A finished run's recipe and summary, and the facts of an export, enter; Markdown leaves.  Every figure on it
-comes from the run's summary or was measured by the export.
-
-`sbf export`: a finished run as a folder of files that others can use.
-
-A run's folder enters; a folder leaves with the network as ONNX and as a torch.export archive in the form that is
-fastest on this machine, the weights as they were saved, a model card, and a manifest with the checksum of every
-file.  What holds: every network file was run and gives what the saved network gives; all of it is written
-beside its place and moved there in one step, so there is a whole export or none.
+Every network file is run and its outputs are compared with those of the saved network; the eight-bit file is
+measured in accuracy instead. All files are written to a temporary folder that is then moved into place, so an
+export is complete or absent. Every figure on the model card comes from the run's summary or was measured by the
+export.
 """
 
 from __future__ import annotations
@@ -47,11 +36,14 @@ from .utils.paths import why_not_writable
 from .utils.timing import environment, version_of
 from .utils.user_model import call, made_up_inputs
 
-IMAGES = 512  # that the ranges are taken from
+IMAGES = 512  # training images used to calibrate activation ranges
 
 
 def quantise(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path) -> int:
-    """Write the network in eight-bit integers; the number of images the ranges were taken from."""
+    """Quantize an ONNX file to eight-bit integers, statically, and return the number of calibration images used.
+
+    The cost in accuracy has to be measured on other images, with `accuracy`.
+    """
     require()
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -74,7 +66,7 @@ def quantise(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path)
 
 
 def accuracy(path: Path, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The percentage of images whose largest output is the label's, in ONNX Runtime."""
+    """Return the top-1 accuracy of an ONNX file in percent, in ONNX Runtime."""
     ready, hits, seen = session(path), 0, 0
     for images, labels in batches:
         (outputs,) = run(ready, images)
@@ -86,7 +78,7 @@ def accuracy(path: Path, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 class _Reader:
-    """Hands out images until enough have been seen, as ONNX Runtime asks for them."""
+    """Calibration data reader for ONNX Runtime that yields batches of up to `IMAGES` images in total."""
 
     def __init__(self, name: str, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.name, self.batches = name, iter(batches)
@@ -106,7 +98,7 @@ class _Reader:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The quantiser writes advice to the root logger."""
+    """Suppress log messages up to warnings; the quantizer logs advice to the root logger."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -115,7 +107,7 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-_LISTED = 30  # classes that the card names
+_LISTED = 30  # maximum number of classes listed on the card
 
 _ABOUT = {
     "network.onnx": "the network for ONNX Runtime, TensorRT, OpenVINO and others; any batch",
@@ -128,7 +120,7 @@ _ABOUT = {
 
 
 def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """The card, as Markdown."""
+    """Return the model card of an export, as Markdown."""
     recipe, summary = run.recipe, run.summary
     dense, pruned = summary["dense"], summary["pruned"]
     lines = [
@@ -195,7 +187,7 @@ def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _untrained(sizes: Mapping[str, int]) -> list[str]:
-    """Which of the files only compute."""
+    """Return the line about exported files that cannot be trained further."""
     names = [f"`{name}`" for name in sizes if name.startswith("network")]
     if not names:
         return []
@@ -237,25 +229,25 @@ def _numbers(values: Any) -> str:
 FORMATS = ("onnx", "pt2", "safetensors", "int8")
 USUAL = ("onnx", "pt2", "safetensors")
 ONNX, INT8, CARD, RECIPE = "network.onnx", "network-int8.onnx", "README.md", "recipe.toml"
-TOLERANCE = 1e-4  # of the largest output, or of 1
-_TESTED = (1, 3)  # batches that every network file is tried with
+TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
+_TESTED = (1, 3)  # batch sizes with which every network file is checked
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of an export."""
+    """Options of an export."""
 
     formats: Sequence[str] = USUAL
     target: str = ""
-    """the runtime the form is for, or "size"; empty: onnxruntime, or eager where no ONNX is asked for"""
+    """target runtime of the form, or "size"; empty: onnxruntime, or eager if no ONNX file is requested"""
     batch: int = 64
     threads: int | None = None
     seconds: float = SECONDS
-    """about how long forms are timed"""
+    """approximate time for timing forms"""
     force: bool = False
     trust: bool = False
-    """import the code that the run's recipe names"""
+    """import the code that the recipe of the run names"""
 
     def __post_init__(self) -> None:
         for name in self.formats:
@@ -268,12 +260,12 @@ class Request:
 
     @property
     def runtime(self) -> str:
-        """The runtime the form is for."""
+        """Target runtime of the form, or "size"."""
         return self.target or ("onnxruntime" if self.onnx else "eager")
 
     @property
     def onnx(self) -> bool:
-        """Is ONNX needed for any of it?"""
+        """True if any requested format needs ONNX."""
         return bool({"onnx", "int8"} & set(self.formats))
 
 
@@ -283,14 +275,14 @@ def export_run(
     request: Request | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
-    """Export a finished run; the manifest, with the folder it lies in."""
+    """Export a finished run to a folder, and return the manifest with the path of the folder."""
     request = request or Request()
     if request.onnx or request.target == "onnxruntime":
         require()
     finished = read_run(path, trust=request.trust)
     folder = Path(to) if to is not None else finished.path / EXPORT
     _check_place(folder, finished.path, request.force)
-    place = folder.resolve()  # "." and ".." name no folder that something could be moved to
+    place = folder.resolve()  # A folder cannot be moved to "." or "..".
     work = aside(place)
     work.mkdir(parents=True)
     try:
@@ -304,7 +296,7 @@ def export_run(
 def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
     if folder.resolve() == run_folder.resolve():
         raise RunError(f"{folder} is the run itself; name another folder (--to)")
-    if Path.cwd().is_relative_to(folder.resolve()):  # it would be moved away under the user's feet
+    if Path.cwd().is_relative_to(folder.resolve()):  # The current directory would be moved away.
         raise RunError(
             f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
             "name another one, which may be new (--to)"
@@ -313,7 +305,7 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
         raise RunError(f"{folder} is a link, and an export replaces a whole folder; name that folder itself (--to)")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder (--to)")
-    if (reason := why_not_writable(folder.resolve().parent)) is not None:  # it is moved there
+    if (reason := why_not_writable(folder.resolve().parent)) is not None:  # The export is moved there.
         raise RunError(f"{folder} cannot be written, because {reason}; name another folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
         if not is_there(folder / MANIFEST):
@@ -321,24 +313,24 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
         if not force:
             raise RunError(f"{folder} holds an export already; replace it (--force) or name another folder (--to)")
         exported_files(folder, folder)
-        if (reason := why_not_writable(folder)) is not None:  # its files are removed
+        if (reason := why_not_writable(folder)) is not None:  # The files of the old export are removed.
             raise RunError(f"{folder} cannot be replaced, because {reason}; name another folder (--to)")
 
 
 def _put(work: Path, place: Path, shown: Path) -> None:
-    """Move the finished folder to its place; an older export goes only then, and nothing else does."""
+    """Move the finished folder to its place, then remove the older export there, and no other file."""
     if not place.exists():
         os.replace(work, place)
         return
     old = aside(place)
-    os.replace(place, old)  # where nobody adds to it any more
+    os.replace(place, old)  # Moved away first, so that no file is added while it is checked.
     try:
         files = exported_files(old, shown) if any(old.iterdir()) else []
         os.replace(work, place)
     except BaseException:
         os.replace(old, place)
         raise
-    with suppress(OSError):  # the new one is in its place
+    with suppress(OSError):  # The new export is in place, so a leftover of the old one is no error.
         for path in files:
             path.unlink()
         old.rmdir()
@@ -350,8 +342,8 @@ class _Export:
         recipe = finished.recipe
         self.data: Data | None = None
         self.told: dict[str, Any] = finished.summary.get("data", {})
-        if "int8" in request.formats or not self.told:  # a run of an older version does not tell of its data
-            try:  # first: data that is not there is said before anything is timed
+        if "int8" in request.formats or not self.told:  # Summaries of older versions lack the data.
+            try:  # Now, so that missing data is reported before anything is timed.
                 self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, finished.origin)
                 self.told = self.data.told()
             except DataError as error:
@@ -360,7 +352,7 @@ class _Export:
                 report(f"without the data, the card cannot say how images are scaled ({error})")
 
     def inputs(self, batch: int) -> Any:
-        """Made-up inputs, so many samples at once."""
+        """Return random inputs with `batch` samples."""
         return made_up_inputs(self.run.small.sbf_inputs, batch, seed=batch)
 
     def write(self) -> dict[str, Any]:
@@ -408,7 +400,7 @@ class _Export:
         }
 
     def _networks(self, network: nn.Module) -> dict[str, float]:
-        """Write the network in the formats asked for; how far each is from the saved one."""
+        """Write the network in the requested formats; return the largest output difference of each."""
         apart: dict[str, float] = {}
         if self.request.onnx:
             self.report(f"writing {ONNX}")
@@ -423,7 +415,10 @@ class _Export:
 
     @torch.no_grad()
     def _apart(self, name: str, again: Callable[[Any], Any]) -> float:
-        """The largest difference to the saved network's outputs, over batches of several sizes."""
+        """Return the largest relative output difference from the saved network, over several batch sizes.
+
+        Raise a PruningError if it exceeds `TOLERANCE`.
+        """
         worst = 0.0
         for batch in _TESTED:
             inputs = self.inputs(batch)

@@ -1,22 +1,10 @@
-"""A small network in a folder, and back.
+"""Save and load pruned networks and check exported folders, without running code from files.
 
-A network that `extract` made enters; `model.safetensors` (its tensors) and `plan.json` (the filters each
-layer of the original keeps) leave, without pickle.  Reading back is: build the original network, apply the
-plan, load the tensors; an exported folder also gives the network without the user's code.  The header of
-`model.safetensors` also holds, as JSON, what the example inputs looked like and every plan in turn, if the
-network was pruned more than once; a checksum there guards it all.
-
-What an exported folder holds, and whether it still does.
-
-Facts and files enter; `export.json` leaves, with the size and the SHA-256 of every file.  Reading it back checks
-the files asked for before anybody opens them.  What holds: a file that is missing, cut short or changed is named
-in a RunError.  That guards against damage; it does not guard against somebody who writes both anew.
-
-Write and read torch.export archives (.pt2) without trusting what is in them.
-
-`torch.export.load` unpickles, evaluates expressions and loads libraries if an archive asks for it.  `read_program`
-therefore takes the archive apart first, refuses everything but raw tensors and a graph of the operators listed
-here, and gives torch a new archive of just that.
+`save` writes the tensors to `model.safetensors` and the filters that each layer keeps to `plan.json`; `load` builds
+the dense network, applies the plans and loads the tensors. The checksummed header of `model.safetensors` holds
+every plan in turn and the shapes and dtypes of the example inputs. The manifest `export.json` detects damaged
+files, not a folder forged together with it. `torch.export.load` unpickles, evaluates expressions and loads
+libraries if a file asks for it, so `read_program` passes it a new archive of raw tensors and listed operators only.
 """
 
 from __future__ import annotations
@@ -52,7 +40,7 @@ _OF_A_RUN = "remove summary.json from the run's folder, and --resume to write it
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Save a network that `extract` made, or an ordinary one, into a folder.
+    """Save a network returned by `extract`, or any other module, into a folder. A gated model is refused.
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -71,13 +59,13 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
-    """Load the network of a run's folder, of an exported one, or one that `save` wrote.
+    """Load a network from a run folder, an exported folder, or a folder that `save` wrote.
 
-    `build` makes the dense original.  An exported folder needs none: without it, the network comes from
-    `network.pt2`, in evaluation mode and not to be trained.  Nothing that a file holds is run.
+    `build` returns the dense network. Without it, an exported folder is loaded from `network.pt2`, in evaluation
+    mode and not trainable. No code from a file is run.
 
-    What is connected to what is found anew, on zeros.  Where a network decides that by the values it sees,
-    `example_inputs` are to be those that it was pruned with.
+    The dense network is traced again, on zeros, to apply the plans. If its control flow depends on input values,
+    pass the `example_inputs` that it was pruned with.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -91,7 +79,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
             )
         check_files(path, [PROGRAM])
         return read_program(path / PROGRAM)
-    if isinstance(build, nn.Module):  # it can be called too, but would not build anything
+    if isinstance(build, nn.Module):  # A module is callable as well, but builds nothing.
         raise RunError(
             "build is a network already; give the function that builds the dense one: load(folder, build)"
         )
@@ -133,7 +121,7 @@ def _cut(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool
 
 
 def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
-    """Several plans, each for the network the one before gave, as one for the first network."""
+    """Combine plans that were applied one after the other into one plan for the first network."""
     return reduce(Plan.then, plans, Plan({}))
 
 
@@ -159,20 +147,20 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
             "network, with the same options, as the one that was pruned"
         )
     for name, tensor in held.items():
-        if tensor.dtype != tensors[name].dtype:  # a network saved in half precision comes back so
+        if tensor.dtype != tensors[name].dtype:  # A network saved in half precision is loaded in half precision.
             tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
 
 
 def _made(described: dict[str, Any], like: Tensor) -> Tensor:
-    """Zeros of the described shape, in the network's precision: tracing asks only what is connected."""
+    """Return zeros of the described shape, with the floating-point dtype and device of `like`, for tracing."""
     kind: torch.dtype = getattr(torch, described["dtype"])
     return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)
 
 
 MANIFEST = "export.json"
 MANIFEST_FORMAT = "sbf-pruner export 1"
-# What an export may write. `--force` removes no other file, whatever a manifest says.
+# All files that an export may write. `--force` removes no others, whatever a manifest lists.
 FILES = (
     "network.onnx",
     "network-int8.onnx",
@@ -183,11 +171,12 @@ FILES = (
     "README.md",
 )
 _EXPORT_AGAIN = "export the run again with: sbf export RUN --force"
-_ANEW = "export the run into another folder with: sbf export RUN --to DIR"  # this one cannot be replaced
+# For a folder that --force cannot replace.
+_ANEW = "export the run into another folder with: sbf export RUN --to DIR"
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the manifest of all files in a folder, with some facts about them; what was written."""
+    """Write the manifest of all files in a folder together with `facts`, and return it."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)} for name in names}
     manifest = {"format": MANIFEST_FORMAT, **facts, "files": files}
@@ -196,7 +185,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an exported folder."""
+    """Return the manifest of an exported folder; raise a RunError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(read_text(path))
@@ -211,7 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """The manifest of a folder, after the files named have been found to be what it says."""
+    """Return the manifest of a folder after checking the named files; raise a RunError if one differs from it."""
     manifest = read_manifest(folder)
     for name in names:
         path, stated = folder / name, manifest["files"].get(name)
@@ -226,9 +215,9 @@ def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def exported_files(folder: Path, shown: Path) -> list[Path]:
-    """The files of an exported folder, the manifest last; a RunError that names the first that is not an export's.
+    """Return the files of an exported folder, the manifest last; raise a RunError if it holds any other file.
 
-    Messages call the folder `shown`.
+    `shown` is the name of the folder in messages.
     """
     written = [*read_manifest(folder)["files"], MANIFEST]
     found = sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name))
@@ -243,21 +232,21 @@ def exported_files(folder: Path, shown: Path) -> list[Path]:
 
 
 def remove_export(folder: Path) -> None:
-    """Remove what an exported folder's manifest names, and the folder unless it holds more; leave any other."""
+    """Remove the exported files that a manifest lists, then the folder if empty; without a manifest, nothing."""
     try:
         manifest = read_manifest(folder)
     except RunError:
         return
-    for name in (*FILES, MANIFEST):  # the manifest last, as it says that the others are ours
+    for name in (*FILES, MANIFEST):  # The manifest goes last, because it identifies the others.
         path = folder / name
         if (name in manifest["files"] or name == MANIFEST) and path.is_file() and not path.is_symlink():
             path.unlink()
-    with suppress(OSError):  # files of the user's own lie there
+    with suppress(OSError):  # The folder still holds files of the user.
         folder.rmdir()
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -270,8 +259,8 @@ _BOOKKEEPING = re.compile(r"\.data/(version|serialization_id)|version|\.format_v
 _NAME = re.compile(r"[A-Za-z0-9_.]{0,500}")
 _VERSION = re.compile(r"[A-Za-z0-9_.+]{1,80}")
 # ATen operators that a network may use. None reads or writes files, and each checks sizes and indices before it
-# touches memory, which backward operators do not, nor the `upsample` overloads that take scales beside a size. A
-# truncating division of integers may end the process.
+# accesses memory. Backward operators and the `upsample` overloads with both scales and a size do not check, and a
+# truncating division of integers may abort the process, so these are not listed.
 _ALLOWED = """
 conv1d conv2d conv2d.padding conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution linear matmul mm bmm addmm baddbmm mv dot vdot outer einsum
@@ -337,14 +326,14 @@ _IN_EXPRESSIONS = {
 }
 _LONGEST_EXPRESSION = 500  # characters
 _EXPRESSION = re.compile(rb'"expr_str":\s*"[^"]*"')
-_MOST_TERMS = 32  # of an expression that is multiplied out
-_MOST_EXPRESSIONS = 500  # different ones in a file
+_MOST_TERMS = 32  # of one expression, when multiplied out
+_MOST_EXPRESSIONS = 500  # distinct ones in one file
 _SMALL_POWER = re.compile(r"Pow\((Symbol|Integer)\([^()]*\), Integer\(-?[1-4]\)\)")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
-_DEEPEST = 100  # a program is nested about ten deep
+_DEEPEST = 100  # Programs are nested about ten levels deep.
 
 
-# Operators that trust their sizes. A network that is read calls these functions in their place.
+# Replacements for operators that do not check tensor sizes; networks that are read call these instead.
 def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -393,7 +382,7 @@ _CHECKED = {
 
 
 def _check_sizes_in(network: torch.fx.GraphModule) -> None:
-    """Put functions that check sizes in the place of operators that do not."""
+    """Replace operators that do not check tensor sizes by functions that do."""
     for node in network.graph.nodes:
         name = _aten_name(f"torch.ops.{node.target}")
         if node.op == "call_function" and name in _CHECKED:
@@ -402,8 +391,11 @@ def _check_sizes_in(network: torch.fx.GraphModule) -> None:
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write an exported program in one step, without the notes of torch that name folders of this machine."""
-    program.example_inputs = None  # they would be pickled
+    """Write an exported program atomically, without example inputs and the node metadata that holds local paths.
+
+    A program that `read_program` would refuse raises a RunError and is not written.
+    """
+    program.example_inputs = None  # torch.export.save would pickle them.
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             for note in [key for key in node.meta if key not in ("val", "tensor_meta")]:
@@ -424,7 +416,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def read_program(path: Path) -> nn.Module:
-    """Load the network of an archive of `write_program`, in evaluation mode, without running code from it."""
+    """Load the network that `write_program` wrote, in evaluation mode, without running code from the file."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -451,7 +443,7 @@ def read_program(path: Path) -> nn.Module:
 
 
 class _Refused(RunError):
-    """An archive holds something that no network needs."""
+    """Raised for an archive that holds something no network needs."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is not read, because {reason}; nothing in it was run")
@@ -463,14 +455,14 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
-            # torch compresses nothing, so what is read is never more than the file holds.
+            # torch does not compress; refusing compression bounds the bytes read by the size of the file.
             packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
             if packed or sum(member.file_size for member in members) > len(content):
                 raise _Refused(path, "it is compressed")
             found = [(_inner(member.filename), archive.read(member)) for member in members]
     except _Refused:
         raise
-    except Exception as error:  # of many kinds: a name that is no text, a place before the file's beginning
+    except Exception as error:  # Damaged archives raise many types of errors.
         raise RunError(f"{path} is damaged or cut short ({error}); export the run again") from error
     records = {name: held for name, held in found if not _BOOKKEEPING.fullmatch(name)}
     strange = [name for name, _ in found if not (_RECORD.fullmatch(name) or _BOOKKEEPING.fullmatch(name))]
@@ -498,7 +490,7 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
 
 
 def _inner(name: str) -> str:
-    """The name of a member below the archive's one folder."""
+    """Return the name of a member relative to the archive's single folder."""
     return name.partition("/")[2]
 
 
@@ -513,7 +505,7 @@ def _parsed(records: Mapping[str, bytes], name: str, path: Path) -> dict[str, An
 
 
 def _check(value: Any, key: str = "", depth: int = 0) -> None:
-    """Raise a ValueError, naming the place, for a text of the program that is not of the kind it should be."""
+    """Raise a ValueError, naming the key, if a string anywhere in the program has an unexpected form."""
     if depth > _DEEPEST:
         raise ValueError("it is nested deeper than any network")
     if isinstance(value, dict):
@@ -541,7 +533,7 @@ def _is_operator(text: str) -> bool:
 
 
 def _aten_name(text: str) -> str:
-    """Return the name of an ATen operator as it is listed here, and an empty string for other names.
+    """Return the name of an ATen operator as listed above, or "" for any other name.
 
     >>> _aten_name("torch.ops.aten.relu.default"), _aten_name("torch.ops.aten.add.Tensor"), _aten_name("os.system")
     ('relu', 'add.Tensor', '')
@@ -551,7 +543,7 @@ def _aten_name(text: str) -> str:
 
 
 def _is_expression(text: str) -> bool:
-    """Return True for arithmetic of sizes as sympy prints it, small enough to be evaluated quickly."""
+    """Return True for arithmetic on sizes, as sympy prints it, that is small enough to evaluate quickly."""
     if len(text) > _LONGEST_EXPRESSION:
         return False
     try:
@@ -572,7 +564,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
 
 
 def _terms(node: ast.AST) -> float:
-    """How many terms an expression has when it is multiplied out; infinite for a power that may be a huge number.
+    """Count the terms of an expression when multiplied out; infinite for a power that may be huge.
 
     >>> _terms(ast.parse("Mul(Add(Symbol('a'), Symbol('b')), Add(Symbol('c'), Integer(1)))"))
     4
@@ -589,7 +581,7 @@ def _terms(node: ast.AST) -> float:
 
 
 def _is_spec(text: str) -> bool:
-    """How arguments are nested: in tuples, lists and dicts."""
+    """Return True for a serialized pytree spec of tuples, lists and dicts."""
     try:
         held = json.loads(text)
         return isinstance(held, list) and len(held) == 2 and isinstance(held[0], int) and _is_nest(held[1])

@@ -1,4 +1,4 @@
-"""Networks in the form that a runtime runs fastest."""
+"""Rewrites of a trained network for inference in a runtime: eager PyTorch, torch.compile or ONNX Runtime."""
 
 from ..utils.lazy import lazy_exports
 

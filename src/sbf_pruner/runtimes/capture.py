@@ -1,13 +1,9 @@
-"""A network as a graph of functional operators that may be rewritten.
+"""Capture a network as an fx graph of functional ATen operators, and read and edit the layers of that graph.
 
-A network and example inputs enter; a `GraphModule` leaves that computes the same in evaluation mode for a batch
-of any size.  Every remap of an extracted network stands in it as one operator, `sbf_pruner::remap`.  What holds:
-the network comes out as it went in; nothing in the graph writes in place; every node knows its shape.
-
-Layers with stored weights in a captured graph: convolutions and linear layers, and the norms behind them.
-
-A node enters; what it is leaves, with its tensors, which may be replaced.  What holds: a weight that more than
-one node reads is never touched, so a module that is called twice stays one module.
+The captured `GraphModule` computes what the model computes in evaluation mode, for any batch size. Every `Remap`
+module of an extracted network becomes one `sbf_pruner::remap` operator. The graph has no in-place operators, every
+node holds its shape in `meta["val"]`, and the model is not changed. A weight that several nodes read is never
+replaced, so a module that is called twice keeps sharing its weight.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from ..utils.user_model import map_tensors, real_copy
 
 @torch.library.custom_op("sbf_pruner::remap", mutates_args=())
 def remap(x: Tensor, source: list[int], dim: int) -> Tensor:
-    """Channel `i` of the result is channel `source[i]` of x, or zero where that is -1."""
+    """Return a tensor whose channel `i` is channel `source[i]` of x, or zero where `source[i]` is -1."""
     moved: Tensor = Remap(source, dim, x.shape[dim])(x)
     return moved.clone() if moved is x else moved
 
@@ -48,12 +44,12 @@ def _shape_of_remap(x: Tensor, source: list[int], dim: int) -> Tensor:
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 REMAP = torch.ops.sbf_pruner.remap.default
-# A node of the graph; the types that torch.fx gives for its parts forbid most of what is done with them.
+# An fx.Node. Its type annotations in torch.fx are too narrow for the edits made here.
 Node = Any
 
 
 class _Marked(nn.Module):
-    """A remap that is captured as one operator."""
+    """A `Remap` that is captured as one operator."""
 
     def __init__(self, held: Remap) -> None:
         super().__init__()
@@ -64,7 +60,7 @@ class _Marked(nn.Module):
 
 
 def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
-    """The network's operators in evaluation mode, with a batch of any size."""
+    """Export a model in evaluation mode, for any batch size; raise a PruningError if torch.export fails."""
     network = evaluated_copy(model)
     network = _Marked(network) if isinstance(network, Remap) else network
     for module in list(network.modules()):
@@ -85,13 +81,13 @@ def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
 
 
 def evaluated_copy(model: nn.Module) -> nn.Module:
-    """A copy of a network, also of one that was compiled, in evaluation mode and without gradients."""
+    """Return a copy of a model, unwrapped if it was compiled, in evaluation mode and without gradients."""
     with quietly():
         return real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
 
 
 def exported(network: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
-    """torch.export's program of a network in evaluation mode, with a batch of any size."""
+    """Export a network, already in evaluation mode, with a dynamic batch dimension."""
     inputs = batch_of_two(example_inputs)
     args, kwargs = arguments(inputs)
     with quietly():
@@ -101,7 +97,7 @@ def exported(network: nn.Module, example_inputs: Any) -> torch.export.ExportedPr
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as positional and keyword arguments.
+    """Split example inputs into positional and keyword arguments.
 
     >>> arguments({"x": 1}), arguments(2)
     (((), {'x': 1}), ((2,), {}))
@@ -112,42 +108,42 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_of_two(example_inputs: Any) -> Any:
-    """The inputs with at least two samples each: torch takes a size of one for a constant."""
+    """Repeat single samples, so that the batch is at least two: torch.export treats a size of one as constant."""
     return map_tensors(example_inputs, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t)
 
 
 def dynamic_batch(inputs: Any) -> Any:
-    """For torch.export: the first dimension of every tensor may have any size, the same for all of them."""
+    """Return dynamic shapes for torch.export in which the first dimension of all tensors is the same symbol."""
     batch = torch.export.Dim("batch")
     return pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, inputs)
 
 
-# -- what the rewriting asks of a graph ------------------------------------------------------------------------
+# -- Reading and editing graphs --------------------------------------------------------------------------------
 
 
 def shape(node: Node) -> list[Any]:
-    """The sizes of what a node gives; the batch is a symbol."""
-    value = node.meta["val"]  # of a norm it is a tuple, whose first part is the map
+    """Return the output sizes of a node; the batch size is a symbol."""
+    value = node.meta["val"]  # A norm returns a tuple; its first element is the feature map.
     return list((value[0] if isinstance(value, tuple) else value).shape)
 
 
 def same_shape(one: Node, other: Node) -> bool:
-    """Without asking the symbols, which would pin the batch."""
+    """Compare shapes as text, because comparing symbols would specialize the batch size."""
     return [str(size) for size in shape(one)] == [str(size) for size in shape(other)]
 
 
 def is_tensor(node: Any) -> bool:
-    """Is this a node that gives one tensor of a known shape?"""
+    """Return True for a node whose output is one tensor of known shape."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """One argument of an operator, however it was given."""
+    """Return an argument of an operator, whether positional or by keyword."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def stored(graph: fx.GraphModule, node: Any) -> Tensor | None:
-    """The tensor behind a node that reads one from the module; None for any other node."""
+    """Return the tensor that a get_attr node reads from the module; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     held: Any = graph
@@ -157,7 +153,7 @@ def stored(graph: fx.GraphModule, node: Any) -> Tensor | None:
 
 
 def store(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Node:
-    """A node that reads a new tensor, kept in the module under a name like the given one."""
+    """Register a tensor in the module under a free name like `name`; return a get_attr node before `before`."""
     name = name.replace(".", "_")
     free = next(n for i in count() if not hasattr(graph, n := f"{name}_{i}" if i else name))
     if tensor.is_floating_point():
@@ -171,7 +167,7 @@ def store(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Nod
 
 
 def insert(after: Node, target: Any, args: Sequence[Any], like: Any, **kwargs: Any) -> Node:
-    """A new operator behind a node; `like` is what it gives, as a tensor without values."""
+    """Insert a call of `target` after a node; `like` is a fake or meta tensor of its output shape."""
     with after.graph.inserting_after(after):
         node = after.graph.call_function(target, tuple(args), kwargs)
     node.meta["val"] = like
@@ -179,14 +175,14 @@ def insert(after: Node, target: Any, args: Sequence[Any], like: Any, **kwargs: A
 
 
 def widened(value: Tensor, width: int, dim: int = 1) -> Tensor:
-    """What a node gives, as a tensor without values, with another number of channels."""
+    """Return a tensor like `value` with another number of channels, for `meta["val"]`."""
     sizes = list(value.shape)
     sizes[dim] = width
     return value.new_empty(sizes)
 
 
 def tidy(graph: fx.GraphModule) -> None:
-    """Drop what nobody reads, and the tensors nobody reads."""
+    """Remove dead nodes and unused tensors, then recompile the graph."""
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
@@ -200,7 +196,7 @@ def tidy(graph: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Exporters print their progress and warn of their own internals; neither is for the user."""
+    """Suppress the progress output and internal warnings of exporters inside the block."""
     with (
         without_warnings(logging.ERROR, "torch.onnx", "onnxscript", "onnx_ir", "torch.export"),
         contextlib.redirect_stdout(io.StringIO()),
@@ -210,7 +206,7 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_warnings(least: int, *names: str) -> Iterator[None]:
-    """While entered, nothing warns, and the loggers named say what is of this level at least."""
+    """Suppress warnings inside the block, and log messages of the named loggers below the level `least`."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
@@ -225,7 +221,7 @@ def without_warnings(least: int, *names: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line it says, without colours."""
+    """Return the type of an error and the first line of its message, without ANSI colors."""
     text = _COLOURS.sub("", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
 
@@ -237,34 +233,34 @@ NORM = aten._native_batch_norm_legit_no_training.default
 
 @dataclass
 class Layer:
-    """A convolution or a linear layer: rows of its weight are filters, columns are what it reads."""
+    """A convolution or linear layer of the graph; rows of its weight are filters, columns its input channels."""
 
     node: Node
     weight: Tensor
     bias: Tensor | None
     groups: int
     dim: int
-    """Where the channels are, in what enters and in what leaves."""
+    """channel dimension of input and output"""
 
     @property
     def x(self) -> Node:
-        """What it reads."""
+        """Input node."""
         return self.node.args[0]
 
     @property
     def depthwise(self) -> bool:
-        """Does every channel stay by itself?"""
+        """True for a depthwise convolution with one filter per channel."""
         return self.groups > 1 and self.groups == self.weight.shape[0] and self.weight.shape[1] == 1
 
     @property
     def padded(self) -> bool:
-        """Does it add zeros around the map?"""
+        """True if the convolution pads its input with zeros."""
         given = argument(self.node, 4, "padding", 0) if self.node.target in CONVS else 0
         return given != "valid" and given not in (0, [0], [0, 0], [0, 0, 0])
 
 
 def layer(graph: fx.GraphModule, node: Any) -> Layer | None:
-    """The layer a node is, if its weight is stored and its own."""
+    """Return the layer of a node, or None if it is no layer or shares its weight or bias with another node."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     convolution = node.target in CONVS
@@ -281,7 +277,7 @@ def layer(graph: fx.GraphModule, node: Any) -> Layer | None:
 
 
 def replace(graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | None, groups: int = 0) -> None:
-    """Give a layer other tensors, and another number of groups if that is named."""
+    """Replace weight and bias of a layer, and its number of groups if `groups` is not 0."""
     node = held.node
     name = str(node.args[1].target)
     arguments = list(node.args) + [None] * (3 - len(node.args))
@@ -296,7 +292,7 @@ def replace(graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | N
 
 
 def fold_norms(graph: fx.GraphModule) -> None:
-    """Fold every batch norm that alone reads a layer's output into that layer."""
+    """Fold every batch norm that is the only reader of a layer's output into that layer."""
     for node in list(graph.graph.nodes):
         if node.target is not NORM or any(user.args[1:] != (0,) for user in node.users):
             continue
@@ -317,7 +313,7 @@ def fold_norms(graph: fx.GraphModule) -> None:
 
 
 def scale_and_shift(tensors: list[Tensor | None], eps: Any, width: int) -> tuple[Tensor, Tensor] | None:
-    """What a batch norm in evaluation mode multiplies by and adds, in double precision."""
+    """Return scale and shift of a batch norm in evaluation mode, in float64; None without running statistics."""
     weight, bias, mean, variance = tensors
     if mean is None or variance is None:
         return None
@@ -326,7 +322,7 @@ def scale_and_shift(tensors: list[Tensor | None], eps: Any, width: int) -> tuple
 
 
 def _readers(graph: fx.GraphModule) -> Counter[str]:
-    """How many nodes read each stored tensor."""
+    """Count the nodes that read each stored tensor."""
     found: Counter[str] = Counter()
     for node in graph.graph.nodes:
         if node.op == "get_attr":

@@ -1,19 +1,9 @@
-"""The forms a network may take where it runs: all compute the same, each suits another runtime.
+"""Equivalent forms of a network for different runtimes, and the choice of the fastest by timing.
 
-A network, example inputs and a `Form` enter; a `GraphModule` in evaluation mode leaves, for a batch of any size.
-What holds: the canonical network, the one that is saved, is not changed.
-
-Which form runs fastest: all that come into question are timed on this machine, in the runtime they are for.
-
-A network, example inputs and a target enter; the fastest form leaves, with every time measured.  The forms take
-turns, and those far behind drop out; what counts is a form's least time, because whatever else the machine does
-can only add to it.  What holds: given the times, the choice is fixed; a network that cannot be rewritten stays
-as it is, and the reason is recorded.
-
-A network compiled by torch, and its first pass, in which the compiling is done.
-
-A network in evaluation mode enters; one leaves that computes the same.  What holds: the compiler's own warnings are
-not shown, and where it fails one line says so.
+A `Form` says how a captured network is rewritten; all forms compute the same function. `choose` times the
+candidates on this machine in the target runtime. Forms are timed in turns, slow ones drop out, and the minimum time
+decides, because other load on the machine can only add time. A network that cannot be captured is kept as it is,
+with the reason. The model that is passed in is never changed.
 """
 
 from __future__ import annotations
@@ -45,22 +35,22 @@ BRANCHES = ("zeros", "gather", "add", "convolution", "mixed")
 
 @dataclass(frozen=True)
 class Form:
-    """How a network is written for a runtime."""
+    """How a captured network is rewritten for a runtime."""
 
     branches: str = "zeros"
-    """how a branch with fewer filters comes into the common layout: "zeros" (filters of zeros in its last layer),
-    "gather" (its channels are picked out beside a zero), "add" (added at their places), "convolution" (a 1x1
+    """how the output of a branch with fewer filters is mapped to the residual stream: "zeros" (zero filters in its
+    last layer), "gather" (index_select after padding with a zero channel), "add" (index_add), "convolution" (a 1x1
     convolution of zeros and ones), "mixed" ("convolution" where that saves a whole unit, else "zeros")"""
     unit: int = 1
-    """widths are rounded up to a multiple of this"""
+    """numbers of channels are rounded up to a multiple of this"""
     small: int = 0
-    """widths up to this stay as they are"""
+    """numbers of channels up to this are not rounded"""
     shortcuts: bool = False
-    """is a shortcut that skips pixels a 1x1 convolution?"""
+    """write strided shortcuts (slices) as 1x1 convolutions"""
     channels_last: bool = False
-    """are maps kept with their channels last?"""
+    """use the channels_last memory format"""
     in_place: bool = False
-    """may an operator write over its input, where nobody reads that again?"""
+    """use in-place operators where the input is not read again"""
 
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
@@ -72,22 +62,22 @@ class Form:
         return ", ".join(words + [word for word, there in flags.items() if there])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     def rounded(self, width: int) -> int:
-        """What a width becomes in this form."""
+        """Return a number of channels rounded up as in this form."""
         unit = 1 if width <= self.small else self.unit
         return -(-width // unit) * unit
 
     def saves_nothing(self, node: Node) -> bool:
-        """Has the layer before a remap as many whole units of filters as with zeros added?"""
+        """Return True if the layer before a remap needs as many units without zero filters as with them."""
         before, behind = shape(node.args[0])[1], shape(node)[1]
         return -(-before // self.unit) >= -(-behind // self.unit)
 
 
 class Deployable:
-    """A network captured and simplified once, of which any number of forms can be made."""
+    """A network captured and simplified once, from which any number of forms can be made."""
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
         self.graph = capture_graph(model, example_inputs)
@@ -95,12 +85,12 @@ class Deployable:
         self.example_inputs = example_inputs
 
     def form(self, form: Form) -> fx.GraphModule:
-        """The network in one form."""
+        """Return the network in a form, as a `GraphModule` in evaluation mode for any batch size."""
         with quietly():
             graph = copy.deepcopy(self.graph)
         if form.shortcuts:
             shortcuts_as_convolutions(graph)
-        # A remap that selects from what a layer reads costs a copy of the map; columns of zeros cost less.
+        # Selecting input channels of a layer copies the feature map; zero columns in its weight cost less.
         rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, never)
         merge_remaps(graph, rows, _always, sink=True)
         widen(graph, form.rounded)
@@ -119,9 +109,9 @@ def _always(node: Node) -> bool:
 
 
 def _keep_channels_last(graph: fx.GraphModule) -> None:
-    """Put the maps that enter, and the filters, with their channels last; the rest follows."""
+    """Convert inputs and 4-d weights to channels_last; operators propagate the format."""
     for node in list(graph.graph.nodes):
-        if node.target is aten.view.default:  # which asks for plain strides
+        if node.target is aten.view.default:  # view fails on channels_last strides
             node.target = aten.reshape.default
         if node.op != "placeholder":
             continue
@@ -162,25 +152,25 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 SMALLEST = "size"
 TARGETS = (*FORMS, SMALLEST)
-SECONDS = 10.0  # that the forms of one network are timed, about
-_TURNS = 100  # are enough however quick a pass is
-_BEHIND = 1.15  # a form that takes longer than this times the fastest has no chance
+SECONDS = 10.0  # approximate total time for timing the forms of one network
+_TURNS = 100  # maximum number of turns, however fast a pass is
+_BEHIND = 1.15  # A form slower than the fastest by this factor drops out.
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The form a network is given, and why."""
+    """The form chosen for a network, with the reason and the measured times."""
 
     network: nn.Module
-    """in that form, in evaluation mode"""
+    """the network in that form, in evaluation mode"""
     form: Form | None
-    """None: the network as it is"""
+    """None: the network was not rewritten"""
     why: str
     milliseconds: Mapping[str, float] = field(default_factory=dict)
-    """the least time of every form that was tried"""
+    """minimum time of every form that was timed"""
 
     def to_dict(self) -> dict[str, Any]:
-        """What an export records."""
+        """Return what the manifest of an export records."""
         form = None if self.form is None else self.form.to_dict()
         params = sum(p.numel() for p in self.network.parameters())
         return {"form": form, "why": self.why, "params": params, "milliseconds": dict(self.milliseconds)}
@@ -196,10 +186,10 @@ def choose(
     seconds: float = SECONDS,
     forms: Sequence[Form] | None = None,
 ) -> Chosen:
-    """The form of a network that is fastest in a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
+    """Choose the fastest form of a network for a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
 
-    `batch` is what a pass is timed with, `seconds` about how long all the timing takes; compiling, and writing ONNX
-    files, comes on top.  For the target "size" it is the form with the fewest bytes; then nothing is timed.
+    Passes are timed with `batch` samples for about `seconds` in total, plus the time to compile or to write ONNX
+    files. For the target "size", the form with the fewest bytes is chosen without timing.
     """
     if target not in TARGETS:
         raise PruningError(f"no runtime is called {target!r}; {nearest(target, TARGETS)}")
@@ -230,12 +220,12 @@ def choose(
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """What the tensors of a network take."""
+    """Return the bytes of all tensors in the state dict of a network."""
     return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 
 def written(deployable: Deployable, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
-    """The network in each of the forms, without those that are the same network as one before."""
+    """Return the network in each of the forms, without duplicates of earlier ones."""
     networks: dict[str, fx.GraphModule] = {}
     for name, form in forms.items():
         made = deployable.form(form)
@@ -245,11 +235,11 @@ def written(deployable: Deployable, forms: Mapping[str, Form]) -> dict[str, fx.G
 
 
 def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """The least seconds each pass took, in turns, for about so long; those far behind drop out early."""
+    """Time passes in turns for about `seconds`, and return their minimum times; slow ones drop out early."""
     least = dict.fromkeys(passes, float("inf"))
     running = list(passes)
     for name in running:
-        passes[name]()  # the first run is not like the others
+        passes[name]()  # warm-up
     start, turn = time.perf_counter(), 0
     while turn < 3 or (turn < _TURNS and time.perf_counter() < start + seconds and len(running) > 1):
         for name in running[:: 1 if turn % 2 == 0 else -1]:
@@ -266,7 +256,10 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
 def ready(
     network: nn.Module, inputs: Any, target: str, threads: int, path: Path, device: str = "cpu"
 ) -> Callable[[], Any]:
-    """A function that runs the network once on the inputs, in the target's runtime, until it is done."""
+    """Return a function that runs a network once on `inputs` in the target runtime and waits for the device.
+
+    For "onnxruntime", an ONNX file is written to `path`; for "compile", the network is compiled first.
+    """
     if target == "onnxruntime":
         held = session(to_onnx(network, inputs, path), threads)
         fed = feed(held, inputs)
@@ -287,22 +280,22 @@ def ready(
 
 
 def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Are two forms the same network?  Where nothing was pruned, most are."""
+    """Return True if two forms have equal code and tensor layouts, as most do where nothing was pruned."""
     shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
     return one.code == other.code and shapes[0] == shapes[1]
 
 
 def compiled(network: nn.Module, device: torch.device | str = "cpu") -> Any:
-    """The network as torch.compile makes it, for inputs of one size."""
-    # On the CPU the weights become constants, so that the compiler may bring them into the order it likes.
+    """Compile a network with torch.compile for static shapes."""
+    # On the CPU, freezing makes weights constants, so that the compiler may change their memory layout.
     options = {"freezing": True} if torch.device(device).type == "cpu" else None
     return torch.compile(network, dynamic=False, options=options)  # type: ignore[arg-type]
 
 
 def first_pass(run: Callable[[], Any]) -> None:
-    """Have it compiled."""
+    """Run a compiled network once, which compiles it; raise a PruningError of one line if that fails."""
     try:
-        # The compiler warns of its own internals and logs a page when it fails; the sentence we raise is enough.
+        # The compiler warns about its internals and logs a long traceback when it fails; our error replaces these.
         with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
             run()
     except Exception as error:

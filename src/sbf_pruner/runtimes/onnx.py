@@ -1,9 +1,8 @@
-"""A network as an ONNX file, and ONNX Runtime to run it.
+"""Export networks to ONNX and run them in ONNX Runtime on the CPU.
 
-A network and example inputs enter; one checked ONNX file leaves, whose batch may have any size, and a session
-that runs it on a given number of threads.  Dense and compact networks go the same way, with the same care:
-evaluation mode, the exporter's own optimisation (norms folded into convolutions), nothing in the file but what
-is needed to compute.  What holds: the network comes out as it went in.
+Files have a dynamic batch dimension and are checked before they are written. Dense and pruned networks are exported
+the same way, in evaluation mode and with the exporter's own optimization (norms folded into convolutions), so that
+their times can be compared. Exporter metadata is removed. The model is not changed.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
 def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
-    """Write a network as an ONNX file with a batch of any size, checked, in one step.
+    """Write a network as an ONNX file with a dynamic batch dimension, atomically, and return its path.
 
-    `example_inputs` is what `trace` takes: a tensor, a tuple of positional arguments or a dict of keyword ones.
+    `example_inputs` are as for `trace`: a tensor, a tuple of positional or a dict of keyword arguments. Raise a
+    PruningError if the network cannot be exported or fixes its batch size.
     """
     require()
     path = Path(path)
@@ -38,7 +38,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     shapes = dynamic_batch(kwargs or args)
     try:
         with quietly(), torch.no_grad():
-            # A dict that comes last is taken for the keyword arguments, unless an empty one stands behind it.
+            # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
             given = args if kwargs else (*args, {})
             program = torch.onnx.export(
                 network, given, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
@@ -47,7 +47,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
         raise _unwritten(model, first_line(_innermost(error))) from error
     assert program is not None
     proto = _stripped(program.model_proto)
-    if any(_fixed_batch(held) for held in proto.graph.input):  # which torch does without a word
+    if any(_fixed_batch(held) for held in proto.graph.input):  # torch fixes it without a warning
         raise _unwritten(model, "a size in its forward fixes the batch")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
     with replacing(path) as temporary:
@@ -56,7 +56,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
 
 
 def session(path: str | Path, threads: int = 0) -> Any:
-    """An ONNX Runtime session on the CPU with all its optimisations; 0 threads: as many as there are cores."""
+    """Open an ONNX Runtime session on the CPU; with `threads` 0, ONNX Runtime uses one thread per core."""
     runtime = require()
     try:
         return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
@@ -67,17 +67,17 @@ def session(path: str | Path, threads: int = 0) -> Any:
 
 
 def session_options(threads: int) -> Any:
-    """How networks and layers are run alike."""
+    """Return the session options that all sessions of this package use, for networks and single layers."""
     options = require().SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
-    # Idle threads that spin would take the cores from whatever runs next, another session say.
+    # Spinning idle threads would take cores from whatever runs next, such as another session.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
 def feed(session: Any, inputs: Any) -> dict[str, Any]:
-    """What a session is fed: the tensors of the inputs in the order of the network's arguments, as arrays."""
+    """Return the tensors of `inputs` as NumPy arrays by name, matched to the session's inputs in order."""
     names = [argument.name for argument in session.get_inputs()]
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if len(names) != len(tensors):
@@ -86,12 +86,12 @@ def feed(session: Any, inputs: Any) -> dict[str, Any]:
 
 
 def run(session: Any, inputs: Any) -> list[Tensor]:
-    """The outputs of a session on the given inputs."""
+    """Run a session on the given inputs and return its outputs."""
     return [torch.from_numpy(array) for array in session.run(None, feed(session, inputs))]
 
 
 def require() -> ModuleType:
-    """ONNX Runtime, if all that exporting needs is there."""
+    """Import ONNX Runtime; raise a PruningError if a package needed for exporting is missing."""
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             raise PruningError(f"exporting to ONNX needs {name}; run: {EXTRA}")
@@ -99,7 +99,7 @@ def require() -> ModuleType:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What the exporter wrapped: its own errors tell in which step it was, and how to report that to its makers."""
+    """Return the original cause of an error; the exporter's wrappers only name its step and how to report it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -118,7 +118,7 @@ def _fixed_batch(held: Any) -> bool:
 
 
 def _stripped(proto: Any) -> Any:
-    """Without the exporter's notes, which name folders of this machine and are as long as a small network."""
+    """Remove the exporter's metadata, which contains local paths and can be as large as a small network."""
     for held in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.functions):
         del held.metadata_props[:]
     for held in (*proto.graph.value_info, *proto.graph.initializer):

@@ -1,24 +1,9 @@
-"""What every form of a network gains from: norms folded, constants gone, remaps merged with what is beside them.
+"""Function-preserving rewrites of a captured graph: norm and constant folding, remaps, in-place operators.
 
-A captured graph enters and is rewritten.  What holds: it computes the same function up to rounding (of finite
-numbers), and no step here makes any layer larger, so there is nothing to choose.
-
-Channels that are moved: found in a captured graph, and merged with the layers beside them.
-
-What moves channels (a remap of an extracted network, a selection, a padding with zeros) becomes one operator.
-It is merged with another one, with the columns of the layers that read it and with the rows of the layer that
-feeds it; `written` turns what is left into ordinary operators.  What holds: the function stays the same up to
-rounding.
-
-Operators that write over their input, where that is safe; an eager runtime then touches less memory.
-
-A captured graph enters and is rewritten.  What holds: only a tensor that an operator of the graph has just made,
-that no other operator may have an alias of, and that nobody reads later, is written over.
-
-Remaps written out as ordinary operators, in the way that a runtime likes.
-
-A captured graph enters whose remaps have been merged as far as they can be; it leaves without any.  A remap is a
-selection, a padding, an addition at some places, or a 1x1 convolution of zeros and ones.
+A remap is an operator that moves channels: a `Remap` of an extracted network, an index_select, or a padding with
+zero channels. Remaps are merged with each other, with the columns of the layers that read them and with the rows of
+the layer before them; the rest is written as ordinary operators. `simplify` makes no layer larger, so it suits
+every runtime; the other rewrites are chosen per form. Results are equal up to rounding, for finite values.
 """
 
 from __future__ import annotations
@@ -56,19 +41,19 @@ _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
 
 def simplify(graph: fx.GraphModule) -> None:
-    """Rewrite a captured graph in place."""
+    """Apply, in place, all rewrites that help in every runtime."""
     drop_idle(graph)
     find_remaps(graph)
     fold_norms(graph)
     drop_constants(graph)
     merge_remaps(graph)
-    fold_norms(graph)  # a remap between a convolution and its norm may have gone
+    fold_norms(graph)  # A remap between a convolution and its norm may have been merged.
     flatten_by_name(graph)
     tidy(graph)
 
 
 def drop_idle(graph: fx.GraphModule) -> None:
-    """Drop what gives its input as it came: slices of everything, dropout."""
+    """Remove operators that return their input unchanged: full slices and dropout."""
     for node in list(graph.graph.nodes):
         if _idle(node):
             node.replace_all_uses_with(node.args[0])
@@ -83,7 +68,7 @@ def _idle(node: Node) -> bool:
 
 
 def flatten_by_name(graph: fx.GraphModule) -> None:
-    """Write a view of (batch, channels, 1, 1) as (batch, channels) without its width, which may change."""
+    """Write a view of (batch, channels, 1, 1) as (batch, channels) as a flatten, which does not fix the width."""
     for node in list(graph.graph.nodes):
         if node.target not in (aten.view.default, aten.reshape.default) or not is_tensor(node.args[0]):
             continue
@@ -92,13 +77,13 @@ def flatten_by_name(graph: fx.GraphModule) -> None:
             node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
 
 
-# -- constants -----------------------------------------------------------------------------------------------
+# -- Constants -----------------------------------------------------------------------------------------------
 
 
 def drop_constants(graph: fx.GraphModule) -> None:
-    """Leave out additions of zeros, and add what is one number per channel as such.
+    """Remove additions of zeros, and replace constant operands by one stored number per channel.
 
-    So the branch of a block that has vanished is not added, and what only it needed is not computed.
+    The branch of a block without filters is then not added, and operators that only it used are removed.
     """
     known: dict[Node, Tensor] = {}
     for node in list(graph.graph.nodes):
@@ -126,7 +111,7 @@ def _drop_from(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> 
 
 
 def _leave_out(node: Node, known: dict[Node, Tensor]) -> None:
-    """Write a concatenation of one tensor with zeros as a remap of that tensor."""
+    """Replace a concatenation of one tensor with zeros by a remap of that tensor."""
     parts: Any = list(node.args[0])
     real = [part for part in parts if part not in known or known[part].any()]
     if len(real) == 1:
@@ -138,7 +123,7 @@ def _leave_out(node: Node, known: dict[Node, Tensor]) -> None:
 
 
 def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> Tensor | None:
-    """The number that every channel (dimension 1) of a node holds everywhere, if it is so."""
+    """Return the values of the channels (dimension 1) of a node if each channel is constant, else None."""
     if node.target in _ZEROS:
         width = shape(node)[1]
         return torch.zeros(width, dtype=torch.float64) if isinstance(width, int) else None
@@ -167,7 +152,7 @@ def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> T
 
 
 Choice = Callable[[Node], bool]
-# Operators that treat every number of one tensor by itself, and give a number for any number.
+# Elementwise operators of one tensor that return a finite number for every finite number.
 _NAMES = (
     "relu relu6 silu gelu mish hardswish leaky_relu elu celu selu tanh sigmoid hardsigmoid hardtanh clamp softplus"
 )
@@ -175,12 +160,12 @@ POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
 
 
 def never(node: Node) -> bool:
-    """No remap."""
+    """Select no remap."""
     return False
 
 
 def find_remaps(graph: fx.GraphModule) -> None:
-    """Write selections of channels, and channels padded with zeros, as remaps, which can be merged."""
+    """Replace selections of channels and padding with zero channels by remaps, which can be merged."""
     for node in list(graph.graph.nodes):
         if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(shape(node)) >= 2):
             continue
@@ -208,7 +193,7 @@ def _padded(node: Node) -> list[int] | None:
     x, pads = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(pads, list | tuple)
     rank, width = len(shape(x)), shape(x)[1]
-    at = 2 * (rank - 2)  # torch lists the padding from the last dimension on
+    at = 2 * (rank - 2)  # Padding is listed from the last dimension to the first.
     plain = mode == "constant" and value in (None, 0, 0.0) and len(pads) >= at + 2
     if not plain or not all(isinstance(pad, int) and pad >= 0 for pad in pads) or not isinstance(width, int):
         return None
@@ -219,17 +204,17 @@ def _padded(node: Node) -> list[int] | None:
     return [-1] * before + list(range(width)) + [-1] * behind
 
 
-# -- merging -----------------------------------------------------------------------------------------------
+# -- Merging -----------------------------------------------------------------------------------------------
 
 
 def merge_remaps(
     graph: fx.GraphModule, rows: Choice = never, columns: Choice = never, *, sink: bool = False
 ) -> None:
-    """Merge remaps with what is beside them wherever that makes no layer larger, or where it is asked for.
+    """Merge remaps with adjacent remaps and layers where no layer grows, or where the arguments allow it.
 
-    `rows`: a remap that adds zeros to what a layer gives becomes filters of zeros.  `columns`: a remap that
-    selects from what a layer reads becomes columns of zeros.  `sink`: a remap that adds zeros moves behind an
-    activation, towards the layers that read it, once it is clear that it is not to become filters.
+    `rows` selects remaps that add zero channels to the output of a layer, to be written as zero filters. `columns`
+    selects remaps that pick input channels of a layer, to be written as zero columns. With `sink`, a remap that
+    adds zeros, and is not written as filters, is moved behind an activation, toward the layers that read it.
     """
     changed = True
     while changed:
@@ -258,7 +243,7 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
 
 
 def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
-    """Merge a remap with the columns of the layers that read it; were there any?"""
+    """Merge a remap into the columns of the layers that read it; return True if there was one."""
     x, source, dim = parts(node)
     readers = [layer(graph, user) for user in node.users]
     merged = [held for held in readers if held is not None and _reads(held, node, dim)]
@@ -272,7 +257,7 @@ def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
 
 
 def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
-    """Merge a remap with the rows of the layer that feeds it, if that gets no larger or where it is asked for."""
+    """Merge a remap into the rows of the layer before it, if that does not grow or `rows` selects the remap."""
     x, source, dim = parts(node)
     between, first = [], x
     while _keeps_zero(first) and len(first.users) == 1:
@@ -292,7 +277,7 @@ def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
 
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:
-    """Move a remap that adds zeros behind an elementwise operator, which then has less to do."""
+    """Move a remap that adds zeros behind an elementwise operator, which then processes fewer channels."""
     x, source, dim = parts(node)
     user = next(iter(node.users))
     if len(node.users) > 1 or not _keeps_zero(user) or len(source) < shape(x)[dim]:
@@ -314,7 +299,7 @@ def _keeps_zero(node: Node) -> bool:
 
 
 def parts(node: Node) -> tuple[Node, list[int], int]:
-    """What a remap moves, the place each channel comes from (-1: zero), and the dimension."""
+    """Return the input of a remap, the source index of each output channel (-1: zero), and the dimension."""
     x, source, dim = node.args
     assert isinstance(x, fx.Node) and isinstance(dim, int)
     return x, list(source), dim
@@ -325,21 +310,26 @@ def _reads(held: Layer, node: Node, dim: int) -> bool:
 
 
 def taken_rows(tensor: Tensor, source: list[int]) -> Tensor:
-    """Rows of a tensor by number; -1 is a row of zeros."""
+    """Select rows of a tensor by index; -1 selects a row of zeros."""
     return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
 
 
 _WRITING = {aten.relu.default: aten.relu_.default, aten.hardtanh.default: aten.hardtanh_.default}
 _WRITING |= {aten.silu.default: aten.silu_.default, aten.hardswish.default: aten.hardswish_.default}
 _WRITING |= {aten.index_add.default: aten.index_add_.default, aten.add.Tensor: aten.add_.Tensor}
-# They give memory of their own, and keep none of what they read.
+# Operators that allocate their output, or overwrite a tensor that one of these allocated, and keep no other alias
+# of what they read.
 _FRESH = {*CONVS, *POINTWISE, *_WRITING, *_WRITING.values(), aten.linear.default, aten.index_select.default}
 _FRESH |= {aten.constant_pad_nd.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.mul.Tensor}
 _FRESH |= {aten.adaptive_avg_pool2d.default, aten.cat.default, aten.mean.dim}
 
 
 def write_in_place(graph: fx.GraphModule) -> None:
-    """Let operators write over what they read last."""
+    """Replace operators by in-place variants where this is safe, which saves memory traffic in eager mode.
+
+    Only a tensor that an operator of the graph has allocated, that has no other alias and that is not read later is
+    overwritten.
+    """
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in list(graph.graph.nodes):
         if node.target not in _WRITING:
@@ -359,7 +349,7 @@ def _may_write(node: Node, x: object, order: dict[Node, int]) -> bool:
 
 
 def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
-    """Write a map read at every n-th pixel, with the remap behind it, as one 1x1 convolution of zeros and ones."""
+    """Replace strided slices of a feature map, and a remap behind them, by one constant 1x1 convolution."""
     for node in list(graph.graph.nodes):
         if (
             not node.users
@@ -373,7 +363,7 @@ def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
         if node.target is REMAP:
             last, source, _ = parts(node)
         elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
-            continue  # seen from its reader
+            continue  # handled at the node that reads it
         steps, x = _strided(last)
         width = shape(x)[1]
         if x is last or not isinstance(width, int):
@@ -384,7 +374,7 @@ def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
 
 
 def _strided(node: Node) -> tuple[list[int], Node]:
-    """The steps at which slices read a map's rows and columns, and the map."""
+    """Return the strides of consecutive slices in height and width, and the feature map that they read."""
     steps = [1, 1]
     while node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) in (2, 3):
         dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0)
@@ -406,7 +396,11 @@ def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: li
 
 
 def write_remaps(graph: fx.GraphModule, way: str) -> None:
-    """Write every remap that is left as ordinary operators: "gather", "add" (where it is added), "convolution"."""
+    """Replace every remaining remap by ordinary operators.
+
+    "convolution" writes a 1x1 convolution of zeros and ones, "add" an index_add where the remap is only added to
+    tensors, and "gather" an index_select or a padding, which also stands in where the other two do not apply.
+    """
     for node in [n for n in graph.graph.nodes if n.target is REMAP]:
         x, source, dim = parts(node)
         maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()

@@ -1,9 +1,8 @@
-"""Widths that suit a runtime: filters of zeros added until a layer has a multiple of so many.
+"""Round channel counts up to multiples that suit a runtime, by adding zero filters.
 
-A captured graph and a rule enter; the graph leaves with wider tensors wherever nothing outside sees them.
-Tensors whose channels belong together (added, multiplied, passed through a depthwise convolution or a pooling)
-are one group: it is widened as a whole, in the rows of all layers that feed it and the columns of all that read
-it, or not at all.  What holds: an added channel is read by columns of zeros alone, so no output changes.
+Tensors whose channels correspond (added, multiplied, or passed through depthwise convolution or pooling) form a
+group. A group is widened as a whole, in the rows of all layers that write it and the columns of all that read it,
+or not at all. Added channels are read through zero columns only, so no output changes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .capture import NORM, REMAP, Layer, Node, is_tensor, layer, replace, shape,
 from .rewrite import POINTWISE
 
 aten = torch.ops.aten
-# They treat every channel by itself; what they give for an added channel is finite.
+# Operators that process each channel separately and return finite values for an added channel.
 _BY_CHANNEL = (
     POINTWISE
     | {
@@ -37,18 +36,18 @@ _TOGETHER = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 
 @dataclass
 class Group:
-    """Tensors that have their channels in common."""
+    """Tensors whose channels correspond, with the layers that write and read them."""
 
     width: int
     nodes: list[Node] = field(default_factory=list)
     writers: list[Layer] = field(default_factory=list)
     readers: list[Layer] = field(default_factory=list)
     fixed: bool = False
-    """Is there anything that must see exactly these channels?"""
+    """an operator depends on the exact number of channels"""
 
 
 def groups(graph: fx.GraphModule) -> list[Group]:
-    """The groups of channels that may be widened, in the order in which they come."""
+    """Return the groups that may be widened, in graph order."""
     held = _Groups()
     for node in graph.graph.nodes:
         held.visit(graph, node)
@@ -65,7 +64,7 @@ def groups(graph: fx.GraphModule) -> list[Group]:
 
 
 class _Groups:
-    """Which tensors' channels belong together (their dimension 1), found node by node."""
+    """Union-find over the nodes of a graph whose channels (dimension 1) correspond, filled node by node."""
 
     def __init__(self) -> None:
         self.parent: dict[Node, Node] = {}
@@ -81,7 +80,7 @@ class _Groups:
         if node.op == "get_attr":
             return
         if node.target is NORM:
-            self.parent[node] = node  # its result is a tuple; the channels are those of its first part
+            self.parent[node] = node  # A norm returns a tuple; its first element has the channels.
         elif is_tensor(node) and len(shape(node)) >= 2 and isinstance(shape(node)[1], int):
             self.parent[node] = node
         inputs = [x for x in node.all_input_nodes if x in self.parent]
@@ -90,7 +89,7 @@ class _Groups:
         self.fixed.update(inputs, [node] if node in self.parent else [])
 
     def _known(self, graph: fx.GraphModule, node: Node, inputs: list[Node]) -> bool:
-        """Take note of a node whose channels are understood."""
+        """Record a node whose effect on channels is known; return False for any other, which fixes its groups."""
         one = layer(graph, node)
         if one is not None and one.dim == 1 and one.x in self.parent:
             if one.groups == 1:
@@ -144,7 +143,7 @@ def _own_tensors(graph: fx.GraphModule, node: Node) -> bool:
 
 
 def _line(graph: fx.GraphModule, node: Node, like: Node) -> bool:
-    """A stored number per channel of a node, that only one operator reads."""
+    """Return True for a stored tensor with one number per channel of `like`, read by a single operator."""
     held, sizes = stored(graph, node), shape(like)
     if held is None or len(node.users) > 1 or held.dim() != len(sizes):
         return False
@@ -152,16 +151,16 @@ def _line(graph: fx.GraphModule, node: Node, like: Node) -> bool:
 
 
 def _one_number(graph: fx.GraphModule, node: Node) -> bool:
-    """A stored number that serves all channels, however many there are."""
+    """Return True for a stored scalar, which applies to any number of channels."""
     held = stored(graph, node)
     return held is not None and held.numel() == 1
 
 
-# -- widening ------------------------------------------------------------------------------------------------
+# -- Widening ------------------------------------------------------------------------------------------------
 
 
 def widen(graph: fx.GraphModule, rule: Callable[[int], int]) -> None:
-    """Give every group the width that the rule makes of its own."""
+    """Widen every group to `rule(width)` channels where that is more than it has."""
     for group in groups(graph):
         width = rule(group.width)
         if width > group.width:
@@ -170,7 +169,7 @@ def widen(graph: fx.GraphModule, rule: Callable[[int], int]) -> None:
 
 def _widen(graph: fx.GraphModule, group: Group, more: int) -> None:
     for one in group.writers:
-        fresh = layer(graph, one.node)  # its columns may have changed since
+        fresh = layer(graph, one.node)  # Its columns may have been widened since.
         assert fresh is not None
         bias = None if fresh.bias is None else _longer(fresh.bias, 0, more)
         replace(graph, fresh, _longer(fresh.weight, 0, more), bias)

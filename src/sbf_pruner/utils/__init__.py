@@ -1,4 +1,4 @@
-"""Helpers without knowledge of pruning: files, user models, timing, formatting, processes."""
+"""Helpers that do not depend on pruning: files, user models, timing, formatting, distributed processes."""
 
 from .lazy import lazy_exports
 

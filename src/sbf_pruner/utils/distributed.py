@@ -1,7 +1,7 @@
-"""Several processes that train one network, each on its own part of every batch.
+"""Data-parallel training over `torch.distributed`: sums, averages and broadcasts over all ranks.
 
-What `torch.distributed` was set up with enters; sums, means and what the first process says leave.  What holds:
-alone, nothing here does anything; together, all processes have the same numbers afterwards, to the last bit.
+With a single process every function is a no-op or a plain call. With several, all ranks hold bitwise equal values
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from ..errors import PruningError
 
 if dist.is_available():
-    # Its functions hold the group that exists when it is imported, and tracing imports it.  A group that is held
-    # outlives `destroy_process_group`, and its threads may abort the process when that ends.
+    # This module binds the process group that exists when it is imported, and tracing imports it. A group that is
+    # still referenced outlives `destroy_process_group`, and its threads may abort the process at exit. So import it
+    # here, before any group is created.
     import torch.distributed.nn.functional
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """One process of `size`, numbered from 0; the first one speaks and writes for all.
+    """The rank of this process and the world size; rank 0 prints and writes files for all.
 
     >>> Team(1, 2).part(torch.arange(5)), Team().part(torch.arange(3))
     (tensor([1, 3]), tensor([0, 1, 2]))
@@ -37,46 +38,49 @@ class Team:
 
     @classmethod
     def present(cls) -> Team:
-        """The processes there are now; this one alone where nobody has set up any others."""
+        """Return the current rank and world size, or a single process where no process group is initialized."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
 
     @property
     def alone(self) -> bool:
-        """Are there no others?"""
+        """True if this is the only process."""
         return self.size == 1
 
     @property
     def leads(self) -> bool:
-        """Is this the process that writes and speaks?"""
+        """True on rank 0, which prints and writes files."""
         return self.rank == 0
 
     def part(self, rows: Tensor) -> Tensor:
-        """The rows of a batch that are this process's own."""
+        """Return the rows of a batch that belong to this rank: every `size`-th one, starting at `rank`."""
         return rows if self.alone else rows[self.rank :: self.size]
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by the sum over all processes."""
+        """Sum a tensor over all ranks, in place."""
         if not self.alone:
             dist.all_reduce(tensor)
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over all processes, in one message for each type of number."""
+        """Average tensors over all ranks, in place, with one all-reduce per dtype."""
         for flat, held in self._packed(tensors):
             dist.all_reduce(flat)
             _unpack(flat.div_(self.size), held)
 
     @torch.no_grad()
     def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the first process."""
+        """Overwrite tensors with those of rank 0, with one broadcast per dtype."""
         for flat, held in self._packed(tensors):
             dist.broadcast(flat, 0)
             _unpack(flat, held)
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What the first process finds, for all; an error of it is everybody's."""
+        """Run `work` on rank 0 and return its result on every rank; the result must be picklable.
+
+        If `work` fails, rank 0 raises its exception and every other rank a PruningError with the same message.
+        """
         if self.alone:
             return work()
         said: list[Any] = [None, None]
@@ -84,7 +88,7 @@ class Team:
         if self.leads:
             try:
                 said[0] = work()
-            except Exception as error:  # the others must not wait for ever
+            except Exception as error:  # Broadcast it, because the other ranks are waiting.
                 failed, said[1] = error, str(error)
         dist.broadcast_object_list(said, 0)
         if failed is not None:
@@ -94,7 +98,7 @@ class Team:
         return said[0]
 
     def all_say(self, answer: Any) -> bool:
-        """Do all processes give the same answer?"""
+        """Return True if `answer` is equal on all ranks."""
         if self.alone:
             return True
         answers: list[Any] = [None] * self.size

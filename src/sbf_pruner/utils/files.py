@@ -1,9 +1,8 @@
-"""Files that are either whole or not there.
+"""Atomic file writes, and checksummed safetensors files with a JSON header.
 
-Text, or a nest of plain values and tensors, enters; a file leaves that replaces the old one in a single step,
-so a process killed at any moment leaves the one or the other.  Tensors go into a safetensors file: everything
-that is not a tensor is JSON in its header, and a digest over both tells a changed file from a whole one.
-Nothing is ever pickled.
+A file is written to a temporary path and then renamed, so a process killed at any moment leaves either the old or
+the new file. Tensors are stored with safetensors, everything else as JSON in its header, with a SHA-256 over both.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from ..errors import PruningError, RunError
 
 try:
     import fcntl
-except ImportError:  # Windows: nobody is kept out there
+except ImportError:  # Windows has no advisory lock here, so `locked` does not lock.
     fcntl = None  # type: ignore[assignment]
 
 _HEX = "[0-9a-f]"
-_FORGOTTEN = 3600.0  # seconds without a byte written: its writer was killed
+_FORGOTTEN = 3600.0  # seconds since the last write, after which its writer is taken to be dead
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the place of `path` once it is safely on disk."""
+    """Yield a temporary path next to `path`; on success it is flushed to disk and renamed to `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -47,29 +46,31 @@ def replacing(path: Path) -> Iterator[Path]:
         raise RunError(f"{path} cannot be written, because {file} is a file; name a folder") from None
     temporary = aside(path)
     try:
-        temporary.touch()  # with the mode of any new file here
+        temporary.touch()  # Creates it with the default mode of new files.
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
-    except SafetensorError as error:  # a full disk, say
+    except SafetensorError as error:  # such as a full disk
         raise OSError(f"{path} cannot be written ({error})") from error
     except OSError as error:
-        if error.filename in (None, str(temporary)):  # a full disk tells none, and ours nobody knows
+        # The error of a full disk names no file, and the temporary name means nothing to the user.
+        if error.filename in (None, str(temporary)):
             error.filename, error.filename2 = str(path), None
         raise
     finally:
-        with suppress(OSError):  # where nothing can be written nothing can be removed, and that was said
+        with suppress(OSError):  # The error that prevents this was already raised by the write.
             temporary.unlink(missing_ok=True)
     _flush(path.parent)
 
 
 def aside(path: Path) -> Path:
-    """A name beside `path` that no other process has, to write there and move into its place.
+    """Return a unique temporary path next to `path`, to be written and then moved to `path`.
 
-    What others left there goes once it is old: a younger one may belong to a process that writes `path` too.
+    Temporary files of killed processes are removed once they are old; a recent one may belong to a process that is
+    writing `path` now.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.{_HEX * 12}.partial"):
-        with suppress(OSError):  # another process was quicker
+        with suppress(OSError):  # Another process has removed it already.
             if time.time() - left.stat().st_mtime > _FORGOTTEN:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
@@ -77,7 +78,7 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path, otherwise: PruningError) -> Iterator[None]:
-    """Hold a folder until the block or the process ends; `otherwise` is raised if another process does."""
+    """Lock a folder until the block or the process ends; raise `otherwise` if another process holds the lock."""
     if fcntl is None:
         yield
         return
@@ -85,7 +86,7 @@ def locked(folder: Path, otherwise: PruningError) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # of this call alone: what the block itself raises is not ours
+        except BlockingIOError:  # Only from flock: a BlockingIOError of the block itself passes through.
             raise otherwise from None
         yield
     finally:
@@ -93,25 +94,25 @@ def locked(folder: Path, otherwise: PruningError) -> Iterator[None]:
 
 
 def user_cache() -> Path:
-    """The folder of this package in the user's cache."""
+    """Return this package's folder in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
     return Path(os.path.expanduser(cache)) / "sbf-pruner"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step."""
+    """Write a text file atomically, as UTF-8."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def read_text(path: Path) -> str:
-    """Read a text file; a RunError if it is there and cannot be read."""
+    """Read a UTF-8 text file; raise a RunError if it exists but cannot be opened."""
     check_readable(path)
     return path.read_text("utf-8")
 
 
 def is_there(path: Path) -> bool:
-    """Return True if the path exists; a RunError where that cannot be found out."""
+    """Return True if the path exists; raise a RunError if that cannot be determined."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -122,7 +123,7 @@ def is_there(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> None:
-    """Raise a RunError if a file cannot be opened, and FileNotFoundError only if there is none."""
+    """Raise FileNotFoundError if a file does not exist, and a RunError if it cannot be opened."""
     try:
         with path.open("rb"):
             pass
@@ -137,7 +138,7 @@ def _unreadable(path: Path, error: OSError) -> RunError:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add to a text file, safely on disk: what is written after it may rely on it."""
+    """Append to a text file and flush it to disk, so that files written afterwards may refer to it."""
     new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
@@ -147,16 +148,16 @@ def append_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON header as one safetensors file in one step."""
+    """Write tensors and a JSON header as one safetensors file, atomically."""
     plain, metadata = _storable(tensors, header)
     with replacing(path) as temporary:
-        mode = temporary.stat().st_mode  # safetensors would let nobody else read it
+        mode = temporary.stat().st_mode  # safetensors creates files that only the owner can read.
         save_file(plain, temporary, metadata=metadata)
         temporary.chmod(mode)
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
-    """How long the file is that `write_tensors` would write."""
+    """Return the size in bytes of the file that `write_tensors` would write."""
     plain, metadata = _storable(tensors, header)
     return len(serialize(plain, metadata=metadata))
 
@@ -166,7 +167,7 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
     seen: set[int] = set()
     for name, tensor in tensors.items():
         held = tensor.detach().cpu().contiguous()
-        if held.untyped_storage().data_ptr() in seen:  # the format has no shared tensors: each stands alone
+        if held.untyped_storage().data_ptr() in seen:  # safetensors cannot store tensors that share memory.
             held = held.clone()
         seen.add(held.untyped_storage().data_ptr())
         plain[name] = held
@@ -175,16 +176,16 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
 
 
 def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
-    """What stands in a file beside its tensors."""
-    # One entry alone: the format keeps no order among several, and equal networks are to be equal files.
+    """Return the safetensors metadata of a file: its header and checksum."""
+    # A single entry, because safetensors does not keep the order of several; equal networks must give equal files.
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
 def read_lines(path: Path, remedy: str = "put the file back", most: int | None = None) -> list[dict[str, Any]]:
-    """The records of a file with one in each line, the first `most` of them; none where there is no file.
+    """Read the first `most` records of a JSON Lines file, or all; an empty list if the file does not exist.
 
-    Each says how many epochs were done.  A last line that has no end is being written, or was when its writer was
-    killed, and does not count.
+    Each record must have an integer "done", the number of epochs done; otherwise a RunError names the line. A last
+    line without a newline is still being written, or its writer was killed, and is ignored.
     """
     content = b""
     if is_there(path):
@@ -194,7 +195,7 @@ def read_lines(path: Path, remedy: str = "put the file back", most: int | None =
     for number, line in enumerate(content.split(b"\n")[:-1][:most], start=1):
         try:
             held = json.loads(line)
-        except ValueError:  # no JSON, or no text at all
+        except ValueError:  # not JSON, or not text
             held = None
         if not isinstance(held, dict) or not isinstance(held.get("done"), int):
             raise RunError(f"{path}, line {number} is damaged; {remedy}")
@@ -203,7 +204,7 @@ def read_lines(path: Path, remedy: str = "put the file back", most: int | None =
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the header of a file that `write_tensors` wrote; a RunError if it is not whole."""
+    """Return the tensors and header that `write_tensors` wrote; raise a RunError if the file is not intact."""
     with _opened(path, remedy) as file:
         text, expected = _entry(file, path, remedy)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -213,7 +214,7 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def read_header(path: Path, remedy: str) -> Any:
-    """The header alone, however long the file is; so nobody knows whether it was changed."""
+    """Return the header without reading the tensors, so the checksum is not verified."""
     with _opened(path, remedy) as file:
         text, _ = _entry(file, path, remedy)
     try:
@@ -225,7 +226,7 @@ def read_header(path: Path, remedy: str) -> Any:
 @contextmanager
 def _opened(path: Path, remedy: str) -> Iterator[Any]:
     try:
-        check_readable(path)  # safetensors reports every file that it cannot open as missing
+        check_readable(path)  # safetensors reports every file it cannot open as missing.
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; {remedy}") from None
     try:
@@ -236,7 +237,7 @@ def _opened(path: Path, remedy: str) -> Iterator[Any]:
 
 
 def _entry(file: Any, path: Path, remedy: str) -> tuple[str, Any]:
-    """The header as text, and the digest that was written with it."""
+    """Return the header as text, and the checksum stored with it."""
     try:
         entry = json.loads((file.metadata() or {})["sbf"])
         return str(entry["header"]), entry["sha256"]
@@ -245,7 +246,10 @@ def _entry(file: Any, path: Path, remedy: str) -> tuple[str, Any]:
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
-    """A nest of dicts, lists, tuples, tensors, numbers, text and None as JSON; `leaf` writes each tensor.
+    """Convert nested dicts, lists, tuples, tensors, numbers, strings and None to JSON values.
+
+    `leaf` gets the dotted path and the value of each tensor, and returns what is stored in its place. A TypeError
+    names the first value or key that cannot be stored.
 
     >>> to_plain({"a": (1, None)}, lambda path, tensor: path)
     {'dict': [['a', {'tuple': [1, None]}]]}
@@ -266,7 +270,7 @@ def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any
 
 
 def from_plain(plain: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The nest that `to_plain` wrote; `leaf` reads each tensor.
+    """Rebuild the nested value that `to_plain` converted; `leaf` gets what was stored for each tensor.
 
     >>> from_plain({"dict": [["a", {"tuple": [1, None]}]]}, lambda tensor: tensor)
     {'a': (1, None)}
@@ -296,10 +300,10 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Make sure that a file, or a folder's list of names, is on disk and not only promised."""
-    if os.name == "nt" and path.is_dir():  # folders cannot be opened there
+    """Flush a file or a directory entry to disk with fsync."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders.
         return
-    # Windows flushes only what may be written to; a folder cannot be opened so anywhere.
+    # Windows flushes only files opened for writing; no system opens a folder for writing.
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -308,7 +312,7 @@ def _flush(path: Path) -> None:
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys.
+    """Flatten nested settings into a dict with dotted keys; an empty table is kept as a value.
 
     >>> flat({"seed": 1, "model": {"name": "resnet56"}})
     {'seed': 1, 'model.name': 'resnet56'}

@@ -1,9 +1,7 @@
-"""Percentages that do not round to a lie, and lists that do not run on.  Numbers or names enter, text leaves.
+"""Format numbers, percentages, times and lists of names for people.
 
-What holds: nothing is written as 0 or 100 that is not, so that no reader takes a little for nothing, or nearly all
-for all.
-
-Numbers as people read them.  Values enter, short text leaves; what is not known is a dash.
+`rounded` never prints a percentage as 0 or 100 unless it is exactly that. Missing values (None) are printed as a
+dash.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ _MOST_DIGITS = 12
 
 
 def rounded(percentage: float, digits: int = 1) -> str:
-    """A percentage with so many decimals, or with more where it would look like none or all and is neither.
+    """Format a percentage with `digits` decimals, or more where it would wrongly round to 0 or 100.
 
     >>> [rounded(value) for value in (42.37, 0.04, 99.97, -99.96, 0, 100)]
     ['42.4', '0.04', '99.97', '-99.96', '0.0', '100.0']
@@ -29,7 +27,7 @@ def rounded(percentage: float, digits: int = 1) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things, in words.
+    """Format a count with its noun, in the plural unless the count is 1.
 
     >>> counted(1, "thread"), counted(2, "thread")
     ('1 thread', '2 threads')
@@ -38,7 +36,7 @@ def counted(count: int, what: str) -> str:
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """The first few names, and how many more there are.
+    """Join the first `most` names, followed by the number of the rest.
 
     >>> some(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -52,7 +50,7 @@ MINUS = "\u2212"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    """A percentage.
+    """Format a percentage with a percent sign, rounded as by `rounded`.
 
     >>> percent(93.456), percent(0.2, 0), percent(None)
     ('93.46 %', '0.2 %', '–')
@@ -61,7 +59,7 @@ def percent(value: float | None, digits: int = 2) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number, its thousands set apart.
+    """Format a whole number with thousands separators.
 
     >>> count(853018)
     '853,018'
@@ -70,7 +68,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float | None, unit: str = "") -> str:
-    """A large number in few letters.
+    """Format a large number with three digits and an SI prefix.
 
     >>> short(853018), short(125485696), short(1234, "B"), short(12)
     ('853 k', '125 M', '1.23 kB', '12')
@@ -86,7 +84,7 @@ def short(value: float | None, unit: str = "") -> str:
 
 
 def signed(value: float, digits: int = 1, unit: str = "") -> str:
-    """A difference with its sign.
+    """Format a difference with its sign.
 
     >>> signed(-54.7, unit=" %"), signed(0.04)
     ('−54.7 %', '±0.0')
@@ -97,7 +95,7 @@ def signed(value: float, digits: int = 1, unit: str = "") -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """By how many percent a number changed.
+    """Format the relative change from `before` to `after` in percent.
 
     >>> change(200, 150), change(10000, 2), change(7, 7), change(None, 3)
     ('−25.0 %', '−99.98 %', '±0.0 %', '–')
@@ -109,7 +107,7 @@ def change(before: float | None, after: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A time of a forward pass.
+    """Format a time given in milliseconds.
 
     >>> milliseconds(5.213)
     '5.21 ms'
@@ -118,7 +116,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time.
+    """Format a time given in seconds, in hours, minutes and seconds.
 
     >>> duration(75), duration(7400), duration(9)
     ('1 min 15 s', '2 h 3 min', '9 s')
@@ -131,7 +129,7 @@ def duration(seconds: float) -> str:
 
 
 def tiny(value: float | None) -> str:
-    """A number near zero.
+    """Format a number near zero in scientific notation.
 
     >>> tiny(4.816e-16), tiny(0.0)
     ('4.8e-16', '0')

@@ -1,4 +1,4 @@
-"""Packages whose public names are imported on first use."""
+"""Lazy imports of the public names of a package."""
 
 from __future__ import annotations
 

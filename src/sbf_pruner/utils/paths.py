@@ -1,7 +1,4 @@
-"""Can something be written there?  Asked before any work is done; nothing here imports torch.
-
-A path enters; nothing leaves, or the reason why not.
-"""
+"""Check that a path can be written before any work is done. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why nothing can be written at a path, or None; folders on the way may still have to be made.
+    """Return why nothing can be written at a path, or None if it can; missing parent folders are no obstacle.
 
     >>> why_not_writable(Path("new/folder/file.json"))
     """

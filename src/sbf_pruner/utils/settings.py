@@ -1,13 +1,9 @@
-"""What a pruner may be told: names that are known, and numbers within bounds, which hold for recipes as well.
+"""Typed, bounded and documented settings: the `Section` dataclass that recipes are made of, and checks of numbers.
 
-Settings enter; nothing leaves, or the sentence that says which of them makes no sense.  Recipes are read before
-torch is there, so nothing here asks for it.
-
-Typed, bounded and described settings: what a recipe is made of.
-
-A plain table (as TOML gives it) enters, a frozen `Section` leaves, and goes back to the same table or to
-TOML text.  A section checks its own fields when it is built, whoever builds it, so one that exists is valid.
-Every failure is a `RecipeError` of one sentence that opens with the dotted key.
+A section is built from a plain table (as TOML gives it) and converts back to the same table or to TOML text. It
+validates its fields on construction, so an existing section is always valid. Each failure of a section is a
+one-sentence `RecipeError` that starts with the dotted key. Recipes are read before torch is imported, so nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from ..errors import PruningError, RecipeError, nearest
 
 
 class Bounds(TypedDict, total=False):
-    """What a number is held to."""
+    """Limits of a number: `least` and `most` inclusive, `above` and `below` exclusive."""
 
     least: float
     above: float
@@ -47,7 +43,7 @@ class Bounds(TypedDict, total=False):
 
 
 BOUNDS: dict[str, Bounds] = {
-    "penalty": {"least": 0, "most": 1e10},  # steering may raise it 10,000 times, and Adam squares its gradient
+    "penalty": {"least": 0, "most": 1e10},  # The controller may raise it 10,000-fold; Adam squares its gradient.
     "leak": {"least": 0},
     "lr": {"above": 0},
     "speed": {"least": 0},
@@ -64,13 +60,13 @@ _WORDS: dict[_Kind, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not among those known."""
+    """Raise a PruningError for a name that is not in `known`, suggesting the nearest one."""
     if name not in known:
         raise PruningError(f"{what} {name!r} is not known; {nearest(str(name), known)}")
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuse what is no number, and numbers that break their bounds.
+    """Raise a PruningError for a value that is not a finite number or violates its entry in `BOUNDS`.
 
     >>> check_numbers(lr=-1.0)
     Traceback (most recent call last):
@@ -88,7 +84,7 @@ def check_numbers(**numbers: Any) -> None:
 
 
 def broken_bound(value: Any, bounds: Bounds) -> str:
-    """The first bound that a number breaks, in words; "" where it keeps to them all.
+    """Describe the first bound that a number violates; "" if it satisfies all.
 
     >>> broken_bound(2, {"above": 0, "most": 1})
     'must be at most 1, got 2'
@@ -112,7 +108,7 @@ KIND_NAMES: dict[Any, str] = {
 
 
 class Setting(NamedTuple):
-    """All there is to tell about one key: its type, its default (None: required), its choices, its meaning."""
+    """Description of one key: type, default (None: required), allowed values and help text."""
 
     kind: str
     default: Any
@@ -121,13 +117,13 @@ class Setting(NamedTuple):
 
 
 def about(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> dict[str, Any]:
-    """The metadata of a field: its meaning, and the values it may take."""
+    """Return the metadata of a dataclass field: its help text, allowed values and bounds."""
     return {"help": help, "choices": choices, "bounds": bounds}
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A group of settings, checked and brought to their declared types on construction."""
+    """A group of settings, validated and converted to their declared types on construction."""
 
     def __post_init__(self) -> None:
         for field, kind in _fields(type(self)):
@@ -137,16 +133,16 @@ class Section:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Build from a table; what it leaves out keeps its default."""
+        """Build from a table; missing keys keep their defaults. An unknown or missing required key is an error."""
         _refuse_unknown(cls, table)
         return _build(cls, merge(_defaults(cls), table))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain, nested tables and lists."""
+        """Return the settings as nested plain dicts and lists."""
         return {field.name: _plain(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_toml(self) -> str:
-        """The settings as TOML text, from which `from_dict` makes an equal section."""
+        """Return the settings as TOML text; once parsed, `from_dict` builds an equal section from it."""
         table = self.to_dict()
         sections = {field.name for field, kind in _fields(type(self)) if _is_section(kind)}
         lines = [f"{key} = {_toml(value)}" for key, value in table.items() if key not in sections]
@@ -157,14 +153,14 @@ class Section:
 
 
 def describe(cls: type[Section]) -> dict[str, Setting]:
-    """Every dotted key of a section and what there is to tell about it, for `--help` and the docs."""
+    """Return the description of every dotted key of a section, for `--help` and the docs."""
     return dict(_describe(cls, _defaults(cls)))
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any], *, empties: bool = False) -> dict[str, Any]:
-    """A new table: `base` with the values of `extra` laid over it, table by table.
+    """Return a new table: `base` updated recursively with `extra`.
 
-    An empty table adds nothing, or where it `empties` leaves nothing.
+    An empty table in `extra` changes nothing, or with `empties` replaces the table in `base`.
 
     >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}}, empties=True)
     {'a': {'b': 1, 'e': 3}, 'c': {}}
@@ -198,7 +194,7 @@ def _describe(cls: type[Section], defaults: Mapping[str, Any], at: str = "") -> 
 
 
 def _defaults(cls: type[Section]) -> dict[str, Any]:
-    """The table of all defaults; required keys are left out."""
+    """Return the table of all defaults, without required keys."""
     table: dict[str, Any] = {}
     for field, kind in _fields(cls):
         if field.default is not dataclasses.MISSING:
@@ -221,13 +217,13 @@ def _refuse_unknown(cls: type[Section], table: Mapping[str, Any], at: str = "", 
 
 
 def _suggestion(key: str, at: str, siblings: Iterable[str], root: type[Section]) -> str:
-    """The nearest key of the same section, else of any section, else all there are in this one."""
+    """Suggest the nearest key of the same section, else of any section, else list this section's keys."""
     if close := difflib.get_close_matches(key, siblings, n=1):
         return f"did you mean {at + close[0]!r}?"
     homes: dict[str, list[str]] = {}
     for dotted in describe(root):
         homes.setdefault(dotted.rpartition(".")[2], []).append(repr(dotted))
-    if close := difflib.get_close_matches(key, homes, n=1, cutoff=0.8):  # a weak match elsewhere misleads
+    if close := difflib.get_close_matches(key, homes, n=1, cutoff=0.8):  # A weak match elsewhere would mislead.
         return f"did you mean {' or '.join(homes[close[0]])}?"
     return nearest(key, siblings)
 
@@ -245,15 +241,15 @@ def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
         arguments[field.name] = value
     try:
         return cls(**arguments)
-    except RecipeError as error:  # a section does not know where it stands
+    except RecipeError as error:  # The message of a nested section lacks the prefix of its key.
         raise RecipeError(f"{at}{error}") from None
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`: an integer will do for a float, a text for a list of one; a bool is never a number."""
+    """Convert `value` to `kind`: an int may stand for a float, a string for a list of one; a bool is no number."""
     if kind == tuple[str, ...] and isinstance(value, str):
         value = [value]
-    if isinstance(kind, types.UnionType):  # a number, or a table of them
+    if isinstance(kind, types.UnionType):  # a number or a table of numbers
         number = get_args(kind)[0]
         if isinstance(value, dict):
             return {inner: _typed(f"{key}.{inner}", item, number) for inner, item in _plain(key, value).items()}
@@ -290,7 +286,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A copy in the types that TOML can carry there and back."""
+    """Return a copy made of the types that survive a round trip through TOML."""
     if isinstance(value, Section):
         return value.to_dict()
     if isinstance(value, list | tuple):
@@ -304,7 +300,7 @@ def _plain(key: str, value: Any) -> Any:
         raise RecipeError(f"{key}: expected a number, got nan")
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return kind(value)  # a NumPy float is a float, but does not print as one
+            return kind(value)  # A NumPy float is a float, but its repr differs.
     raise RecipeError(f"{key}: a recipe cannot hold a value of type {_kind_name(type(value))}")
 
 
@@ -312,7 +308,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's too, but for DEL, which TOML wants escaped.
+        # JSON and TOML share their escapes, except that TOML requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"

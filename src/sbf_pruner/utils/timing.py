@@ -1,15 +1,9 @@
-"""How long calls take, side by side: the one clock of the package.
+"""Interleaved timing of several calls, confidence intervals for medians, and the description of the machine.
 
-Named calls enter; for each a list of seconds leaves, one per round, taken in turns: every round runs all of
-them, in random order, and the round after it in the opposite order, so that a drift of the machine and what
-one call leaves in the caches hit all alike.  Two such lists become a ratio round by round, with an interval
-for its median that assumes nothing about how the times are spread.
-
-The machine that figures were measured on: its processor, the versions that ran, the threads, and how busy it is.
-
-A device enters; plain data leaves, which stands beside every figure that is saved.
-
-How much memory a device has for us, for whoever is about to fill it.
+Every round times all calls, in random order or in the reverse of the last round, so that machine drift and cache
+state affect all alike. Two lists of times give a ratio per round; the interval for its median assumes nothing about
+the distribution. `environment` returns what is saved with every measured figure: processor, versions, threads,
+device.
 """
 
 from __future__ import annotations
@@ -35,13 +29,13 @@ from ..errors import PruningError
 from .user_model import uncollected
 
 Name = TypeVar("Name", bound=Hashable)
-_PER_PROCESSOR = 16  # threads, at most
-SAMPLE = 0.01  # seconds that one sample takes at least: a clock and a scheduler are coarse
+_PER_PROCESSOR = 16  # maximum number of threads per processor
+SAMPLE = 0.01  # minimum seconds per sample, because clock and scheduler are coarse
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median, and between which values the true one lies with a probability of `confidence`."""
+    """A sample median and the interval that contains the true median with probability `confidence`."""
 
     median: float
     low: float
@@ -58,10 +52,10 @@ def take_turns(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[Name, list[float]]:
-    """Seconds of one pass of each call, `rounds` times, in turns.
+    """Time each call `rounds` times, interleaved, and return the seconds of one pass, one value per round.
 
-    A sample is the mean of as many passes as fill `sample` seconds; 0 means one pass.  On a GPU the clock is
-    read only when all that was launched is done.
+    Each value is the mean over as many passes as fill `sample` seconds; 0 means one pass. On a GPU the device is
+    synchronized before the clock is read. Garbage collection is off while timing.
 
     >>> found = take_turns({"short": lambda: None, "long": lambda: time.sleep(1e-4)}, 3, sample=1e-3)
     >>> [len(found[name]) for name in ("short", "long")], min(found["long"]) > max(found["short"])
@@ -80,7 +74,7 @@ def take_turns(
 
 
 def compared(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
-    """How many times as long the first took as the second, round by round.
+    """Return the median ratio of the first list of times to the second, paired by round, with its interval.
 
     >>> compared([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
     Interval(median=2.0, low=2.0, high=3.0, confidence=0.96875, n=6)
@@ -89,11 +83,11 @@ def compared(slower: Sequence[float], faster: Sequence[float], confidence: float
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The median, and the two order statistics that hold the true one at least as surely as asked.
+    """Return the median and the narrowest symmetric pair of order statistics with at least the given confidence.
 
-    The true median lies below the k-th smallest of n independent values exactly as often as a fair coin falls
-    heads fewer than k times in n throws.  Fewer than six values cannot give 95 %: then the smallest and the
-    largest are given with the confidence they have.
+    For n independent values, the true median lies below the k-th smallest with the probability that a fair coin
+    falls heads fewer than k times in n throws. Fewer than six values cannot reach 95 %; the interval is then their
+    range, with the confidence it has.
 
     >>> median_interval([3.0, 1.0, 2.0])
     Interval(median=2.0, low=1.0, high=3.0, confidence=0.75, n=3)
@@ -101,7 +95,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     if not values:
         raise ValueError("there is no median of nothing")
     ordered, n = sorted(values), len(values)
-    rank, outside = 0, 2.0 ** (1 - n)  # the chance that the median lies outside of ordered[rank] .. its mirror
+    rank, outside = 0, 2.0 ** (1 - n)  # chance that the median lies outside ordered[rank] .. ordered[-1 - rank]
     while 2 * (rank + 1) < n:
         more = outside + 2 * math.comb(n, rank + 1) / 2**n
         if more > 1 - confidence:
@@ -112,9 +106,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 @contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
-    """While entered, torch computes with so many threads."""
+    """Set the number of threads of torch inside the block; None leaves it unchanged."""
     before, there = torch.get_num_threads(), os.cpu_count() or 1
-    if count is not None and count > _PER_PROCESSOR * there:  # torch would end the process
+    if count is not None and count > _PER_PROCESSOR * there:  # torch would abort the process.
         raise PruningError(f"{count} threads are too many for {there} processors; ask for {there} at most")
     try:
         if count is not None:
@@ -133,7 +127,7 @@ def _orders(names: list[Name], rounds: int, seed: int) -> list[list[Name]]:
 
 
 def _passes(run: Callable[[], Any], sample: float, wait: Callable[[], None]) -> int:
-    """How many passes make a sample; the first ones also warm caches and allocators up."""
+    """Return how many passes fill `sample` seconds, after two warm-up passes."""
     _seconds(run, 2, wait)
     return max(1, round(sample / max(_seconds(run, 2, wait), 1e-9))) if sample else 1
 
@@ -148,7 +142,7 @@ def _seconds(run: Callable[[], Any], passes: int, wait: Callable[[], None]) -> f
 
 
 def waiting(device: torch.device | str) -> Callable[[], None]:
-    """A call that returns when all that was launched on a device is done."""
+    """Return a function that synchronizes with a CUDA device; for other devices it does nothing."""
     device = torch.device(device)
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
@@ -156,7 +150,7 @@ def waiting(device: torch.device | str) -> Callable[[], None]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions that were used."""
+    """Return the machine, device, thread count and package versions, as plain data."""
     packages = ("torch", "numpy", "safetensors")
     return {
         "python": platform.python_version(),
@@ -171,7 +165,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package that need not be there."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -179,7 +173,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu() -> str:
-    """What the processor is called."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -188,9 +182,9 @@ def cpu() -> str:
 
 
 def load(seconds: float = 0.3) -> float | None:
-    """How many cores others keep busy while we do nothing; None where the system does not tell.
+    """Return how many cores are kept busy while this process sleeps for `seconds`; None without /proc/stat.
 
-    The load average would still count what ended a minute ago, and our own start.
+    The load average is not used because it still counts processes that ended a minute ago, and our own start-up.
     """
     before = _ticks()
     time.sleep(seconds)
@@ -201,7 +195,7 @@ def load(seconds: float = 0.3) -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """The time all cores together were busy, and in all, since the system started."""
+    """Return the busy and the total clock ticks of all cores since boot, or None if they cannot be read."""
     try:
         user, nice, system, idle, wait, *rest = map(
             int, Path("/proc/stat").read_text("ascii").split("\n")[0].split()[1:9]
@@ -213,7 +207,7 @@ def _ticks() -> tuple[int, int] | None:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """The bytes a device could still give us, or all that a machine has; None where it cannot be known."""
+    """Return the available bytes of a CUDA device, or the total memory of the machine; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

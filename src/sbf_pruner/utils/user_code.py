@@ -1,9 +1,7 @@
-"""Callables named as "package.module:callable": the decision whether one may be imported, and how it is called.
+"""Import of callables named "package.module:callable", and source locations in the user's code.
 
-Where in the user's code something happened: the innermost frame that is neither torch's nor ours.
-
-The stack of the caller, or an exception, enters; a file with its line leaves, or the sentence about it that a user
-reads.
+`Origin` decides whether a name may be imported, depending on where it was read. Errors of tracing name the
+innermost stack frame that belongs neither to torch nor to this package.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from ..errors import PruningError, RunError, nearest
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a name was read, which decides whether the code it stands for may be imported.
+    """Where a name was read, which decides whether the code it refers to may be imported.
 
-    A recipe that the user names is code, like a script.  A recipe in the folder of a run is data: what it names is
-    imported only if the user says so (`--trust`).
+    A recipe that the user passes is code, like a script. A recipe in a run folder is data: the code it names is
+    imported only if the user trusts it (`--trust`).
     """
 
     trusted: bool = False
     runs: tuple[Path, ...] = ()
-    """folders of runs, which nothing is imported from, trusted or not"""
+    """run folders; nothing is imported from them, trusted or not"""
     otherwise: str = ""
-    """ends the message that refuses a name"""
+    """text appended to the message that refuses a name"""
 
     def check(self, key: str, value: Any, what: str) -> None:
-        """Raise a RunError unless the origin is trusted; `what` says what the value of `key` would cause."""
+        """Raise a RunError unless the origin is trusted; `what` describes what the value of `key` would do."""
         if not self.trusted:
             raise RunError(
                 f"{key} = {value!r} {what} only for a recipe that you trust; add --trust (trust=True) if you trust "
@@ -50,7 +48,7 @@ class Origin:
             )
 
     def find(self, key: str, name: str) -> Any:
-        """Import what "package.module:attribute" stands for; modules in the current directory are found too."""
+        """Import and return "package.module:attribute"; the current directory is searched for modules too."""
         module, _, inner = name.partition(":")
         if not module or not inner:
             raise PruningError(f"{name!r} is half a name; write package.module:callable")
@@ -75,7 +73,7 @@ class Origin:
         return target
 
     def import_module(self, name: str) -> ModuleType:
-        """Import a module by its name, which fails if it or one that it imports lies in the folder of a run."""
+        """Import a module; raise an ImportError if it, or a module it imports, lies in a run folder."""
         guard = _Guard(self.runs)
         sys.meta_path.insert(0, guard)
         try:
@@ -85,13 +83,13 @@ class Origin:
 
 
 NAMED = Origin(trusted=True)
-"""of a name that the user gave on the command line or in Python"""
+"""Origin of a name given by the user on the command line or in Python."""
 UNTRUSTED = Origin()
-"""of a name that was read from any other file"""
+"""Origin of a name read from any other file."""
 
 
 class _Guard:
-    """A finder that refuses modules inside some folders and leaves all others to the finders after it."""
+    """A `sys.meta_path` finder that refuses modules inside some folders and passes on all others."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = {place for folder in folders for place in (folder.absolute(), folder.resolve())}
@@ -110,7 +108,7 @@ def _spellings(place: str) -> tuple[Path, Path]:
 
 
 def wanted(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offers that a callable has parameters for.
+    """Return the items of `offers` that a callable has parameters for; all if it takes **kwargs.
 
     >>> wanted(lambda seed: seed, {"seed": 3, "path": ""})
     {'seed': 3}
@@ -122,7 +120,7 @@ def wanted(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, A
 
 
 def needed(target: Callable[..., Any]) -> list[str]:
-    """The parameters of a callable that have no default.
+    """Return the names of the parameters of a callable that have no default.
 
     >>> needed(lambda path, seed=0: path)
     ['path']
@@ -134,20 +132,20 @@ def needed(target: Callable[..., Any]) -> list[str]:
 
 
 def signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    """The parameters of a callable, if they can be known."""
+    """Return the signature of a callable, or None if it cannot be inspected."""
     try:
         return inspect.signature(target)
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # Some callables written in C have no signature.
         return None
 
 
 def takes_anything(found: inspect.Signature) -> bool:
-    """Does it take arguments of any name?"""
+    """Return True if a signature has a **kwargs parameter."""
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
+    """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
@@ -159,21 +157,21 @@ def _current_directory_importable() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the imported module may have tidied sys.path itself
+        with contextlib.suppress(ValueError):  # The imported module may have changed sys.path.
             sys.path.remove(here)
 
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_MODELS = os.path.join(_PACKAGE, "models", "")  # of ours, but read like a user's
+_MODELS = os.path.join(_PACKAGE, "models", "")  # part of this package, but treated as user code
 _QUIET = (
     os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,  # whose frames stand around those of a decorated function
+    contextlib.__file__,  # Its frames surround those of decorated functions.
     _PACKAGE,
 )
 
 
 def where() -> str:
-    """File and line, or "" if no frame is the user's."""
+    """Return "file:line" of the innermost user frame of the current stack, or "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
@@ -183,7 +181,7 @@ def where() -> str:
 
 
 def explain(error: Exception, inputs: Any) -> str:
-    """One sentence about a model that failed on its inputs: the line, the cause, and what to do."""
+    """Describe in one sentence why a model failed on its example inputs: line, cause and remedy."""
     frames = _frames_of(error)
     if not frames:
         remedy = "give inputs like those it is trained on"
@@ -199,7 +197,7 @@ def explain(error: Exception, inputs: Any) -> str:
 
 
 def failing_line(error: Exception) -> str:
-    """The line of the user's that failed, and how."""
+    """Describe the innermost user frame of an error: file, line, source text, error type and message."""
     at = (_frames_of(error) or traceback.extract_tb(error.__traceback__))[-1]
     line = f" (`{at.line}`)" if at.line else ""
     return f"{os.path.basename(at.filename)}:{at.lineno}{line} {type(error).__name__}: {cause(error)}"
@@ -214,12 +212,12 @@ def _is_users(filename: str) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """Return the first line of the message of an exception, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def not_from_torch(line: str) -> str:
-    """What is wrong with a tensor that came out of nowhere."""
+    """Message for a tensor that torch did not compute from the inputs."""
     return (
         f"at {line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
         "values?), so what it depends on cannot be followed; keep that step in torch"
@@ -227,7 +225,7 @@ def not_from_torch(line: str) -> str:
 
 
 def holds_the_model(line: str, name: str) -> str:
-    """What is wrong with a copy of a model that reads the tensors of the model itself."""
+    """Message for a copy of a model that reads tensors of the original."""
     return (
         f"at {line} a copy of the model reads {name} of the model itself: a function that it holds is "
         "bound to the one model, by an object or a global name; make it a method"
@@ -235,7 +233,7 @@ def holds_the_model(line: str, name: str) -> str:
 
 
 def nested(line: str) -> str:
-    """What is wrong with a tensor of rows that differ in length."""
+    """Message for a nested tensor."""
     return (
         f"at {line} a nested tensor arises, whose sizes cannot be followed; pad what goes in, and give an "
         "nn.TransformerEncoder enable_nested_tensor=False"

@@ -1,18 +1,10 @@
-"""Copies of networks: with their weights, or with shapes alone, and with functions that know the copy.
+"""Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
-A model enters, a deep copy leaves.  What holds: the model is not changed, and the copy does not lead back to it.
-Python copies no functions: a hook or a lambda that knows its model by a closure would go on with that one.
-
-Hooks that this package puts on a user's model, and how to take them off.
-
-Every such hook is an `Attached` object or one of its methods, so that a copy of the model can be cleaned of
-them wherever the bare model is wanted: for tracing, for surgery, and when a pruner is detached.
-
-Example inputs and made-up ones: what tracing, cutting and measuring share.
-
-A model and its example inputs enter; a call or other inputs leave.  What holds:
-a tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and anything else
-is passed as the one argument it is; neither the model nor the inputs are changed.
+Copies have real or meta tensors. Unlike `copy.deepcopy`, functions that capture the model or its tensors, in
+closures, defaults, partials or hooks, are rebound to the copy. Every hook of this package is an `Attached` object
+or a method of one, so that it can be found and removed, also in copies. Example inputs are passed as by `call`: a
+tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and any other value one
+argument. Models and inputs are not changed, except by `without_attached`.
 """
 
 from __future__ import annotations
@@ -37,19 +29,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def meta_copy(model: Model) -> Model:
-    """A deep copy whose tensors have shapes and types but no storage: running it computes sizes alone.
+    """Return a deep copy with meta tensors; running it computes shapes only.
 
     >>> meta_copy(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
-    # Tensors held as plain attributes must move too.
+    # Includes tensors stored as plain attributes, which `Module.to` would not move.
     return _copied(model, {id(t): _meta_twin(t) for t in held_tensors(model)})
 
 
 def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
-    """A deep copy, also of a model with tensors computed in an earlier call, as the old weight_norm leaves them.
+    """Return a deep copy; non-leaf tensors, as the old weight_norm stores them, are detached and cloned.
 
-    `instead` holds tensors to put in the place of others, by the identity of those.
+    `instead` maps the `id` of a tensor to the tensor that replaces it in the copy.
 
     >>> real_copy(nn.Linear(2, 3)).out_features
     3
@@ -59,7 +51,7 @@ def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Mode
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """All tensors of a model: parameters, buffers, and those that are plain attributes of its modules."""
+    """Yield all tensors of a model: parameters, buffers, and plain attributes, also inside containers."""
     for module in model.modules():
         for held in vars(module).values():
             if isinstance(held, Tensor):
@@ -72,7 +64,7 @@ def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
     twins: dict[int, Any] = _empty_tables(model) | instead
     made = copy.deepcopy(model, twins)
     for old, new in zip(model.modules(), made.modules(), strict=False):
-        new.training = old.training  # which a graph of torch.fx forgets
+        new.training = old.training  # copying a torch.fx.GraphModule loses it
     members = {id(module) for module in model.modules()} | {id(tensor) for tensor in held_tensors(model)}
     binding = _Binding(members, twins)
     for module in made.modules():
@@ -82,9 +74,9 @@ def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
 
 
 def _empty_tables(model: nn.Module) -> dict[int, Any]:
-    """A twin for every empty table of a module's own, by its identity.
+    """Map the `id` of every empty dict attribute of a module to a new empty one, as a deepcopy memo.
 
-    A module is mostly these, for hooks it has not; one by one they take deepcopy more time than all the rest.
+    A module consists mostly of empty hook tables; copying them one by one takes deepcopy longer than all the rest.
     """
     held = (table for module in model.modules() for table in vars(module).values())
     return {id(table): type(table)() for table in held if type(table) in (dict, OrderedDict) and not table}
@@ -98,22 +90,22 @@ def _meta_twin(tensor: Tensor) -> Tensor:
 
 
 class _Binding:
-    """Functions that know parts of a model, by a closure or a default, made anew for its copy."""
+    """Rebuild functions that capture parts of a model, in closures, defaults or attributes, for its copy."""
 
     def __init__(self, members: set[int], twins: dict[int, Any]) -> None:
         self._members = members
-        self._twins = twins  # what deepcopy has made, by the identity of what it was made of
+        self._twins = twins  # the deepcopy memo: copies by the id of their originals
         self._made: dict[int, FunctionType] = {}
 
     def of(self, held: Any) -> Any:
-        """What a module of the copy is to hold; the same, if no such function is in it."""
+        """Return a value of the copy with such functions rebound; the same object if it contains none."""
         if isinstance(held, FunctionType):
             return self._function(held) if self._knows(held, set()) else held
         if isinstance(held, partial):
             before = (held.func, held.args, held.keywords)
             function, args, named = found = tuple(map(self.of, before))
             return held if _same(found, before) else type(held)(function, *args, **named)
-        if isinstance(held, dict | list | deque):  # in place: others may hold it too
+        if isinstance(held, dict | list | deque):  # Changed in place, because it may be referenced elsewhere too.
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
                 if (new := self.of(value)) is not value:
                     held[key] = new
@@ -124,7 +116,7 @@ class _Binding:
         return held
 
     def _knows(self, held: Any, seen: set[int]) -> bool:
-        """Does a part of the model stand in a plain container, behind a method or in a function's closure?"""
+        """Return True if a value refers to a part of the model, directly or in containers, methods or functions."""
         if id(held) in self._members:
             return True
         if id(held) in seen:
@@ -148,13 +140,13 @@ class _Binding:
             return self._made[id(old)]
         cells = tuple(CellType() for _ in old.__closure__ or ())
         new = FunctionType(old.__code__, old.__globals__, old.__name__, None, cells)
-        self._made[id(old)] = new  # before its cells are filled: it may know itself
+        self._made[id(old)] = new  # before its cells are filled, because it may refer to itself
         for cell, held in zip(cells, old.__closure__ or (), strict=True):
             if held != CellType():
                 cell.cell_contents = self._twin(held.cell_contents)
         new.__defaults__, new.__kwdefaults__ = self._twin(old.__defaults__), self._twin(old.__kwdefaults__)
         new.__qualname__, new.__annotations__, new.__doc__ = old.__qualname__, old.__annotations__, old.__doc__
-        new.__dict__.update(self._twin(old.__dict__))  # such as the function that it wraps
+        new.__dict__.update(self._twin(old.__dict__))  # such as __wrapped__
         return new
 
     def _twin(self, held: Any) -> Any:
@@ -174,13 +166,13 @@ def _contents(cell: CellType) -> Any:
 
 
 class Attached:
-    """The base of everything this package hooks into a model."""
+    """Base class of all hooks that this package adds to a model."""
 
 
 def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], Any, Attached]]:
-    """Every hook of ours: the module, the table it stands in, its key there, and the object behind it.
+    """Yield every hook of this package: its module, the dict that stores it, its key, and its `Attached` object.
 
-    A forward that goes before that of the module's class counts as one; its table is the module's attributes.
+    A `forward` set on an instance, which overrides that of the class, counts as a hook; its dict is `__dict__`.
     """
     for module in model.modules():
         tables: tuple[dict[Any, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
@@ -194,7 +186,7 @@ def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any]
 
 
 def check_unattached(model: nn.Module) -> None:
-    """Refuse what is no model, or one that has hooks of ours already."""
+    """Raise a PruningError if `model` is not an nn.Module or already has hooks of this package."""
     check_model(model)
     if any(attached_hooks(model)):
         raise PruningError(
@@ -204,7 +196,7 @@ def check_unattached(model: nn.Module) -> None:
 
 
 def without_attached(model: nn.Module) -> nn.Module:
-    """Take every hook of ours off a model, in place."""
+    """Remove all hooks of this package from a model, in place, and return the model."""
     for module, table, key, _ in list(attached_hooks(model)):
         del table[key]
         module._forward_hooks_always_called.pop(key, None)
@@ -214,7 +206,7 @@ def without_attached(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no network, or only the class of one."""
+    """Raise a PruningError if `model` is not an nn.Module instance."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         name = model.__name__
         raise PruningError(f"a model is an nn.Module, not the class of one; make one first: {name}(...)")
@@ -223,7 +215,7 @@ def check_model(model: object) -> None:
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call the model with its example inputs, spread over its arguments.
+    """Call a model with example inputs: a tuple as positional, a dict as keyword arguments, else one argument.
 
     >>> call(torch.add, (torch.tensor(1), torch.tensor(2)))
     tensor(3)
@@ -238,7 +230,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The same nest of tuples, lists and dicts, with `fn` applied to every tensor in it.
+    """Apply `fn` to every tensor in nested tuples, lists and dicts.
 
     >>> map_tensors({"x": [torch.zeros(2)], "n": 3}, lambda t: t + 1)
     {'x': [tensor([1., 1.])], 'n': 3}
@@ -247,15 +239,16 @@ def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def one_more(inputs: Any) -> Any:
-    """The same inputs with one more sample, which is the first one again."""
+    """Append a copy of the first sample to every input tensor."""
     return map_tensors(inputs, lambda t: _tiled(t, [len(t) + 1, *t.shape[1:]]) if t.dim() else t)
 
 
 def other_sizes(inputs: Any) -> Iterator[Any]:
-    """Yield inputs with one more sample and maps of another size, tiled with the given ones.
+    """Yield inputs with one more sample and other spatial sizes, tiled from the given ones.
 
-    The first are not square.  Small maps grow by about a third and large ones shrink, which takes less time; sizes
-    stay divisible by a large power of two if they were.  The second have twice the size, or half of it.
+    The first inputs are not square. Small sizes grow by about a third and large ones shrink, which takes less time;
+    sizes divisible by a large power of two stay so. The second inputs have twice or half the size. Nothing is
+    yielded if no tensor has more than two dimensions.
 
     >>> [list(x.shape) for x in other_sizes(torch.zeros(2, 3, 64, 64))]
     [[3, 3, 96, 128], [3, 3, 128, 128]]
@@ -294,7 +287,7 @@ def _tiled(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format:
-    """How a tensor lies in memory: with its channels last, if it does and that is not the plain order as well.
+    """Return channels_last or channels_last_3d if a tensor has that layout and is not contiguous as well.
 
     >>> memory_format(torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last))
     torch.channels_last
@@ -306,7 +299,7 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
-    """Inputs like the ones given, with so many samples: normal numbers, and zeros where there are whole ones.
+    """Return random inputs with `batch` samples, shaped like `like`: normal values, zeros for integer dtypes.
 
     >>> [tuple(t.shape) for t in made_up_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
     [(5, 3, 8), (5,)]
@@ -314,10 +307,10 @@ def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
 
     def filled(tensor: Tensor) -> Tensor:
-        if not tensor.dim():  # one number for all samples
+        if not tensor.dim():  # a scalar shared by all samples
             return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
         shape = (batch, *tensor.shape[1:])
-        if not tensor.is_floating_point():  # an index, say: only zero is sure to be allowed
+        if not tensor.is_floating_point():  # It may be an index, for which only zero is surely valid.
             return torch.zeros(shape, dtype=tensor.dtype)
         return torch.randn(shape, generator=generator).to(tensor.dtype)
 
@@ -326,10 +319,10 @@ def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While entered, or in a function so decorated, Python does not look for garbage.
+    """Disable garbage collection in the block or the decorated function.
 
-    A full search goes through everything torch has imported, which takes longer than tracing most networks,
-    and the many small objects of a trace would set one off.
+    A full collection visits everything torch has imported, which takes longer than tracing most networks, and the
+    many small objects of a trace would trigger one.
     """
     was_on = gc.isenabled()
     gc.disable()
