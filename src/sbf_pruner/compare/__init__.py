@@ -1,4 +1,4 @@
-"""Runs beside each other: methods, sizes, and the dense network against the pruned one."""
+"""Compare pruning methods, sizes of one network, and the dense with the pruned network."""
 
 from ..utils.lazy import lazy_exports
 

@@ -1,29 +1,10 @@
-"""What is timed: a dense network and the compact one that a plan leaves of it.
+"""Benchmarks behind `sbf bench` and `sbf latency`; all results are JSON-compatible.
 
-A run's folder, or a network with a plan, enters; both networks leave in evaluation mode, with an example of
-their inputs.  The dense network of a run has fresh weights, because a run keeps the small one alone; how long
-a pass takes does not depend on them.
-
-What a bench is asked for, checked before any work is done.
-
-Words of the command line enter; frozen `Settings` leave, or one sentence that says what is wrong.
-
-The machine a bench ran on, and how quiet it was.
-
-Nothing enters but what is asked for; plain data leaves: processor, versions, threads, how busy the machine was
-before anything was timed, and how the memory allocator was set.
-
-Dense against compact on every runtime, device and batch that is asked for.
-
-A subject and settings enter; plain data leaves, all of it JSON.  For each combination the forms a network may
-take are tried for a few seconds, those of the dense network as well; then the fastest of each are timed in pairs,
-anew, so that the choice does not flatter the result.  What holds: a runtime that is missing or fails is listed
-with the reason, and the others go on; the networks come out as they went in.
-
-`sbf latency`: what a network's time is made of here, how well it is foretold, and what a target would leave.
-
-A network, or a recipe, enters; plain data leaves, all of it JSON, and the file that `latency.table` takes.  What
-holds: the errors stated are of networks that were really cut, and that the fit had not seen.
+`run_bench` times a dense and a compact network for every runtime, device and batch size. It tries the forms that a
+network may take, for both networks alike, then times the fastest form of each in pairs, anew, so that choosing the
+minimum does not bias the result. A runtime that is missing or fails is listed with the reason, and the others go
+on. The networks are not changed. `latency` summarizes a `LatencyModel` and the sizes that some targets would leave;
+its errors are those of networks that were really cut and that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -62,7 +43,7 @@ from .runtimes import BENCH_RUNTIMES, Bound, Pass, Place, Unavailable, outputs
 
 @dataclass(frozen=True)
 class Subject:
-    """Two networks that take the same inputs."""
+    """A dense and a compact network in evaluation mode, with an example of the inputs that both take."""
 
     name: str
     dense: nn.Module
@@ -71,12 +52,16 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, dense: nn.Module, compact: nn.Module) -> Subject:
-        """A network and what `extract` made of it."""
+        """Make a subject of a network and what `extract` returned for it."""
         return cls(name, dense.eval(), compact.eval(), made_up_inputs(compact.sbf_inputs, 1))
 
     @classmethod
     def of_run(cls, path: str | Path, *, trust: bool = False) -> Subject:
-        """The networks of a finished run; code that its recipe names is imported only with `trust`."""
+        """Read the networks of a finished run; code that its recipe names is imported only with `trust`.
+
+        The dense network has new weights, because a run keeps only those of the small one; its speed does not
+        depend on them.
+        """
         run = read_run(path, ", or a model with --plan", trust=trust)
         return cls.of(str(path), run.build(), run.small)
 
@@ -84,7 +69,7 @@ class Subject:
     def of_plan(
         cls, name: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], plan: str | Path
     ) -> Subject:
-        """A network by its name, and what a plan in a file leaves of it."""
+        """Build a network by its name, and extract what a plan in a file keeps of it."""
         try:
             read = Plan.load(plan)
         except OSError as error:
@@ -94,11 +79,11 @@ class Subject:
         return cls.of(name, dense, extract(dense, tuple(torch.zeros(1, *shape) for shape in shapes), read))
 
     def inputs(self, batch: int) -> Any:
-        """Made-up inputs, so many samples at once."""
+        """Make random inputs of this batch size."""
         return made_up_inputs(self.example, batch)
 
     def shapes(self) -> list[list[int]]:
-        """The sizes of one sample of every input."""
+        """Return the shape of one sample of every input."""
         found: list[list[int]] = []
         map_tensors(self.example, lambda t: found.append(list(t.shape[1:])))
         return found
@@ -106,15 +91,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is timed, and how often."""
+    """Options of a benchmark; raises a PruningError if one is invalid."""
 
     batches: tuple[int, ...] = (1, 64)
     runtimes: tuple[str, ...] = tuple(BENCH_RUNTIMES)
     devices: tuple[str, ...] = ("cpu",)
     pairs: int | None = None
-    """None: as many as fit into about 20 seconds, at least 10 and at most 100"""
+    """None: as many as fit into about 20 seconds, at least 10 and at most 100."""
     threads: int | None = None
-    """None: as many as torch uses by itself"""
+    """None: the number that torch uses."""
 
     def __post_init__(self) -> None:
         for flag, numbers in (("--batch", self.batches), ("--pairs", [self.pairs]), ("--threads", [self.threads])):
@@ -128,7 +113,7 @@ class Settings:
 def read_settings(
     batches: str, runtimes: str | None, device: str, pairs: int | None = None, threads: int | None = None
 ) -> Settings:
-    """Settings from the words of the command line.
+    """Parse the arguments of the command line; raises a PruningError if they are invalid.
 
     >>> read_settings("1,8", "eager", "cpu").batches
     (1, 8)
@@ -146,11 +131,11 @@ def read_settings(
     return Settings(sizes, names, devices, pairs, threads)
 
 
-_PASSES = 3  # in which page faults are counted
+_PASSES = 3  # passes in which page faults are counted
 
 
 def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
-    """What belongs beside every figure."""
+    """Describe the machine: processor, versions, threads, load before any timing, and allocator settings."""
     packages = dict.fromkeys(package for name in runtimes for package in BENCH_RUNTIMES[name].packages)
     return {
         **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
@@ -162,10 +147,10 @@ def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
 
 
 def faults(run: Callable[[], Any]) -> float | None:
-    """Pages that the system had to hand over in one pass; each takes a time that no network is to blame for."""
+    """Return the minor page faults of one pass, which take time whatever the network is; None if not counted."""
     try:
         import resource
-    except ImportError:  # only Unix counts them
+    except ImportError:  # Only Unix has this module.
         return None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(_PASSES):
@@ -173,18 +158,18 @@ def faults(run: Callable[[], Any]) -> float | None:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / _PASSES
 
 
-TRIAL = 2.0  # seconds in which the forms of a network are tried, about
-SECONDS = 20.0  # that the pairs of one combination take, about, unless their number is given
+TRIAL = 2.0  # approximate seconds for trying the forms of a network
+SECONDS = 20.0  # approximate seconds for the pairs of one combination, unless their number is given
 FEWEST, MOST = 10, 100  # pairs
 
 Report = Callable[[str], None]
-LIKE = {"openvino": "onnxruntime"}  # runtimes that are given another's forms
+LIKE = {"openvino": "onnxruntime"}  # runtimes that use the forms of another
 
 
 def run_bench(subject: Subject, settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
-    """Time both networks on everything that is asked for and there; what was found, as plain data."""
+    """Time both networks on every requested runtime that is available; raises a PruningError if there is none."""
     with using_threads(settings.threads), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # exporters and compilers speak of their own internals
+        warnings.simplefilter("ignore")  # Exporters and compilers warn about their own internals.
         return _Bench(subject, settings, report).run()
 
 
@@ -192,14 +177,14 @@ class _Bench:
     def __init__(self, subject: Subject, settings: Settings, report: Report) -> None:
         self.subject, self.settings, self.report = subject, settings, report
         report("reading both networks")
-        self.machine = machine(settings.devices, settings.runtimes)  # first: later the load is our own
+        self.machine = machine(settings.devices, settings.runtimes)  # First, before this process adds to the load.
         networks = {"dense": subject.dense, "compact": subject.compact}
         self.sizes = {side: measure(network, subject.example) for side, network in networks.items()}
         self.as_it_is = ""
         self.sources: dict[str, Deployable] = {}
         try:
             self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
-        except PruningError as error:  # then neither network is rewritten, so that both have the same care
+        except PruningError as error:  # Then neither network is rewritten, to treat both alike.
             self.as_it_is = str(error)
         self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
 
@@ -234,7 +219,7 @@ class _Bench:
         }
 
     def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
-        """One runtime on one device, with all batches."""
+        """Time one runtime on one device, with all batch sizes."""
         if device.type not in BENCH_RUNTIMES[runtime].devices:
             raise Unavailable("timed on the CPU alone")
         place = Place(device, torch.get_num_threads(), self.subject.example)
@@ -258,7 +243,7 @@ class _Bench:
     def _compared(
         self, passes: Mapping[str, Mapping[str, Pass]], device: torch.device, inputs: Any
     ) -> dict[str, Any]:
-        """Choose the fastest form of either network, then time these two in pairs."""
+        """Choose the fastest form of each network, then time these two in pairs."""
         tried = {side: _tried(held, device) for side, held in passes.items()}
         chosen = {side: min(held, key=held.__getitem__) for side, held in tried.items()}
         both = {side: passes[side][name] for side, name in chosen.items()}
@@ -276,19 +261,19 @@ class _Bench:
         }
 
     def _difference(self, run: Pass, inputs: Any) -> float:
-        """How far the outputs are from those of the network as it was saved, as a part of the largest."""
+        """Return the largest error against the unmodified compact network, relative to its largest output."""
         wanted, found = outputs(partial(call, self.subject.compact, inputs)), outputs(run)
         return max((_apart(a, b) for a, b in zip(wanted, found, strict=True)), default=0.0)
 
     def _anatomy(self, batch: int) -> dict[str, list[Part]]:
-        """Where an eager pass on the CPU spends its time."""
+        """Profile an eager pass of both networks on the CPU, operator by operator."""
         self.report(f"looking where a pass of batch {batch} spends its time")
         inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]
         form = FORMS["eager"][0]
         return {side: dissect(source.form(form), inputs, names) for side, source in self.sources.items()}
 
     def _candidates(self, side: str, runtime: str) -> Mapping[str, nn.Module]:
-        """The forms of a network that are worth trying on a runtime, each once, by name."""
+        """Return the forms of a network to try on a runtime, by name, without duplicates."""
         if self.as_it_is:
             return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
         if (side, runtime) not in self.forms:
@@ -298,7 +283,7 @@ class _Bench:
 
 
 def _tried(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]:
-    """The least seconds of every form; where there is nothing to choose, a few passes are enough."""
+    """Return the minimum seconds of every form; a single form is timed for a few passes only."""
     if device.type == "cuda":
         passes = {name: partial(_finished, run, device) for name, run in passes.items()}
     return fastest(passes, TRIAL if len(passes) > 1 else 0.0)
@@ -319,13 +304,13 @@ TARGETS = (0.8, 0.6, 0.4)  # of the dense network's time
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Options of `sbf latency`; raises a PruningError if one is invalid."""
 
     runtime: str = "onnxruntime"
     batch: int = 64
     threads: int | None = None
     fresh: bool = False
-    """measure again what is known already"""
+    """Measure again what is in the cache."""
 
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
@@ -338,9 +323,9 @@ class Request:
 def known_by(
     subject: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], usual: Sequence[int]
 ) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
-    """The network that a model's or a recipe's name stands for, inputs for it, and the layers to leave alone.
+    """Return the network that a model name or a recipe stands for, example inputs, and the layers to ignore.
 
-    `shapes` are the sizes of its inputs that were given, `usual` is that of the only one where none was.
+    `shapes` are the input shapes that were given; without any, the network has one input of shape `usual`.
     """
     if Path(subject).suffix == ".toml" or subject in bundled_recipes():
         if shapes or options:
@@ -357,13 +342,13 @@ def known_by(
 def measured(
     network: nn.Module, example: Any, ignore: tuple[str, ...], request: Request, report: Report
 ) -> LatencyModel:
-    """What there is to know of a network's time on this machine."""
+    """Return the latency model of a network on this machine, measured or from the cache."""
     conditions = here(request.runtime, request.batch, request.threads or torch.get_num_threads())
     return get_model(network, example, conditions, ignore=ignore, fresh=request.fresh, report=report)
 
 
 def latency(subject: str, model: LatencyModel) -> dict[str, Any]:
-    """What was found, as plain data."""
+    """Summarize a latency model, its errors, and what each of TARGETS would leave, as JSON-compatible values."""
     held = model.conditions
     targets = []
     for share in TARGETS:

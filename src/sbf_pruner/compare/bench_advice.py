@@ -1,13 +1,8 @@
-"""Where a pass spends its time: layers, moves of channels, and the rest.
+"""Explain a benchmark: time per operator, and why a network gained less than its MACs promise.
 
-A captured network and inputs enter; milliseconds per operator leave, each layer with its name, widths and
-multiply-accumulates.  It is run operator by operator, so the sum is a little more than a whole pass takes; what
-counts is how the dense and the compact network differ in it.
-
-What to make of the figures: where a network gained less than its MACs promise, why, and what helps.
-
-Records of measured combinations, the anatomy of a pass per batch and the state of the machine enter; sentences
-leave, none where all is well.  What holds: every cause named is read off these very measurements.
+`dissect` runs a captured network operator by operator, so the sum is a little more than a whole pass takes; what
+counts is the difference between the dense and the compact network. `advise` returns sentences, none if all is well,
+and names only causes that show in these very measurements.
 """
 
 from __future__ import annotations
@@ -33,20 +28,20 @@ _MOVE = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """One operator of a network: how long it took, and what it is if it is a layer."""
+    """One operator of a network: how long it took, and MACs and widths if it is a layer."""
 
     name: str
     kind: str
     ms: float
     macs: int = 0
     widths: tuple[int, int] = (0, 0)
-    """channels it reads (of one group) and filters it has"""
+    """Input channels (of one group) and filters."""
 
 
 def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), passes: int = 10) -> list[Part]:
-    """Run a captured network operator by operator and say how long each took: the least of so many passes.
+    """Time every operator of a captured network: the minimum over `passes` passes after a first one to warm up.
 
-    `modules` are the qualified names of the network it was captured from, by which layers are called.
+    `modules` are the qualified names in the network that it was captured from, used to name its layers.
     """
     watch = _Watch(network, {name.replace(".", "_"): name for name in modules})
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -66,7 +61,7 @@ def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), p
 
 
 def total(parts: Iterable[Part], kind: str) -> float:
-    """Milliseconds of all operators of a kind."""
+    """Return the milliseconds of all operators of a kind."""
     return sum(part.ms for part in parts if part.kind == kind)
 
 
@@ -103,7 +98,7 @@ class _Watch(fx.Interpreter):
 
 
 def _spelled(weight: str) -> str:
-    """The layer a stored weight belongs to, spelled alike however often it was rewritten.
+    """Normalize the name of a weight to that of its layer, however often the network was rewritten.
 
     >>> _spelled("layer1.0.conv1.module.weight"), _spelled("layer1_0_conv1_weight_1")
     ('layer1_0_conv1', 'layer1_0_conv1')
@@ -127,17 +122,20 @@ def _wait(args: tuple[Any, ...]) -> None:
 Record = Mapping[str, Any]
 Sides = Mapping[str, Sequence[Part]]  # "dense" and "compact"
 
-LITTLE = 0.5  # of what the MACs promise, counted in factors: 1.41 times as fast at half the MACs
-CAUSE = 0.2  # of the time beyond the promise: less is no cause to name
-FIXED = 0.5  # of a pass: time that does not depend on the batch
-BUSY = 0.5  # a core's time, before we begin: more than that is somebody else's work
-WRONG = 1e-3  # of the largest output; rounding in float32 stays far below
-FAULT = 2.5e-4  # milliseconds that a page fault takes at the least
+LITTLE = 0.5  # "Little gained": log speed-up below this part of log MAC ratio, such as 1.41x at half the MACs.
+CAUSE = 0.2  # A cause is named if it makes up this part of the time that the MACs do not explain.
+FIXED = 0.5  # Fixed costs are named if they make up this part of a pass.
+BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
+WRONG = 1e-3  # error of the outputs, relative to the largest; rounding in float32 stays far below
+FAULT = 2.5e-4  # milliseconds that a page fault takes at least
 STEADY = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=34359738368"
 
 
 def advise(measured: Sequence[Record], parts: Mapping[int, Sides], fewer: float, machine: Record) -> list[str]:
-    """Sentences about what was measured; `fewer`: how many times fewer MACs the compact network has."""
+    """Return sentences about what was measured.
+
+    `parts` holds the operators of an eager pass by batch size; `fewer` is the ratio of dense to compact MACs.
+    """
     said = {key(record): verdict(record, fewer) for record in measured}
     lines = [*_about_the_machine(machine), *_about_outputs(measured), *_about_memory(measured)]
     for verdict_ in dict.fromkeys(filter(None, said.values())):
@@ -153,12 +151,12 @@ def advise(measured: Sequence[Record], parts: Mapping[int, Sides], fewer: float,
 
 
 def key(record: Record) -> tuple[str, str, int]:
-    """What tells one combination from another."""
+    """Return what identifies a combination: device, runtime and batch size."""
     return record["device"], record["runtime"], record["batch"]
 
 
 def verdict(record: Record, fewer: float) -> str:
-    """Nothing where a network is about as much faster as its MACs say; otherwise how it stands.
+    """Return "" if the speed-up is in line with the ratio of MACs, else how it falls short.
 
     >>> verdict({"speedup": {"median": 1.05, "low": 0.98, "high": 1.1}}, 2.0)
     'no faster'
@@ -174,7 +172,7 @@ def verdict(record: Record, fewer: float) -> str:
 
 
 def fixed_share(small: Record, large: Record) -> float:
-    """The part of a compact pass, at the smaller batch, that does not grow with the batch.
+    """Return the share of a compact pass, at the smaller batch size, that does not grow with the batch size.
 
     >>> at = lambda batch, ms: {"batch": batch, "compact_ms": {"median": ms}}
     >>> round(fixed_share(at(1, 3.0), at(11, 13.0)), 3)
@@ -203,12 +201,12 @@ def _about_outputs(measured: Sequence[Record]) -> list[str]:
     return [
         f"{_where(record)}: the outputs are off by {record['difference']:.0e} of the largest; do not use it"
         for record in measured
-        if not record["difference"] <= WRONG  # so that nan is wrong too
+        if not record["difference"] <= WRONG  # Negated, so that NaN counts as wrong.
     ]
 
 
 def _about_memory(measured: Sequence[Record]) -> list[str]:
-    """About page faults, if they can matter anywhere."""
+    """Warn about page faults, if they can take a noticeable part of a pass anywhere."""
     for record in measured:
         count = record["page_faults"]["dense"]
         if count and record["device"] == "cpu" and count * FAULT > 0.02 * record["dense_ms"]["median"]:
@@ -220,7 +218,7 @@ def _about_memory(measured: Sequence[Record]) -> list[str]:
 
 
 def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
-    """What takes longer than it should, in an eager pass on the CPU."""
+    """Name the kinds of operators that take longer than their MACs promise, in an eager pass on the CPU."""
     dense, compact = sides["dense"], sides["compact"]
     over = {kind: total(compact, kind) - total(dense, kind) / fewer for kind in (LAYERS, MOVES, REST)}
     beyond = sum(max(0.0, ms) for ms in over.values())
@@ -234,7 +232,7 @@ def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
 
 
 def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
-    """Layers that do fewer MACs in a second than they did when they were wide."""
+    """Name the narrowed layers that lost most throughput (MACs per second)."""
     rates = [sum(part.macs for part in side) / max(1e-9, 1e6 * total(side, LAYERS)) for side in (compact, dense)]
     before = {part.name: part for part in dense if part.kind == LAYERS}
     narrower = [part for part in compact if part.name in before and part.macs < before[part.name].macs]
@@ -267,7 +265,7 @@ def _size(part: Part) -> str:
 
 
 def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str]:
-    """About passes whose time hardly depends on the batch: what they do is start operators."""
+    """Name passes whose time hardly depends on the batch size: launching operators dominates them."""
     shares = []
     for record in weak:
         larger = [r for r in measured if key(r)[:2] == key(record)[:2] and r["batch"] > record["batch"]]

@@ -1,24 +1,11 @@
-"""The network of a run as its cycles left it: dense, with a score for every filter, and nothing cut yet.
+"""Accuracy against size for many sizes, from one trained set of scores (`sbf frontier`).
 
-A run's folder enters; the network, its scores, the guards and the images to try it on leave.  What holds: a run
-that has no such network is said to have none, why, and what to do; no file is written.
-
-One set of scores, many sizes: what each would leave, and how good it is before any retraining.
-
-A scored network and the sizes asked for enter; plain data leaves, all of it JSON.  For each size the filters
-are chosen as a run with that budget would choose them, the network is really cut, its batch-norm statistics
-are taken anew on training images, and it is judged.  A size that cannot be reached is listed with the smallest
-that can; a time is the one that a clock foretells.  What holds: nothing is trained, and the run stays as it is.
-
-The figures of a frontier in; a picture (.svg) or a page (.html) out.
-
-Every size that was reached is a point on one line; the run's own filters stand beside it, before and, if the
-run is finished, after fine-tuning, and so does the dense network as it was trained.
-
-Accuracy against size, for many sizes, from one trained set of scores: a run's folder in, figures out.
-
-`scored` reads what a run kept when its cycles ended, `sweep` cuts it to each size and looks how good it is,
-`picture` draws that.
+`read_scored` loads the dense network and the scores as a run's cycles left them. For each size, filters are chosen
+as a run with that budget would choose them, the network is really cut, its batch statistics are recomputed on
+training images, and its accuracy is measured. Nothing is trained and the run's folder is not changed. A size that
+cannot be reached is listed with the smallest that can; latency is predicted by a latency model. `draw_frontier`
+plots the points as .svg or .html, with the run's own filters before and after fine-tuning, and the trained dense
+network.
 """
 
 from __future__ import annotations
@@ -62,47 +49,48 @@ from ..utils.formatting import milliseconds, rounded
 
 @dataclass(frozen=True)
 class Scored:
-    """A dense network, the score of each of its filters, and what a run made of them."""
+    """The dense network of a run, the scores of its filters, and the filters that the run kept."""
 
     folder: RunFolder
     recipe: Recipe
     networks: Networks
     scores: dict[str, Values]
     plan: Plan
-    """the filters that the run itself kept"""
+    """Filters that the run itself kept."""
     train: Batches
     judged: Batches
-    """what accuracy is taken on: the validation images, or those of the test where none are held out"""
+    """Images that accuracy is measured on: the validation set, or the test set if nothing is held out."""
     judged_on: str
     records: list[Record]
     summary: Record | None
 
     @property
     def device(self) -> torch.device:
-        """Where the networks are."""
+        """Device of the networks."""
         return self.train.device
 
     def accuracy_of(self, record: Record) -> float | None:
-        """The accuracy in a record of the run, on the same images."""
+        """Return the accuracy on the same images (`judged`) that a record of the run holds."""
         key = "validation_accuracy" if self.judged_on == "validation" else "test_accuracy"
         found: float | None = record[key]
         return found
 
 
 def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
-    """The folder of a run, its recipe, and where to look at it; `device` is another than the recipe says."""
+    """Return the folder of a run, its recipe, and the device to use; `device` overrides that of the recipe."""
     folder = RunFolder(Path(path))
     if not folder.begun:
         raise RunError(f"there is no run in {path}; name the folder of a run")
     recipe = folder.read_recipe()
-    # A run that was made on a GPU may be looked at without one.
+    # A run that was made on a GPU can be read without one.
     return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
 
 
 def read_scored(path: str | Path, device: str | None = None, *, trust: bool = False) -> Scored:
-    """Read a run that is past its cycles, finished or not; `device` is another than its recipe says.
+    """Read a run that is past its cycles, finished or not; `device` overrides that of its recipe.
 
-    Code that its recipe names is imported only with `trust`.
+    Code that its recipe names is imported only with `trust`. Raises a RunError, with the reason and a remedy, if
+    the run has no scores.
     """
     folder, recipe, where = find_run(path, device)
     _check_far_enough(folder, recipe)
@@ -111,7 +99,7 @@ def read_scored(path: str | Path, device: str | None = None, *, trust: bool = Fa
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
     model = build_dense(recipe, origin)
     feed = Feed(recipe, data, where, model)
-    # The weights the run began with are not needed: the file holds those it came to.
+    # The initial weights are not needed, because the checkpoint holds the trained ones.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
     networks = Networks(model, bare, data, feed, where, folder.latency)
     _load(networks.dense, state["dense"], folder)
@@ -162,27 +150,29 @@ def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolde
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
 BATCHES = 32
-RUNTIME, BATCH = "onnxruntime", 64  # of a clock that is measured now, where only one of them is given
+RUNTIME, BATCH = "onnxruntime", 64  # defaults of a latency model that is measured now, if only one is given
 RESOURCES = tuple(field.name for field in fields(Budget))
-_HELD = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # where a figure is in a point
-NEAR = 1.0  # points of accuracy that count as no loss worth speaking of
+_HELD = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # resource -> key in a point
+NEAR = 1.0  # percentage points of accuracy below the best that count as a small loss
 Report = Callable[[str], None]
 SizePoint = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: of which resource how much is to be left, and how it is tried."""
+    """Options of `sbf frontier`; raises a PruningError if one is invalid."""
 
     of: str = "macs"
+    """Resource that the sizes limit."""
     at: Sequence[str] = USUAL
     batches: int = BATCHES
+    """Training batches for new batch statistics."""
     device: str | None = None
     runtime: str | None = None
-    """of a clock to be measured now; None: the run's own"""
+    """Runtime of a latency model that is measured now; None uses that of the run."""
     batch: int | None = None
     trust: bool = False
-    """import the code that the run's recipe names"""
+    """Import the code that the run's recipe names."""
 
     def __post_init__(self) -> None:
         if self.of not in RESOURCES:
@@ -201,11 +191,11 @@ class Request:
 
     @property
     def measures(self) -> bool:
-        """Is a clock to be measured, whether or not the run has one?"""
+        """Whether to measure a latency model now, even if the run has one."""
         return self.runtime is not None or self.batch is not None
 
     def sizes(self) -> list[float]:
-        """The sizes as numbers: up to 1 a part, above 1 an amount."""
+        """Return the sizes as numbers: up to 1 a share of the dense network, above 1 an absolute amount."""
         read = (getattr(Budget(**{self.of: text}), self.of) for text in self.at)
         return list(dict.fromkeys(read))
 
@@ -213,10 +203,10 @@ class Request:
 def run_frontier(
     path: str | Path, request: Request | None = None, report: Report = lambda line: None
 ) -> dict[str, Any]:
-    """Accuracy against size for the run in a folder."""
+    """Measure accuracy against size for the run in a folder; the result is JSON-compatible."""
     request = request or Request()
     device = find_run(path, request.device)[-1]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the caller's streams stay as they are
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # Keep the caller's random state.
         report("reading the run")
         scored = read_scored(path, request.device, trust=request.trust)
         with cpu_threads(scored.recipe.threads):
@@ -266,7 +256,7 @@ class _Sweep:
         return {**result, "said": _said(result)}
 
     def _point(self, size: float) -> SizePoint:
-        """What one size leaves."""
+        """Measure the network of one size."""
         asked: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
         aim = Aim(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
@@ -277,7 +267,7 @@ class _Sweep:
         return {**asked, "reached": True, **self._judged(f"{rounded(100 * asked['share'])}%", masks)}
 
     def _judged(self, name: str, masks: Masks) -> SizePoint:
-        """A choice of filters cut for real, recalibrated and judged; equal choices once."""
+        """Extract a choice of filters, recompute its batch statistics and evaluate it; equal choices are cached."""
         masks = self.graph.settle(masks)
         plan = Plan.from_masks(masks)
         if plan not in self.tried:
@@ -316,7 +306,7 @@ class _Sweep:
         return size if size <= 1 else min(size / whole, 1.0)
 
     def _clock(self) -> LatencyModel | None:
-        """One that is measured now, if asked for; else the run's own, if it has one."""
+        """Return a latency model measured now, if requested, else that of the run, or None if it has none."""
         networks, asked = self.scored.networks, self.request
         if asked.measures:
             place = here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
@@ -333,7 +323,7 @@ class _Sweep:
         return None
 
     def _clock_told(self) -> SizePoint | None:
-        """Whose time it is, how well it is foretold, and what the run's own network really took."""
+        """Return the conditions and errors of the latency model, and the measured time of the run's own network."""
         if self.clock is None:
             return None
         held, known = self.clock.conditions, (self.scored.summary or {}).get("latency", {})
@@ -349,12 +339,12 @@ class _Sweep:
 
 
 def _told(part: dict[str, Any]) -> dict[str, Any]:
-    """A summary's part in the words of a record."""
+    """Convert a part of a summary to the keys of a record."""
     return {**part, "test_accuracy": part["accuracy"]}
 
 
 def _said(result: dict[str, Any]) -> str:
-    """One sentence: how far down it costs little."""
+    """Say in one sentence which smallest size stays within NEAR of the best accuracy."""
     reached = [point for point in result["points"] if point["reached"]]
     if not reached:
         return "None of these sizes can be reached."
@@ -379,7 +369,7 @@ _SPELLED = {_TIME: (lambda value: f"{tick(value)} ms", milliseconds)}
 
 
 def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
-    """The drawing as the text of a file with this ending."""
+    """Return the plot as the text of a file with this ending, ".svg" or ".html"."""
     timed = result["of"] == "latency"
     title = f"{result['name']}, seed {result['seed']}: accuracy against {'time' if timed else 'size'}"
     words = {**_WORDS, **({_TIME: _time(result["clock"])} if result["clock"] else {})}
@@ -437,7 +427,7 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
         "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
         "training after the cut; what fine-tuning does is shown for the run's own filters alone."
     )
-    if key.removesuffix("_ms") != result["of"]:  # 30 % of the MACs do not stand at 30 % of the parameters
+    if key.removesuffix("_ms") != result["of"]:  # A point at 30 % of the MACs is not at 30 % of the parameters.
         caption += f" The percentages are what was asked for, of the {_ASKED[result['of']]}."
     if key == _TIME:
         caption += _trusted(result["clock"])
@@ -446,7 +436,7 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
 
 
 def _trusted(clock: Mapping[str, Any]) -> str:
-    """How far the foretold times can be trusted."""
+    """State the measured errors of the predicted times."""
     said = ""
     if clock["mean_error"] is not None:
         mean, worst = (f"{rounded(100 * clock[key])} %" for key in ("mean_error", "worst_error"))

@@ -1,17 +1,8 @@
-"""Methods against each other, with all else equal: `sbf compare`.
+"""Runs that compare pruning methods under equal conditions (`sbf compare`).
 
-A recipe, methods and seeds enter; a run for each leaves, and how they did.  What holds: runs of one seed share
-their dense stage and its images; all are asked for the same size and have the same number of epochs, the same
-fine-tuning and the same guards; nothing is chosen on the test images, and the last epoch counts.
-
-Who runs: one run for each method and seed, in an order in which dense stages can be shared.
-
-A recipe enters; the runs leave, each with its own recipe and folder.  What holds: whatever cannot run is refused
-before the first one starts.
-
-How methods did: each with the mean and the deviation over its seeds, the best first.
-
-Summaries of finished runs enter; rows leave, and the same as plain data to be stored.
+There is one run per method and seed. The runs of one seed share the data split and the trained dense stage; all
+runs have the same target, number of epochs, fine-tuning and constraints. Nothing is selected on test images, and
+the last epoch counts. Whatever cannot run is refused before the first run starts.
 """
 
 from __future__ import annotations
@@ -46,12 +37,12 @@ __all__ = ["Entrant", "Standing", "check_methods", "enter", "finished_before", "
 
 @dataclass(frozen=True)
 class Entrant:
-    """One method with one seed."""
+    """The run of one method with one seed."""
 
     recipe: Recipe
     folder: RunFolder
     dense_from: Path | None
-    """the run whose dense stage it takes over"""
+    """Folder of the run whose dense stage it reuses; None if it trains its own."""
 
     @property
     def method(self) -> str:
@@ -59,11 +50,11 @@ class Entrant:
 
     @property
     def origin(self) -> Origin:
-        """That of its recipe: the user named it, and it is used in the folder of all runs."""
+        """Origin of its recipe: trusted, because the user named it, and used in the folder of all runs."""
         return Origin(True, (self.folder.path.parent,))
 
     def run(self, report: Report | None = None) -> Result:
-        """Run it, or what is left of it."""
+        """Run it, or resume it if it was begun."""
         return fit(
             build_dense(self.recipe, self.origin),
             self.recipe,
@@ -76,9 +67,10 @@ class Entrant:
 
 
 def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
-    """All runs, those of a seed one after another: the first of them trains what they share.
+    """Return all runs, grouped by seed; the first of a seed trains the dense stage that the others reuse.
 
-    Where one of them was begun as such by an earlier comparison, it stays the first, also if it is not named now.
+    A run that an earlier comparison began as the first of its seed stays the first, even if its method is not named
+    now. Raises a RunError if a folder cannot be used.
 
     >>> import tempfile
     >>> from ..training.recipe import load_recipe
@@ -101,7 +93,7 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
             first = first or methods[0]
             elder = folders[first]
         for method in sorted(methods, key=lambda method: method != first):
-            # The dense control of a seed is the same whoever prunes: it is trained once.
+            # The dense control of a seed does not depend on the method, so it is trained once.
             control = recipe.dense_control and method == first
             own = _own(recipe, method, seed, control)
             folder = folders[method]
@@ -112,20 +104,20 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
 
 
 def finished_before(recipe: Recipe, entrants: Sequence[Entrant], root: Path) -> list[RunFolder]:
-    """What an earlier comparison in this folder has finished of the same recipe, with other methods or seeds."""
+    """Return finished runs of the same recipe in `root`, with methods or seeds that are not among `entrants`."""
     known = {one.folder.path for one in entrants}
     return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
 
 
 def _elder(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
-    """The run of another method that has trained what those of a seed share."""
+    """Return a finished run of an earlier comparison that trained the dense stage of this seed."""
     found = [(folder, own) for folder, own in _finished(recipe, root) if own.seed == seed]
     return next((folder for folder, own in found if own.dense_control == recipe.dense_control), None)
 
 
 def _finished(recipe: Recipe, root: Path) -> Iterator[tuple[RunFolder, Recipe]]:
     for folder in map(RunFolder, sorted(root.glob("*-seed*"))):
-        with suppress(PruningError):  # what is damaged is told to those who want to go on with it
+        with suppress(PruningError):  # A damaged run is reported when it is resumed.
             held = folder.read_recipe()
             if folder.finished and held == _own(recipe, held.method, held.seed, held.dense_control):
                 yield folder, held
@@ -136,7 +128,7 @@ def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
 
 
 def check_methods(entrants: Sequence[Entrant]) -> None:
-    """Raise a PruningError if one of the methods to come cannot judge the network: before any has trained."""
+    """Raise a PruningError if a method cannot rank the filters of this network, before any run has trained."""
     names = sorted({one.method for one in entrants if one.method != OWN and not one.folder.begun})
     if not names:
         return
@@ -147,19 +139,19 @@ def check_methods(entrants: Sequence[Entrant]) -> None:
     images = shown(Feed(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.guards.ignore)
-    # As in the runs: tiny steps are no faster with more threads, and on a busy machine far slower.
+    # As in the runs: small operators gain nothing from more threads, and are far slower on a busy machine.
     with cpu_threads(recipe.threads):
         for name in names:
             rehearse(name, Subject(model, graph, images))
 
 
 def _leads(folder: RunFolder, control: bool) -> bool:
-    """Is it a run that others may have taken their dense stage from?"""
+    """Return True if the folder holds a run whose dense stage others may have reused."""
     if not folder.begun:
         return False
     try:
         return folder.read_recipe().dense_control == control
-    except RunError:  # which is said when the folder is looked at more closely
+    except RunError:  # `RunFolder.check` reports it later.
         return False
 
 
@@ -169,16 +161,17 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Standing:
-    """One method over all its seeds."""
+    """Results of one method over all its seeds."""
 
     method: str
     accuracy: tuple[float, ...]
-    """after the last epoch on the test images, for each seed in order"""
+    """Test accuracy after the last epoch, per seed."""
     validation: tuple[float, ...]
-    """the same on images that were held out; none where none were"""
+    """Validation accuracy after the last epoch, per seed that held out images."""
     params: float
+    """Mean share of the parameters that is left."""
     macs: float
-    """the part that is left of each, on average"""
+    """Mean share of the MACs that is left."""
 
     @property
     def mean(self) -> float:
@@ -186,12 +179,12 @@ class Standing:
 
     @property
     def deviation(self) -> float | None:
-        """Between seeds; of one nothing is known."""
+        """Standard deviation over seeds; None for a single seed."""
         return statistics.stdev(self.accuracy) if len(self.accuracy) > 1 else None
 
 
 def standings(summaries: Sequence[Summary]) -> list[Standing]:
-    """All methods, the best first.
+    """Summarize finished runs by method, highest mean test accuracy first.
 
     >>> size = {"params": 100, "macs": 100}
     >>> half = {"params": 40, "macs": 50, "validation_accuracy": None}
@@ -223,7 +216,7 @@ def _standing(method: str, group: Sequence[Summary]) -> Standing:
 
 
 def leave(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Write what came of a comparison beside its runs, as JSON and as a page; returns what the JSON holds."""
+    """Write the result of a comparison beside its runs, as JSON and as an HTML page; returns the JSON content."""
     result = to_json(summaries)
     write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
     write_report(runs, root / PAGE)
@@ -231,7 +224,7 @@ def leave(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dic
 
 
 def to_json(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """What was compared and what came of it; `runs` holds every summary."""
+    """Return the result of a comparison as JSON-compatible values; `runs` holds every summary."""
     controls = [summary["dense"]["accuracy"] for summary in summaries]
     return {
         "methods": [

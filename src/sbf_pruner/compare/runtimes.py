@@ -1,9 +1,8 @@
-"""The runtimes a network is timed on, one row each.
+"""Runtimes that a network is benchmarked on, one `BenchRuntime` each.
 
-A network in evaluation mode enters, with a device and a number of threads; a function leaves that takes inputs
-and gives a call without arguments: one forward pass.  What holds: dense and compact networks go exactly the
-same way.  A runtime that is not installed or cannot run this network raises `Unavailable` with one line that
-says why, and the others go on.
+`BenchRuntime.prepare` takes a network in evaluation mode and returns a function that binds inputs; what that
+returns runs one forward pass. Dense and compact networks take exactly the same path. A runtime that is not
+installed or cannot run a network raises `Unavailable`, and the benchmark goes on with the others.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ OPENVINO = 'pip install "sbf-pruner[openvino]"'
 
 
 class Unavailable(Exception):
-    """A runtime that cannot be used here; the text says why, in one line."""
+    """Raised if a runtime cannot be used here; the text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a network runs, and an example of its inputs."""
+    """Device and threads that a network runs with, and an example of its inputs."""
 
     device: torch.device
     threads: int
     example: Any
 
     def moved(self, inputs: Any) -> Any:
-        """The inputs on the device."""
+        """Return the inputs on the device."""
         return map_tensors(inputs, lambda t: t.to(self.device))
 
 
 @dataclass(frozen=True)
 class BenchRuntime:
-    """A way to run a network."""
+    """How a runtime prepares a network, and the devices that it is timed on."""
 
     prepare: Callable[[nn.Module, Place], Bound]
     devices: tuple[str, ...]
     packages: tuple[str, ...] = ()
-    """whose versions belong beside the figures"""
+    """Packages whose versions are recorded with the results."""
 
 
 def _eager(network: nn.Module, place: Place) -> Bound:
@@ -67,7 +66,7 @@ def _compiled(network: nn.Module, place: Place) -> Bound:
     network = real_copy(network).to(place.device)
 
     def bind(inputs: Any) -> Pass:
-        torch._dynamo.reset()  # what was compiled stays callable; a limit on how often does not add up
+        torch._dynamo.reset()  # Else recompilations add up to a limit; compiled functions stay callable.
         run = partial(call, compiled(network, place.device), place.moved(inputs))
         try:
             first_pass(run)
@@ -92,7 +91,7 @@ def _openvino(network: nn.Module, place: Place) -> Bound:
     core = openvino.Core()
     with _as_onnx(network, place) as path:
         content = path.read_bytes()
-    # float32, because its own choice on some machines (bfloat16) is another arithmetic, and can fail there.
+    # float32, because on some machines OpenVINO would choose bfloat16, which is less exact and can fail there.
     wanted = {
         "INFERENCE_NUM_THREADS": place.threads,
         "INFERENCE_PRECISION_HINT": "f32",
@@ -118,7 +117,7 @@ BENCH_RUNTIMES: dict[str, BenchRuntime] = {
 
 
 def outputs(run: Pass) -> list[Tensor]:
-    """What one pass gives, as plain tensors on the CPU, whatever the runtime calls a tensor."""
+    """Run one pass and return its outputs as tensors on the CPU, whatever array type the runtime uses."""
     leaves = pytree.tree_leaves(run())
     return [torch.as_tensor(leaf).detach().cpu() for leaf in leaves if hasattr(leaf, "shape")]
 

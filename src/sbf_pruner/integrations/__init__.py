@@ -1,9 +1,7 @@
-"""Scores and weights in turns, for a training loop that somebody else has written.
+"""Alternate between training scores and weights inside a training loop that is not ours.
 
-A pruner and the lengths of its phases enter; as the loop tells of its epochs and backward passes, the phases are
-entered and left.  What holds: an epoch's phase follows from its number alone, so a loop that goes on from a
-checkpoint goes on in the right one; the loop's own optimiser may step in every epoch, for what is frozen has no
-gradient and is left alone.
+The phase of an epoch follows from its number alone, so a loop that resumes from a checkpoint resumes in the right
+phase. The loop's own optimizer may step in every epoch, because frozen parameters have no gradient and are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _log = logging.getLogger("sbf_pruner")
 
 
 class Turns:
-    """The phases of a pruner, one after another: a warm-up, cycles of scores and weights, then fine-tuning.
+    """Runs the phases of a pruner: a warm-up, cycles of score and weight epochs, then fine-tuning.
 
     >>> import torch
     >>> from torch import nn
@@ -64,16 +62,19 @@ class Turns:
 
     @property
     def phase(self) -> str:
-        """What is trained now, and in which cycle."""
+        """Name of the current phase, with the number of its cycle."""
         return "finetune" if self._now is None else str(self._now)
 
     @property
     def scores_now(self) -> bool:
-        """Do the scores move, while the weights stand still?"""
+        """Whether the scores are trained now, with frozen weights."""
         return self._now is not None and self._now.trains_scores
 
     def epoch_begins(self, epoch: int) -> str:
-        """Tell that an epoch begins, numbered from 0; returns its phase."""
+        """Call at the start of an epoch, numbered from 0; enters its phase and returns the name.
+
+        Raises a PruningError if the cycles are over and the budget is not met.
+        """
         self._epoch = epoch
         now = next((p for p in self._phases if p.first <= epoch < p.end), None)
         if self._open is None or now != self._now:
@@ -82,13 +83,16 @@ class Turns:
             self._check_budget()
             if self.scores_now:
                 assert now is not None
-                self.pruner.progress = now.cycle / self.cycles  # a budget closes in from cycle to cycle
+                self.pruner.progress = now.cycle / self.cycles  # The budget tightens from cycle to cycle.
             self._open = self.pruner.scoring() if self.scores_now else self.pruner.gated()
             self._open.__enter__()
         return self.phase
 
     def after_backward(self, scaler: GradScaler | None = None) -> None:
-        """Tell that the loss has been sent back, and what scaled it: where the scores are trained, they move."""
+        """Call after `loss.backward()`; in a score phase this adds the penalty's gradient and steps the scores.
+
+        `scaler` is the gradient scaler that scaled the loss, if any.
+        """
         if self._epoch is None:
             raise PruningError("after_backward() was told of no epoch yet; call epoch_begins(epoch) before it")
         if self.scores_now:
@@ -97,7 +101,7 @@ class Turns:
             self.pruner.step(scaler)
 
     def end(self) -> None:
-        """Tell that the training is over: the scores become gates.
+        """Call at the end of training; ends the phase, which sets the gates from the scores if it trained scores.
 
         Logs a warning if the training ended before the budget was met, in an earlier cycle than the last.
         """
@@ -114,31 +118,31 @@ class Turns:
             )
 
     def abort(self) -> None:
-        """Tell that the training has failed: the phase is cut short, nothing stays frozen, and no gate is set."""
+        """Call when training has failed; leaves the phase without setting gates, and unfreezes everything."""
         if self._open is not None:
             left, self._open = self._open, None
             given_up = RuntimeError("the training has failed")
-            left.__exit__(type(given_up), given_up, None)  # as it would pass through the phase
+            left.__exit__(type(given_up), given_up, None)  # As if the exception had passed through the phase.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, also in the middle of a score phase."""
+        """Return everything needed to resume, even in the middle of a score phase."""
         return {"epoch": self._epoch, "pruner": self.pruner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
+        """Resume from where `state_dict` was taken."""
         self._close()
         self.pruner.load_state_dict(state["pruner"])
-        if state["epoch"] is not None:  # a score phase that is not over has yet to set the gates
+        if state["epoch"] is not None:  # Reenter the phase: an unfinished score phase still has to set the gates.
             self.epoch_begins(state["epoch"])
 
     def _close(self) -> None:
-        """Leave the phase under way."""
+        """Leave the current phase normally; a score phase sets the gates."""
         if self._open is not None:
             left, self._open = self._open, None
             left.__exit__(None, None, None)
 
     def _check_budget(self) -> None:
-        """Refuse to train weights for good under gates that exceed the budget, with no score phase to come."""
+        """Raise a PruningError if the gates exceed the budget and no score phase follows to change them."""
         last = max(phase.end for phase in self._phases if phase.trains_scores)
         if self._epoch is None or self._epoch < last or (missed := self.pruner.missed()) is None:
             return

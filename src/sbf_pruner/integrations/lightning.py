@@ -1,7 +1,7 @@
-"""A callback for Lightning's `Trainer`: scores and weights in turns.
+"""Callback for Lightning's `Trainer` that alternates between training scores and weights.
 
-`Turns` enter; a callback leaves.  It is saved with the trainer's checkpoints, and goes on from them.  Lightning
-itself is imported only when a callback is asked for.
+Its state is part of the trainer's checkpoints, so training resumes in the right phase. Lightning is imported only
+when a callback is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import Turns
 
 
 def pruning_callback(turns: Turns) -> Any:
-    """What calls `turns` as a trainer goes through its epochs."""
+    """Return a Lightning callback that drives `turns`; raises a PruningError if Lightning is not installed."""
 
     class PruningCallback(_base()):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -47,7 +47,7 @@ def pruning_callback(turns: Turns) -> Any:
 
 
 def _base() -> type:
-    for name in ("lightning.pytorch", "pytorch_lightning"):  # one library, published under two names
+    for name in ("lightning.pytorch", "pytorch_lightning"):  # The same library is published under two names.
         try:
             found: type = importlib.import_module(name).Callback
         except ModuleNotFoundError:

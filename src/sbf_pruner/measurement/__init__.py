@@ -1,4 +1,4 @@
-"""Parameters, multiply-accumulates, accuracy and time of a network, measured or predicted."""
+"""Measure or predict the parameters, MACs, accuracy and latency of a network."""
 
 from ..utils.lazy import lazy_exports
 

@@ -1,22 +1,10 @@
-"""From a table of layers to a model that is right about whole networks, and says how right.
+"""Calibrated latency models: measure layers, time pruned networks, fit, and cache the result.
 
-A network enters; its layers are measured, then some networks that are really cut from it, in all three ways and
-several sizes, each in its compact forms and in turns with the dense one; a `LatencyModel` leaves with the
-coefficients that fit them.  Its error is stated for networks it has not seen: each is foretold by a fit to all the
-others.
-
-Where knowledge of a network's time comes from: a file, the cache, or the clock.
-
-A network and conditions enter; a `LatencyModel` leaves.  What was measured is kept in the user's cache, layers by
-machine, whole networks by machine and network, so nothing is measured twice.  What holds: a file is whole or not
-there, and one that does not fit is measured anew.
-
-Three ways to take filters away, worth very different time at equal MACs: which keeps the most in a given time.
-
-A graph, a clock and limits enter; a way leaves, with what each would keep: "filters" of every layer by itself,
-"streams" (layers that are added up keep the same ones, so the stream gets narrower), or "blocks" (whole residual
-branches).  Nothing is trained yet, so the scores are made up, alike for all layers; what holds: a way that cannot
-come to what is asked for is not chosen, and the choice follows from the clock alone.
+`calibrate` times networks that are really cut from the dense one, in every way of pruning and several sizes, next
+to the dense network, and fits the coefficients of a `LatencyModel` to them. The errors it states are leave-one-out:
+each network is predicted by a fit to all the others. `get_model` keeps measurements in the user's cache, layer
+times per machine and models per machine and network. Files are written atomically, and an unusable one is measured
+again. `choose_way` picks the way of pruning that keeps the most MACs within a budget.
 """
 
 from __future__ import annotations
@@ -63,25 +51,25 @@ from .latency_table import Site, Table, Widths
 from .runtimes import RUNTIMES
 from .stopwatch import passes, rehearse, time_beside, time_layers
 
-SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, in the networks it is fitted to
-SWEEPS = 3  # times that every layer is measured, far apart: what else the machine does comes in bursts
+SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, kept in the networks that the model is fitted to
+SWEEPS = 3  # measurements of every layer, far apart in time, because other load on the machine comes in bursts
 Report = Callable[[str], None]
 Wanted = Mapping[Site, Sequence[Widths]]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A network that was really cut and timed."""
+    """A network that was cut and timed, with the terms that predict its time."""
 
     way: str
     share: float
     terms: dict[str, Terms]
     seconds: dict[str, float]
-    """measured, by form"""
+    """Measured seconds, per form."""
 
 
 def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report: Report) -> int:
-    """Measure what the table lacks; how many layers that were."""
+    """Measure the layers that the table lacks, add them to it, and return their number."""
     missing = table.missing(wanted)
     count = sum(map(len, missing.values()))
     if not count:
@@ -107,7 +95,7 @@ def calibrate(
     conditions: Conditions,
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """The model of a network's time, fitted to networks that were cut from it."""
+    """Fit a latency model to networks that are cut from this one and timed."""
     predictor = Predictor(graph, table, conditions.batch)
     found: list[tuple[str, float, dict[str, Mask], dict[str, float]]] = []
     dense_seconds = float("inf")
@@ -132,14 +120,18 @@ def calibrate(
 
 
 class Timer:
-    """Cuts networks for real and times them beside the dense one."""
+    """Extracts networks and times them in alternation with the dense one."""
 
     def __init__(self, model: nn.Module, example: Any, graph: ChannelGraph, conditions: Conditions) -> None:
         self.model, self.example, self.graph, self.conditions = model, example, graph, conditions
         self.dense = next(iter(self._passes(model).values()))
 
     def joins(self, keep: dict[str, Mask]) -> tuple[dict[str, float], float]:
-        """The time of a cut network by the way branches are joined, as a part of the dense one's, and that."""
+        """Time the network that keeps these filters.
+
+        Returns its time relative to the dense network for each way of joining branches (the fastest form of each),
+        and the seconds of the dense network in the same session.
+        """
         small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
         found, dense = time_beside(self.dense, self._passes(small))
         least: dict[str, float] = {}
@@ -155,7 +147,7 @@ class Timer:
 
 
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
-    """The networks to time: in every way there is, several sizes."""
+    """The networks to time: several sizes for every way of pruning that the graph allows."""
     found = []
     for way in WAYS:
         guards = guarded(graph, Guards(), way)
@@ -164,7 +156,7 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
         scores = guards.leveled(made_up(graph, guards))
         aim = Aim(graph, guards=guards)
         for share in SHARES:
-            # Of all filters that may go in this way, the highest scores: the level that leaves the share.
+            # The threshold that keeps `share` of the filters that this way of pruning can remove.
             inside = {n for branch in guards.branches for n in branch} or set(scores)
             level = float(np.quantile(np.concatenate([scores[n] for n in inside]), 1 - share))
             found.append((way, share, aim.choose(scores, level).masks))
@@ -174,13 +166,14 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
 def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     rows = [terms for one in timed for terms in one.terms.values()]
     seconds = [one.seconds[form] for one in timed for form in one.terms]
-    # Expected is that time goes with the table, whatever the clock of the processor did meanwhile.
+    # The prior: total time is proportional to the sum of the layer times. The median ratio absorbs a change of the
+    # processor's clock frequency since the layers were measured.
     usual = statistics.median(s / row["layers"] for s, row in zip(seconds, rows, strict=True))
     return fit(rows, seconds, TERMS, {"layers": usual})
 
 
 def _foretold(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """Every cut network, as measured and as a fit to all the others foretells it, as parts of the dense one."""
+    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense network."""
     (dense,) = (one for one in timed if one.way == "dense")
     found = []
     for one in timed:
@@ -209,16 +202,16 @@ def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"mean_error": statistics.fmean(apart), "worst_error": max(apart)} if apart else {}
 
 
-BUSY = 0.5  # of a core: more than that is somebody else's work
+BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
 
 
 def here(runtime: str, batch: int, threads: int) -> Conditions:
-    """The conditions on this machine."""
+    """Return the conditions of a measurement on this machine."""
     return Conditions(runtime, batch, threads, RUNTIMES[runtime].facts())
 
 
 def same_place(one: Conditions, other: Conditions) -> bool:
-    """Would both measure the same?"""
+    """Return True if times under both conditions are comparable; an unknown fact (None) makes them different."""
     return one == other and None not in other.machine.values()
 
 
@@ -231,7 +224,10 @@ def get_model(
     fresh: bool = False,
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """What is known of a network under these conditions, from the cache or measured now."""
+    """Return the latency model of a network under these conditions, from the cache or measured now.
+
+    With `fresh`, everything is measured again. Warns through `report` if the machine is, or was, busy.
+    """
     graph = trace(network, example, ignore=ignore)
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
@@ -241,7 +237,7 @@ def get_model(
             if (known.calibration.get("load") or 0.0) > BUSY:
                 report("this clock was measured while the machine was busy; `sbf latency --again` measures it anew")
             return known
-        except PruningError:  # written by another version, or damaged: it is only a cache
+        except PruningError:  # Written by another version, or damaged: it is only a cache.
             pass
     rehearse(network, example, conditions)
     busy = load()
@@ -266,14 +262,14 @@ def clock_here(
     ignore: tuple[str, ...] = (),
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """The same for a network that is in use, wherever it is: a clock for its own graph."""
+    """Like `get_model` for a network in use on any device: measures a copy and binds the model to `graph`."""
     dense = real_copy(network).cpu().eval()
     found = get_model(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
     return from_dict(found.to_dict(), graph)
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: $SBF_CACHE, or the user's cache."""
+    """Return the folder of cached measurements: $SBF_CACHE, or the user's cache."""
     given = os.environ.get("SBF_CACHE")
     return Path(given).expanduser() if given else user_cache()
 
@@ -290,10 +286,10 @@ def _layers(conditions: Conditions, fresh: bool) -> Table:
 
 
 def _keep_layers(table: Table, conditions: Conditions, fresh: bool) -> None:
-    """Write the layers beside those there now: another process may have kept some since ours were read."""
+    """Merge the table into the file as it is now: another process may have added layers since it was read."""
     held = _layers(conditions, fresh=False)
     for site, seconds in table.points.items():
-        if fresh:  # times of one layer are compared with each other: none from before stays among them
+        if fresh:  # Times of one layer are compared with each other, so old and new ones must not mix.
             held.points.pop(site, None)
         held.add(site, seconds)
     write_text(_layers_file(conditions), json.dumps(held.to_dict()) + "\n")
@@ -308,18 +304,21 @@ def _digest(conditions: Conditions) -> str:
     return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
 
 
+# Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
+# layer independently, "streams" (layers that are added up keep the same filters, so the residual stream itself gets
+# narrower), or "blocks" (whole residual branches).
 WAYS: dict[str, Couple] = {"filters": "none", "streams": "streams", "blocks": "blocks"}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The way that was chosen, and what each would leave of the MACs (None: it does not reach the target)."""
+    """The chosen way of pruning, and the share of the MACs that each way keeps (None: out of reach)."""
 
     way: str
     macs: Mapping[str, float | None]
 
     def told(self) -> str:
-        """In one line."""
+        """Describe the choice in one line."""
         others = [
             f"{name} {'cannot reach it' if share is None else f'{share:.1%}'}"
             for name, share in self.macs.items()
@@ -330,12 +329,12 @@ class Chosen:
         return f"way: {self.way}{kept}" + (f" ({', '.join(others)})" if others else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return JSON-compatible values."""
         return {"way": self.way, "macs_left": dict(self.macs)}
 
 
 def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
-    """The guards of a way; None where the network has nothing that it could couple."""
+    """Return the constraints of a way of pruning, or None if the network has nothing that it could couple."""
     try:
         found = with_coupled(guards, graph, WAYS[way])
     except PruningError:
@@ -346,7 +345,11 @@ def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
 def choose_way(
     graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, stored: Stored | None = None
 ) -> Chosen:
-    """The way that keeps the most MACs within the budget; ties and targets none reaches go to single filters."""
+    """Choose the way of pruning that keeps the most MACs within the budget.
+
+    Nothing is trained yet, so synthetic scores rank the filters of all layers alike, and the choice depends on the
+    latency model alone. Ties go to the first way in `WAYS`; if no way reaches the target, it is "filters".
+    """
     found: dict[str, float | None] = {}
     for way in WAYS:
         held = guarded(graph, guards, way)
@@ -357,7 +360,10 @@ def choose_way(
 
 
 def made_up(graph: ChannelGraph, guards: Guards) -> dict[str, Values]:
-    """Scores that take as large a part of every layer as of any other, and of branches every other first."""
+    """Make synthetic scores, of which any threshold removes the same share of every layer.
+
+    With coupled branches, whole branches go first, spread evenly over the network, then everything else.
+    """
     rng = np.random.default_rng(0)
     scores: dict[str, Values] = {
         name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
@@ -385,7 +391,7 @@ def _left(
 
 
 def _scattered(number: int) -> float:
-    """Numbers in a row, scattered evenly between 0 and 1 (the bits of each, mirrored).
+    """Return an element of the van der Corput sequence (bits mirrored), which spreads evenly between 0 and 1.
 
     >>> [_scattered(n) for n in (1, 2, 3, 4)]
     [0.5, 0.25, 0.75, 0.125]

@@ -1,7 +1,7 @@
-"""What a network costs and what it is worth: parameters, multiply-accumulates, time, memory, accuracy.
+"""Measure parameters, MACs, memory, latency and accuracy of a network.
 
-Models and inputs enter; plain numbers leave.  What holds: the model comes out as it went in, with the mode
-of each of its modules, its gradients and its buffers unchanged; nothing is printed.
+All functions leave the model as it was: the mode of each of its modules, its gradients and its buffers. Nothing is
+printed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..utils.user_model import call, check_model, map_tensors, meta_copy, real_c
 
 @dataclass(frozen=True)
 class Measurement:
-    """The size of a network and the work of one forward pass."""
+    """Size of a network and multiply-accumulates (MACs) of one forward pass."""
 
     params: int
-    """Parameters, each counted once however often it is used."""
+    """Number of parameters; shared ones count once."""
     macs: int
-    """Multiply-accumulates of one forward pass on the example inputs."""
+    """MACs of one forward pass on the example inputs."""
     bytes: int
-    """Memory of the parameters and the buffers."""
+    """Bytes of the parameters and buffers."""
     by_module: Mapping[str, int] = field(default_factory=dict, repr=False, hash=False)
-    """Multiply-accumulates inside each submodule that has any, by qualified name."""
+    """MACs inside each submodule that has any, by qualified name."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,28 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Latency:
-        """What a list of seconds comes to."""
+        """Summarize a list of seconds."""
         median, n = statistics.median(seconds), len(seconds)
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if n > 1 else (median,) * 3
         return cls(1e3 * median, 1e3 * (high - low), n)
 
 
 def measure(model: nn.Module, example_inputs: Any) -> Measurement:
-    """Count the parameters and the multiply-accumulates of a network.
+    """Count the parameters and the multiply-accumulates (MACs) of a network.
 
-    The rule: the multiply-accumulates of convolutions and matrix products in one forward pass, in evaluation
-    mode, on the example inputs as given (a batch of two counts twice).  Biases, norms, activations, additions
-    and pooling count nothing.
+    Counts the MACs of convolutions and matrix products in one forward pass in evaluation mode, on the example
+    inputs as given (a batch of two counts twice). Biases, norms, activations, additions and pooling count nothing.
+    Raises a PruningError if the model does not run on the example inputs.
 
     >>> measure(nn.Conv2d(3, 8, 3, padding=1), torch.zeros(1, 3, 32, 32)).macs
     221184
     """
     check_model(model)
-    # A compiled module hides its operators from the counter; the network behind it does not.
+    # A module made by torch.compile hides its operators from the counter, so count the original module.
     model = getattr(model, "_orig_mod", model)
     try:
         total, by_module = _count(meta_copy(model), map_tensors(example_inputs, lambda t: t.to("meta")))
-    except Exception:  # what looks at values cannot run without them, and may fail in any way
+    except Exception:  # Code that reads tensor values fails on the meta device, with any exception.
         try:
             total, by_module = _count(real_copy(model), example_inputs)
         except Exception as error:
@@ -93,10 +93,10 @@ def measure(model: nn.Module, example_inputs: Any) -> Measurement:
 def latency(
     models: Mapping[str, nn.Module], example_inputs: Any, *, pairs: int = 20, threads: int | None = None
 ) -> dict[str, Latency]:
-    """Time several networks on the same inputs, taking turns so that a drift of the machine hits all alike.
+    """Time several networks on the same inputs, alternating so that drift of the machine affects all alike.
 
-    Every sample is the mean of enough passes to fill 10 ms; see `timing`.  `threads` defaults to what torch uses
-    now.
+    Every sample is the mean of enough passes to fill 10 ms; see `utils.timing.take_turns`. `threads` defaults to
+    the number that torch uses now.
 
     >>> sorted(latency({"dense": nn.Linear(8, 8), "compact": nn.Linear(8, 4)}, torch.zeros(1, 8), pairs=2))
     ['compact', 'dense']
@@ -111,7 +111,7 @@ def latency(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The percentage of samples whose largest output is the label's, in evaluation mode.
+    """Return the top-1 accuracy in percent, in evaluation mode; raises a DataError if there are no batches.
 
     >>> accuracy(nn.Identity(), [(torch.eye(4), torch.tensor([0, 1, 2, 0]))])
     75.0
@@ -121,7 +121,7 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     with evaluating(model):
         for images, labels in batches:
             outputs = model(images if first is None else images.to(first.device, non_blocking=True))
-            # Summed where it is computed: reading each batch's count would make the device wait for us.
+            # Accumulated on the device: reading the count of every batch would synchronize with the host.
             hits += (outputs.argmax(1) == labels.to(outputs.device)).sum().to(hits.device)
             seen += len(labels)
     if not seen:
@@ -130,10 +130,10 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def saved_activations(fn: Callable[[], Any]) -> int:
-    """The bytes that autograd keeps for the backward pass of what `fn` computes.
+    """Return the bytes that autograd saves for the backward pass of what `fn` computes.
 
-    Each storage counts once and whole, however many views of it are saved; parameters are left out, because
-    they are there anyway.
+    Each storage counts once and in full, however many views of it are saved. Parameters and views of them are left
+    out, because they occupy memory anyway.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
     >>> saved_activations(lambda: net(torch.zeros(1, 1, 10, 10))) == 4 * (10 * 10 + 2 * 8 * 8)
@@ -144,7 +144,7 @@ def saved_activations(fn: Callable[[], Any]) -> int:
     def pack(tensor: Tensor) -> Tensor:
         if not (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)):
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage  # kept, so that no later storage takes the same address
+            storages[storage.data_ptr()] = storage  # Keep it alive, so that no later storage gets the same address.
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -154,7 +154,7 @@ def saved_activations(fn: Callable[[], Any]) -> int:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module's own mode again (a frozen norm stays frozen)."""
+    """Switch models to evaluation mode, and restore the mode of every single module on exit."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -166,9 +166,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def _count(model: nn.Module, inputs: Any) -> tuple[int, dict[str, int]]:
-    """Multiply-accumulates of a copy that may be thrown away: in all, and inside each submodule."""
+    """Count MACs in total and inside each submodule. Changes the model, so it must be a copy."""
     counter = FlopCounterMode(display=False)
-    # The counter hangs hooks on whatever wants a gradient, and stumbles over a parameter handed to a module.
+    # FlopCounterMode hooks every tensor that requires a gradient, and fails on a parameter that is passed to a
+    # module as an argument.
     model.eval().requires_grad_(False)
     with torch.no_grad(), _plain_operators(), counter:
         call(model, map_tensors(inputs, Tensor.detach))
@@ -183,13 +184,13 @@ def _count(model: nn.Module, inputs: Any) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def _plain_operators() -> Iterator[None]:
-    """Keep attention and recurrent layers from running as fused operators, which the counter takes for 0."""
+    """Keep attention and recurrent layers from running as fused operators, which the counter counts as 0."""
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch warns of Intel GPUs when these flags are set
+        warnings.simplefilter("ignore")  # Setting the mkldnn flags warns about Intel GPUs.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield

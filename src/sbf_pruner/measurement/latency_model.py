@@ -1,21 +1,10 @@
-"""A few coefficients, none below zero, that make sums of terms come to what was measured.
+"""Latency models: predict the time of any choice of filters from measured layer times, without cutting the network.
 
-Rows of terms with measured seconds enter; coefficients leave.  It is the relative error that is made small, so a
-quick network counts as much as a slow one.  What holds: the result is a least-squares one among all that have no
-negative coefficient (a millisecond that an operator gives back does not exist).
-
-Seconds of a whole network from those of its layers, for any choice of filters, without cutting it.
-
-Operators, a table and a few coefficients enter; seconds leave.  A network is deployed in the way that is quickest
-for it, so both ways to bring a branch into its stream are reckoned, and the quicker one counts.  The coefficients
-are those of a sum: time of the layers by the table, numbers that are added up, numbers that other operators touch,
-numbers that are moved, operators, and passes.
-
-What is known of a network's time on one machine: the clock that a target in milliseconds is reckoned by.
-
-A table of layers, coefficients and the dense network's measured time enter, or the file that holds them; seconds
-leave for any choice of filters, and what a filter of each layer costs.  What holds: the dense network takes what
-was measured; the file is plain JSON, and serves machines that have no such runtime.
+`Predictor` describes a network by six terms: layer times from a `Table`, elements added, elements touched by other
+operators, elements moved, number of operators, and one per pass. `fit` finds their coefficients, none of which is
+negative, because no operator gives time back. Networks are deployed in their fastest form, so both ways of joining
+a branch to the residual stream are predicted and the smaller time counts. `LatencyModel` scales predictions so that
+the dense network takes exactly its measured time; its JSON file also serves machines without the runtime.
 """
 
 from __future__ import annotations
@@ -47,14 +36,17 @@ Row = Mapping[str, float]
 
 
 _ROUNDS = 20
-PULL = 1.0  # towards what is expected: as much as one network more
-ORDINARY = 0.03  # an error larger than this counts in proportion, not as its square: a machine may have hiccups
+PULL = 1.0  # weight of the prior: that of one more network
+ORDINARY = 0.03  # relative error beyond which the loss is linear (Huber), because single timings may be disturbed
 
 
 def fit(
     rows: Sequence[Row], seconds: Sequence[float], terms: Sequence[str], expected: Row | None = None
 ) -> dict[str, float]:
-    """The coefficients of the terms; those that the rows say little about stay near what is expected.
+    """Fit nonnegative coefficients of the terms to measured seconds, one row of terms per network.
+
+    Minimizes the relative error, so fast networks count as much as slow ones, with a Huber loss. Coefficients that
+    the rows hardly determine stay near `expected`.
 
     >>> found = fit([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 2.0}], [3.0, 4.0], ["a", "b"])
     >>> {name: round(value, 6) for name, value in found.items()}
@@ -64,7 +56,7 @@ def fit(
     matrix = np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / wanted[:, None]
     ones = np.ones(len(wanted))
     scale = np.maximum(np.abs(matrix).mean(axis=0), 1e-300)
-    matrix = matrix / scale  # now a coefficient is the part of a usual network's time that its term makes
+    matrix = matrix / scale  # Now a coefficient is the share of a typical network's time due to its term.
     pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
     if expected is not None:
         pulled = PULL * np.eye(len(terms))
@@ -79,7 +71,7 @@ def fit(
 
 
 def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Least squares without negative numbers (Lawson and Hanson's active set)."""
+    """Solve nonnegative least squares with the active-set method of Lawson and Hanson."""
     size = matrix.shape[1]
     free = np.zeros(size, bool)
     found = np.zeros(size)
@@ -107,21 +99,21 @@ def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> N
 
 TERMS = ("layers", "added", "touched", "moved", "operators", "pass")
 FORMS = ("zeros", "moves")
-PLAIN = {"layers": 1.0}  # nothing but the table
+PLAIN = {"layers": 1.0}  # uncalibrated: the sum of the layer times
 Terms = dict[str, float]
 
 
 @dataclass
 class Reckoned:
-    """What a network is made of, in either form: the terms of the sum, and the seconds of each layer."""
+    """Terms of a network's time for each of FORMS, and the seconds of its layers."""
 
     terms: dict[str, Terms]
     layers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """by form: place among the layers -> seconds by the table"""
+    """Per form: index in `Operators.layers` -> seconds from the table."""
 
 
 class Predictor:
-    """Foretells how long a network takes; `coefficients` are those of TERMS."""
+    """Predicts the time of a network as the sum of its TERMS, weighted by `coefficients`."""
 
     def __init__(self, graph: ChannelGraph, table: Table, batch: int) -> None:
         self.graph, self.table, self.batch = graph, table, batch
@@ -129,9 +121,9 @@ class Predictor:
         self.coefficients: Mapping[str, float] = PLAIN
 
     def wanted(self, least: Laid) -> dict[Site, list[Widths]]:
-        """The widths at which every kind of layer has to be measured; `least` is the smallest network there may be.
+        """Return the widths at which every site must be measured; `least` is the smallest network allowed.
 
-        A side that even that network has in full is measured in full alone.
+        Input or output channels that even this network keeps in full are measured in full only.
         """
         dense = lay_out(self.graph, {})
         sides: dict[Site, tuple[set[int], set[int]]] = {}
@@ -146,7 +138,7 @@ class Predictor:
         return grids | depthwise
 
     def reckon(self, laid: Laid) -> Reckoned:
-        """The terms of a network that is laid out."""
+        """Return the terms and layer times of a network, given its layout."""
         held = self.operators
         layers: dict[str, dict[int, float]] = {form: {} for form in FORMS}
         moved = 0.0
@@ -173,15 +165,15 @@ class Predictor:
         return Reckoned(terms, layers)
 
     def total(self, terms: Terms) -> float:
-        """What the terms come to."""
+        """Return the seconds that terms add up to."""
         return sum(self.coefficients.get(name, 0.0) * value for name, value in terms.items())
 
     def seconds(self, laid: Laid) -> float:
-        """How long the network takes in the form that is quicker."""
+        """Return the seconds of one pass in the faster form."""
         return min(self.total(terms) for terms in self.reckon(laid).terms.values())
 
     def shares(self, laid: Laid) -> dict[int, float]:
-        """Seconds of every layer that runs, in the quicker form."""
+        """Return the seconds of every layer that runs, in the faster form, by its index in `Operators.layers`."""
         found = self.reckon(laid)
         form = min(found.terms, key=lambda name: self.total(found.terms[name]))
         return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
@@ -189,12 +181,12 @@ class Predictor:
 
 KIND = "sbf-pruner latency"
 _REMEDY = "measure again with `sbf latency`"
-BLOCKWISE = ("onnxruntime",)  # runtimes in which the inputs of a layer count in blocks
+BLOCKWISE = ("onnxruntime",)  # runtimes that compute the input channels of a layer in blocks
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which times were taken: all that two figures must have in common to be compared."""
+    """Conditions of a measurement: everything that two times must have in common to be comparable."""
 
     runtime: str
     batch: int
@@ -202,12 +194,12 @@ class Conditions:
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     def told(self) -> str:
-        """In words."""
+        """Describe the conditions, without the machine."""
         return f"{self.runtime}, batch {self.batch}, {counted(self.threads, 'thread')}"
 
 
 class LatencyModel:
-    """Foretells the time of a network; see `Predictor`."""
+    """Predicts the time of a network; a `Predictor` scaled to the measured time of the dense network."""
 
     def __init__(
         self,
@@ -227,21 +219,21 @@ class LatencyModel:
         self.dense_seconds = reckoned if dense_seconds is None else dense_seconds
         self._unit = self.dense_seconds / reckoned
         self.correction = 1.0
-        """what networks near the target really take, as a multiple of what is foretold"""
+        """Measured over predicted time of networks near the target; multiplies every prediction."""
 
     def seconds(self, laid: Laid) -> float:
-        """Seconds of one pass."""
+        """Return the seconds of one pass."""
         return self.correction * self._unit * self.predictor.seconds(laid)
 
     def ratio(self, keep: Mapping[str, Mask]) -> float:
-        """What a choice of filters leaves of the dense network's time."""
+        """Return the time of a choice of filters relative to the dense network."""
         return self.seconds(lay_out(self.graph, keep)) / self.dense_seconds
 
     def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
-        """By layer, the part of the dense network's time that one of its filters takes.
+        """Return for each layer the share of the dense network's time that one of its filters takes.
 
-        A filter alone may cost nothing where a runtime computes in blocks, so a layer's price is what would go if
-        all of it went, divided among the filters it has.
+        A single filter may cost nothing where a runtime computes in blocks, so the price is the time saved by
+        removing the whole layer, divided by the number of filters it has.
         """
         now, dense = self.predictor.shares(laid), self.predictor.shares(self._dense)
         whole = self.predictor.seconds(self._dense)
@@ -255,7 +247,10 @@ class LatencyModel:
 
     @cached_property
     def _saved(self) -> dict[str, dict[int, float]]:
-        """For every layer: of which layers' time what part goes with it."""
+        """For every layer, the share of each operator's time that is saved by removing it (by operator index).
+
+        A layer that connects inputs and outputs keeps one filter instead.
+        """
         dense = self.predictor.shares(self._dense)
         found: dict[str, dict[int, float]] = {}
         for name, layer in self.graph.layers.items():
@@ -270,7 +265,7 @@ class LatencyModel:
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return JSON-compatible values."""
         held = self.conditions
         return {
             "kind": KIND,
@@ -286,12 +281,12 @@ class LatencyModel:
         }
 
     def write(self, path: Path) -> None:
-        """Write the file, in one step."""
+        """Write the file that `latency.table` in a recipe takes, atomically."""
         write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def read_model(path: str | PathLike[str], graph: ChannelGraph) -> LatencyModel:
-    """The model in a file, for a network it was measured for."""
+    """Read a latency model from a file; raises a PruningError if it was measured for another network."""
     try:
         written = json.loads(Path(path).read_text("utf-8"))
     except FileNotFoundError:
@@ -302,7 +297,10 @@ def read_model(path: str | PathLike[str], graph: ChannelGraph) -> LatencyModel:
 
 
 def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measured") -> LatencyModel:
-    """The model that `to_dict` wrote, for a network it was measured for."""
+    """Restore what `to_dict` returned; raises a PruningError if it was measured for another network.
+
+    `source` names the origin in error messages.
+    """
     try:
         if written["kind"] != KIND:
             raise ValueError(written["kind"])
@@ -319,7 +317,7 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
 
 
 def bound(clock: Clock | str | PathLike[str] | None, graph: ChannelGraph) -> Clock | None:
-    """A clock for this very graph, also where it comes as a file or knows another trace of the network."""
+    """Return the clock for this very graph: reads a file, or rebinds a model of another trace of the network."""
     if isinstance(clock, (str, PathLike)):
         return read_model(clock, graph)
     if isinstance(clock, LatencyModel) and clock.graph is not graph:
@@ -328,7 +326,7 @@ def bound(clock: Clock | str | PathLike[str] | None, graph: ChannelGraph) -> Clo
 
 
 def signature(predictor: Predictor) -> str:
-    """What tells one network from another: its layers with their widths, and those that can be pruned."""
+    """Return a hash that identifies a network: its layers with their widths, and its prunable layers."""
     dense = lay_out(predictor.graph, {})
     layers = [f"{layer.node.layer} {layer.site} {layer.widths(dense)}" for layer in predictor.operators.layers]
     text = "\n".join([*layers, *predictor.graph.layers])

@@ -1,21 +1,11 @@
-"""Layers as a clock sees them: what is computed on which map, and the widths worth measuring.
+"""Tables of measured layer times, and the operators of a network that they are looked up for.
 
-A convolution or linear layer of a channel graph enters; a `Site` leaves, which is all that its time depends on but
-for its two widths.  What holds: layers with equal sites and equal widths take equal time, so one measurement serves
-all of them, in any network.
-
-Seconds per layer, as measured on one machine in one runtime.
-
-Measured points enter; for any widths seconds leave, between points by interpolation.  What holds: a narrower layer
-never takes longer than a wider one, because it can be filled up with zeros to that width; where a runtime computes
-in blocks, widths count as the next multiple.  The table is plain data, and so is its file.
-
-From a channel graph to the operators that a deployed network runs.
-
-A graph enters; its layers leave, each with the tensors that decide its widths, and the other operators that cost
-time.  As `deploy` writes networks: a norm behind a layer is folded into it; a layer reads the whole stream before
-it (columns of zeros stand for what it does not need); a branch with fewer filters than the stream it is added to
-either computes the whole stream (rows of zeros) or has its channels moved.
+A `Site` is everything that the time of a layer depends on except its two widths, so one measurement serves equal
+layers of any network. A `Table` interpolates between widths. A narrower layer never takes longer than a wider one,
+because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` follows how
+`runtimes.forms` writes networks: norms are folded into the layer before them; a layer reads the whole residual
+stream, with zero columns for channels that it does not need; a branch with fewer filters than its stream either
+computes all channels (zero rows) or has its channels moved.
 """
 
 from __future__ import annotations
@@ -36,27 +26,27 @@ from ..graph.nodes import Boundary, Elementwise, Map, Node
 from ..graph.records import Value
 
 Sizes = tuple[int, ...]
-WIDE = 64  # from here on widths are measured sparsely
-UNIT = 8  # of narrow widths all multiples of this
-SMALL, FINE = 16, 4  # and of the smallest, below SMALL, all multiples of FINE
-_PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a wide one these
+WIDE = 64  # Sides wider than this are measured sparsely, at _PARTS of their width.
+UNIT = 8  # Narrower ones are measured at all multiples of this,
+SMALL, FINE = 16, 4  # and below SMALL at all multiples of FINE.
+_PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)
 _NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) groups (\d+) on (\S+)")
 
 
 @dataclass(frozen=True)
 class Site:
-    """A layer without its widths."""
+    """A layer without its widths: all else that its time depends on."""
 
     kind: str
-    """"conv", "transposed" or "linear" """
+    """"conv", "transposed" or "linear"."""
     kernel: Sizes = ()
     stride: Sizes = ()
     padding: Sizes = ()
     dilation: Sizes = ()
     groups: int = 1
-    """0: as many as there are channels (depthwise)"""
+    """0 means depthwise: as many groups as channels."""
     size: Sizes = ()
-    """height and width of the map that is read; of a linear layer, rows per sample"""
+    """Spatial size of the input feature map; for a linear layer, rows per sample."""
 
     def __str__(self) -> str:
         return (
@@ -66,7 +56,7 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """A site from how it is written.
+        """Parse what `str` returned; raises a ValueError for any other text.
 
         >>> site = Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (32, 32))
         >>> Site.parse(str(site)) == site
@@ -80,7 +70,7 @@ class Site:
 
     @classmethod
     def of(cls, node: Contract, samples: int) -> Site:
-        """What a layer of a channel graph computes, and on what; the graph saw so many samples."""
+        """Return the site of a layer in a channel graph that was traced with `samples` samples."""
         if node.op.name != "aten.convolution":
             return cls("linear", size=(max(node.x.shape[0] // samples, 1),))
         stride, padding, dilation = (tuple(node.op.args[i]) for i in (3, 4, 5))
@@ -96,7 +86,7 @@ class Site:
 
 
 def widths_of(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
-    """The widths at which a side of a layer is measured: all steps of a narrow one, few of a wide one.
+    """Return the widths at which the input or output channels of a layer are measured, few if there are many.
 
     >>> widths_of(20, True), widths_of(256, True), widths_of(3, False)
     ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
@@ -112,7 +102,7 @@ def widths_of(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
 
 
 def stepped(width: int) -> int:
-    """The width that a runtime which works in blocks computes, as far as widths are measured.
+    """Round a width up to the block that a runtime computes, as finely as widths are measured.
 
     >>> [stepped(width) for width in (3, 13, 17, 25)]
     [4, 16, 24, 32]
@@ -121,7 +111,7 @@ def stepped(width: int) -> int:
 
 
 def round_up(width: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Round a width up to a multiple of `unit`."""
     return -(-width // unit) * unit
 
 
@@ -133,7 +123,7 @@ def _sizes(text: str) -> Sizes:
     return () if text == "-" else tuple(int(part) for part in text.split("x"))
 
 
-Widths = tuple[int, int]  # inputs, filters
+Widths = tuple[int, int]  # input channels, filters
 
 
 class Table:
@@ -147,41 +137,41 @@ class Table:
     def __init__(self, points: Mapping[Site, Mapping[Widths, float]] | None = None, blocks: bool = False) -> None:
         self.points = {site: dict(held) for site, held in (points or {}).items()}
         self.blocks = blocks
-        """do the inputs, too, count in blocks?  Filters do everywhere."""
+        """Whether input channels are rounded up to blocks, too; filters always are."""
         self._grids: dict[Site, tuple[list[int], list[int], dict[Widths, float]]] = {}
         self._known: dict[tuple[Site, int, int], float] = {}
 
     def missing(self, wanted: Mapping[Site, Iterable[Widths]]) -> dict[Site, list[Widths]]:
-        """What is asked for and not there yet."""
+        """Return the wanted points that have not been measured yet."""
         found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
         return {site: widths for site, widths in found.items() if widths}
 
     def of(self, wanted: Mapping[Site, Iterable[Widths]]) -> Table:
-        """The part of it that one network asks for: other networks' widths would leave gaps in the grid."""
+        """Return a table of these points alone: the widths of other networks would leave gaps in the grid."""
         return Table(
             {site: {w: self.points[site][w] for w in widths} for site, widths in wanted.items()}, self.blocks
         )
 
     def add(self, site: Site, seconds: Mapping[Widths, float]) -> None:
-        """Take in what was measured."""
+        """Add measured points of a site."""
         self.points.setdefault(site, {}).update(seconds)
         self._grids.pop(site, None)
         self._known = {key: value for key, value in self._known.items() if key[0] != site}
 
     def seconds(self, site: Site, inputs: int, filters: int) -> float:
-        """How long a layer of these widths takes."""
+        """Return the interpolated seconds of a layer of these widths."""
         key = site, inputs, filters
         if key not in self._known:
             self._known[key] = self._between(site, inputs, filters)
         return self._known[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return JSON-compatible values."""
         return {str(site): [[*w, s] for w, s in sorted(held.items())] for site, held in self.points.items()}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
-        """What `to_dict` wrote; a ValueError where it is something else."""
+        """Restore what `to_dict` returned; raises a ValueError for anything else."""
         points = {Site.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
         if not all(points.values()):
             raise ValueError("a layer without any time")
@@ -191,7 +181,7 @@ class Table:
         if site not in self._grids:
             held = self.points[site]
             rows, columns = sorted({i for i, _ in held}), sorted({o for _, o in held})
-            if site.groups == 0:  # depthwise: it has as many filters as inputs
+            if site.groups == 0:  # Depthwise layers are measured with as many filters as input channels.
                 least = {(n, n): min(s for (i, _), s in held.items() if i >= n) for n in rows}
                 full = {(i, o): least[max(i, o), max(i, o)] for i in rows for o in columns}
             else:
@@ -220,15 +210,15 @@ def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
 
 
 def _stepped(width: int, known: list[int]) -> int:
-    """The width a block-wise runtime computes; the full one is what it is."""
+    """Round up to a block, but not beyond the full width."""
     return min(stepped(width), known[-1])
 
 
 def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
-    """The measured widths around one, and how far it is from the first to the second."""
+    """Return the measured widths around `width`, and its relative position between them."""
     place = bisect_left(known, width)
     if place == 0:
-        return known[0], known[0], 0.0  # below the narrowest: a layer is not free because it is thin
+        return known[0], known[0], 0.0  # Thinner than any measured: it costs as much as the thinnest, not less.
     if place == len(known):
         return known[-1], known[-1], 0.0
     low, high = known[place - 1], known[place]
@@ -240,37 +230,38 @@ def _next(known: list[int], width: int) -> int:
     return known[place] if place < len(known) else -1
 
 
+# Views, which take no time of their own.
 FREE = ("aten.view", "aten._unsafe_view", "aten.t", "aten.detach", "aten.alias", "aten.expand", "aten.slice")
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer with weights, as it runs once."""
+    """One call of a convolution or linear layer."""
 
     node: Contract
     site: Site
     before: Value
-    """what it reads, before anything is left out for it"""
+    """Its input before any remap that selects channels: the whole residual stream, for example."""
     behind: Value
-    """what it gives, put into the layout of those it is added to"""
+    """Its output behind norms and activations, in the layout of the tensors that it is added to."""
 
     def widths(self, laid: Laid) -> tuple[int, int, int]:
-        """Channels it reads, filters it has in the layout of the stream, and filters of its own."""
+        """Return its input channels, its output channels in the layout of the stream, and its own filters."""
         sizes = laid.layout.sizes
         return sizes(self.before)[1], sizes(self.behind)[1], sizes(self.node.out)[1]
 
     def runs(self, laid: Laid) -> bool:
-        """Is it still there?"""
+        """Return True if the pruned network still contains the layer."""
         return owner(self.node.op) not in laid.gone
 
     @cached_property
     def pixels(self) -> int:
-        """Numbers per channel and sample that it gives."""
+        """Output elements per channel and sample."""
         return math.prod(self.node.out.shape[2:])
 
 
 class Operators:
-    """All that a network runs."""
+    """The operators of a deployed network that take time: `layers`, `joins` (where tensors meet) and `rest`."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
@@ -284,16 +275,16 @@ class Operators:
                 self._maker[value] = node
         self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, Contract)]
         self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
-        joined = set(map(id, self.joins))  # to compare nodes would compare all they know
+        joined = set(map(id, self.joins))  # By identity: `==` would compare every field of the nodes.
         self.rest = [node for node in graph.nodes if id(node) not in joined and self._costs(node)]
 
     def elements(self, value: Value, laid: Laid) -> float:
-        """How many numbers of a tensor there are, per sample."""
+        """Return the number of elements per sample that are left of a tensor."""
         return math.prod(laid.layout.sizes(value)) / self.samples
 
     @staticmethod
     def alive(value: Value, laid: Laid) -> bool:
-        """Is any of it computed for anybody?"""
+        """Return True if any channel of the tensor is both alive and needed."""
         needed = laid.flow.needed.get(value)
         return needed is not None and bool((needed & laid.flow.alive[value]).any())
 
@@ -306,7 +297,7 @@ class Operators:
         return Layer(node, Site.of(node, self.samples), before, behind)
 
     def _outside(self, value: Value) -> Value:
-        """A tensor as it was before the edges of modules that it has passed."""
+        """Trace a tensor back through the module boundaries that it has passed."""
         while isinstance(edge := self._maker.get(value), Boundary):
             value = edge.x
         return value
@@ -317,15 +308,15 @@ class Operators:
 
     @staticmethod
     def _joins(node: Elementwise) -> bool:
-        """Do two maps meet in it?"""
+        """Return True if two tensors meet that do not come from parameters and buffers alone."""
         return sum(v.roots is None for v in dict.fromkeys(node.inputs)) > 1
 
     def _costs(self, node: Node) -> bool:
-        """Does it take any time of its own?"""
+        """Return True if the operator takes time of its own."""
         if isinstance(node, Contract | Boundary) or not node.outputs or node.op.name in FREE:
             return False
         if isinstance(node, Map) and len(node.inputs) == 1 and node.op.name.endswith(("reshape", "flatten")):
             return False
-        if isinstance(node, Norm):  # folded into the layer before it
+        if isinstance(node, Norm):  # A norm is folded into the layer before it, if there is one.
             return not isinstance(self._maker.get(self._outside(node.x)), Contract)
         return any(v.roots is None for v in node.inputs)

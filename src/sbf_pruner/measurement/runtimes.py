@@ -1,8 +1,7 @@
-"""The runtimes that a time can be asked for, one row each.
+"""Runtimes that a latency can be measured in or predicted for, one `Runtime` each.
 
-A name enters; a `Runtime` leaves: where it runs, what `deploy` calls it, the forms that suit it, and which facts of
-a machine make its speed.  What holds: all else about clocks is the same for every runtime that torch itself runs,
-so one more of them is one more row; another library also has its own way to time single layers.
+Every runtime that torch itself executes needs only a row here; a runtime of another library also needs its own way
+of timing single layers, in `stopwatch`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ Joins = Mapping[str, tuple[Form, ...]]
 
 @dataclass(frozen=True)
 class Runtime:
-    """A way to run a network."""
+    """A runtime, the forms of a network that suit it, and the facts of a machine that decide its speed."""
 
     target: str
-    """what `deploy` calls it"""
+    """Its name in `runtimes.forms`."""
     joins: Joins = field(hash=False)
-    """the two ways to join a branch with its stream, each in the forms that serve it best as a rule"""
+    """The two ways of joining a branch to the residual stream, each with the forms that are usually fastest."""
     packages: tuple[str, ...] = ("torch",)
-    """whose versions make its speed"""
+    """Packages whose versions affect its speed."""
     device: str = "cpu"
 
     def facts(self) -> dict[str, Any]:
-        """All of this machine that a time depends on; None where something is not there."""
+        """Return the facts of this machine that a time depends on; None for what is missing."""
         found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
         if self.device == "cuda":
             there = torch.cuda.is_available()
@@ -44,7 +43,7 @@ class Runtime:
         return {**found, **{package: version_of(package) for package in self.packages}}
 
     def check_device(self) -> None:
-        """Is there what it runs on?"""
+        """Raise a PruningError if this machine lacks the device that the runtime needs."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise PruningError(
                 "this machine has no cuda device that torch can use; measure on one that has (sbf latency "

@@ -1,21 +1,10 @@
-"""Single layers on the clock, in the runtime they are to run in.
+"""Time single layers, whole networks and plans in a runtime.
 
-A site and widths enter; seconds leave, the least of several turns, because whatever else the machine does can only
-add to them.  In ONNX Runtime a layer is timed by the runtime's own profiler between two others, so that it has the
-memory layout it would have inside a network, and what it takes to get there counts as its own.  torch.compile has
-layers computed by kernels of the same library as torch without it, so they are timed without it.
-
-Whole networks on the clock: the dense one and what is left of it, in turns, in their compact forms.
-
-A network and example inputs enter; calls leave, one per form, that run it once in the runtime asked for; and of
-two networks the ratio of their times, pair by pair.  What holds: the dense network has the same care as the compact
-one, as in `sbf bench`; a pass ends when its result is there, on a GPU too.  What is needed can be rehearsed, so
-that nobody learns after hours of training that something is not installed.
-
-A plan's real time: the network cut as it says, in its fastest form, in turns with the dense one.
-
-A dense network and conditions enter; for a plan the ratio of both times leaves, the median over pairs.  All forms
-that `sbf bench` and `sbf export` would try are tried, of the dense network too.
+Seconds are the minimum of several turns, because other load on the machine can only add to them; two networks are
+compared pair by pair. A pass ends when its result is there, on a GPU too. In ONNX Runtime a layer is timed by the
+profiler between two others, so that it has the memory format of a layer inside a network, and reordering its input
+counts as its own time. torch.compile runs layers with the same library as eager torch, so they are timed without
+it. The dense network is tried in as many forms as the compact one.
 """
 
 from __future__ import annotations
@@ -46,16 +35,16 @@ from .latency_table import Site, Widths
 from .runtimes import RUNTIMES
 
 TURNS = 7
-AT_ONCE = 16  # layers that take turns, so that not all of their maps are in memory
+AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once
 AROUND = 16  # channels before and behind the layer that is timed
-NETWORK_INPUT = 4  # a layer that reads fewer channels reads the images themselves
+NETWORK_INPUT = 4  # A layer with fewer input channels is taken for the first one, which reads the images.
 _SAMPLE = 0.002
 
 Measured = dict[Widths, float]
 
 
 def time_layers(runtime: str, site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
-    """Seconds of a layer at each of the widths."""
+    """Return the seconds of a layer at each of the widths."""
     found: Measured = {}
     for start in range(0, len(widths), AT_ONCE):
         some = widths[start : start + AT_ONCE]
@@ -73,7 +62,7 @@ def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> 
     with torch.device(device):
         calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
-        # On a GPU many calls are launched before the clock is read: inside a network no layer is waited for.
+        # On a GPU many calls are launched before each synchronization, as inside a network.
         taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)
     return {pair: min(seconds) for pair, seconds in taken.items()}
 
@@ -97,7 +86,7 @@ def _call(site: Site, inputs: int, filters: int, batch: int) -> Callable[[], Ten
 
 
 def _last(tensor: Tensor) -> Tensor:
-    """With channels last, as the forms for torch have it."""
+    """Convert to channels_last, the memory format of the forms for torch."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
@@ -123,7 +112,7 @@ def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: i
 
 
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of a profile, pass by pass: the time of the layer in the middle, with what lays its input out for it."""
+    """Return the seconds of the timed layer in each pass of a profile, with the reordering of its input."""
     found: list[float] = []
     ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     passes = [e["ts"] for e in events if e.get("name") == "model_run"]
@@ -159,7 +148,7 @@ def _fed(session: Any, batch: int) -> dict[str, Any]:
 
 
 def _model(site: Site, inputs: int, filters: int) -> bytes:
-    """An ONNX network of the layer, between two 1x1 convolutions where it is a convolution inside a network."""
+    """Build an ONNX model of the layer, between two 1x1 convolutions if it is a convolution inside a network."""
     from onnx import TensorProto, helper
 
     weights: list[Any] = []
@@ -205,20 +194,20 @@ def _model(site: Site, inputs: int, filters: int) -> bytes:
 
 
 Pass = Callable[[], Any]
-BESIDE = 4.0  # seconds that networks are timed side by side, about
+BESIDE = 4.0  # approximate seconds for which networks are timed in alternation
 FEWEST, MOST = 11, 60  # rounds
-TRIAL = 2.0  # seconds in which the forms of one network are tried
+TRIAL = 2.0  # seconds for trying the forms of one network
 
 
 def all_forms(runtime: str) -> dict[str, Form]:
-    """Every form that `sbf bench` and `sbf export` try."""
+    """Return every form that `sbf bench` and `sbf export` try."""
     return {str(form): form for form in FORMS[RUNTIMES[runtime].target]}
 
 
 def passes(
     network: nn.Module, example: Any, forms: Mapping[str, Form], runtime: str, batch: int, threads: int
 ) -> dict[str, Pass]:
-    """Calls that run a network once, by form; forms that are the same network are there once."""
+    """Return functions that run a network once, by form; forms that give equal networks appear once."""
     held = RUNTIMES[runtime]
     held.check_device()
     made = written(Deployable(network, example), forms)
@@ -231,20 +220,23 @@ def passes(
 
 
 def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
-    """Run a network once as it will be timed; one sentence of what stands in the way."""
+    """Run a network once as it will be timed, and raise a PruningError now if that fails.
+
+    Otherwise a missing package would be noticed only after hours of training.
+    """
     held = conditions
     form = dict([next(iter(all_forms(held.runtime).items()))])
     try:
         with using_threads(held.threads):
             (once,) = passes(network.eval(), example, form, held.runtime, held.batch, held.threads).values()
             once()
-    except Exception as error:  # a compiler, or a package that is only half installed, may fail in any way
+    except Exception as error:  # A compiler or a broken installation can fail with any exception.
         cause = str(error) if isinstance(error, PruningError) else first_line(error)
         raise PruningError(f"a time is to be measured here, in {held.told()}, and cannot be: {cause}") from error
 
 
 def quickest(held: Mapping[str, Pass]) -> Pass:
-    """The pass of the form that is fastest."""
+    """Return the pass of the fastest form."""
     if len(held) == 1:
         return next(iter(held.values()))
     times = fastest(held, TRIAL)
@@ -252,15 +244,15 @@ def quickest(held: Mapping[str, Pass]) -> Pass:
 
 
 def time_pairs(dense: Pass, compact: Pass, pairs: int) -> Interval:
-    """The compact network's time as a part of the dense one's."""
+    """Time two passes in alternation; returns the time of the compact network relative to the dense one."""
     taken = take_turns({"dense": dense, "compact": compact}, pairs)
     return compared(taken["compact"], taken["dense"])
 
 
 def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
-    """The least seconds of several passes, and of the dense network beside them.
+    """Time several passes in alternation with the dense network; returns the minimum seconds of each.
 
-    The least, because whatever else the machine does can only add to it.
+    The minimum, because other load on the machine can only add to a time.
     """
     once = fastest({"dense": dense, **others}, 0.0)
     rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
@@ -269,22 +261,22 @@ def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, floa
 
 
 PAIRS = 40
-SURE = 0.04  # of the ratio: how wide its interval may be
-PATIENCE = 3  # times that pairs are taken, each time twice as many, if it is wider
+SURE = 0.04  # width that the confidence interval of a ratio may have, relative to the ratio
+PATIENCE = 3  # attempts, each with twice as many pairs, to get an interval that narrow
 
 
 class Pairs:
-    """Times plans beside the dense network."""
+    """Times plans against the dense network; each is cut for real, and both networks run in their fastest form."""
 
     def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
         self.network, self.example, self.conditions = network, example, conditions
 
     def rehearse(self) -> None:
-        """Is all there that timing needs?  One sentence of what stands in the way if not."""
+        """Raise a PruningError if timing is not possible here."""
         rehearse(self.network, self.example, self.conditions)
 
     def ratio(self, plan: Plan) -> float:
-        """What is left of the dense network's time, from more pairs where the machine is not quiet."""
+        """Return the time of a plan relative to the dense network, from more pairs if the times vary much."""
         with using_threads(self.conditions.threads):
             compact = self._compact(plan)
             for more in range(PATIENCE):
@@ -294,7 +286,7 @@ class Pairs:
         return found.median
 
     def interval(self, plan: Plan, pairs: int) -> Interval:
-        """What is left of the dense network's time, and how sure that is."""
+        """Return the time of a plan relative to the dense network, with its confidence interval."""
         with using_threads(self.conditions.threads):
             return time_pairs(self._dense, self._compact(plan), pairs)
 

@@ -1,11 +1,11 @@
-"""Networks by name: the bundled ones, other libraries', and the user's own.
+"""Build networks by name: bundled ones, those of torchvision and timm, and the user's own.
 
-`num_classes` and `in_channels` are set by every recipe: other libraries get them under their own names, and a
-user's callable gets those its signature mentions.  All other options must be understood.  Nothing but torch is
-imported until a name asks for it, and every failure is one sentence that names the model.
+Every recipe sets `num_classes` and `in_channels`: other libraries get them under their own names, and a user's
+callable gets those that its signature mentions. All other options must be known. Other packages are imported only
+when a name requires them, and every failure is one sentence that names the model.
 
-A recipe that is not trusted (see `callables.Origin`) gets bundled networks, and those that torchvision and timm
-list, with options that are plain values.  Nothing else is imported or opened for it.
+A recipe that is not trusted (see `utils.user_code.Origin`) gets bundled networks, and those that torchvision and
+timm list, with options that are plain values. Nothing else is imported or opened for it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BUNDLED: dict[str, Callable[..., nn.Module]] = {
     builder.__name__: builder
     for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
 }
-# Text that timm looks up in tables of its own; any other text may be a file or an address.
+# Options whose strings timm looks up in tables of its own; any other string may be a file or a URL.
 _TEXTS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
-_OPENED = ("pretrained", "weights", "checkpoint")  # how options begin that load weights, even if merely true
+_OPENED = ("pretrained", "weights", "checkpoint")  # prefixes of options that load weights, even if just True
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -57,7 +57,7 @@ def resolve(name: str, /, **options: Any) -> nn.Module:
 
 
 def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.Module:
-    """Build the network called `name`; a RunError where that takes more trust than its `origin` has."""
+    """Build the network called `name`; raises a RunError if `origin` is not trusted enough for it."""
     options = dict(options)
     library, colon, inner = name.partition(":")
     if not colon:
@@ -98,7 +98,7 @@ def _torchvision(name: str, inner: str, options: dict[str, Any], origin: Origin)
 
 def _timm(name: str, inner: str, options: dict[str, Any], origin: Origin) -> nn.Module:
     timm = _library("timm", origin)
-    # A name may carry the tag of a set of weights ("resnet18.a1_in1k"); the architecture is before the dot.
+    # A name may end in the tag of pretrained weights ("resnet18.a1_in1k"); the architecture is before the dot.
     _known(name, inner.partition(".")[0], timm.list_models())
     if "in_channels" in options:
         options["in_chans"] = options.pop("in_channels")
@@ -117,7 +117,7 @@ def _own(name: str, options: dict[str, Any], origin: Origin) -> nn.Module:
 
 
 def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
-    """Call `builder`; options it does not know and results that are no network become one sentence."""
+    """Call `builder`; raises a PruningError for unknown options, failures, and results that are not modules."""
     parameters = signature(builder)
     if parameters is not None and not takes_anything(parameters):
         for option in options:
@@ -130,7 +130,7 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         within = (
             error.__traceback__ is not None and error.__traceback__.tb_next is not None
-        )  # not by the call itself
+        )  # Otherwise the call itself failed, for example for a missing argument.
         why = f"at {failing_line(error)}" if within else f"{said(error)}{_remedy(parameters, options)}"
         raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
@@ -139,7 +139,7 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
 
 
 def _remedy(found: inspect.Signature | None, options: dict[str, Any]) -> str:
-    """How to give what a builder insists on and did not get."""
+    """Say how to give the required arguments that a builder did not get, or return ""."""
     parameters = [] if found is None else found.parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME]
     lacking = [name for name in needed if name not in options]
@@ -154,7 +154,7 @@ def _library(package: str, origin: Origin) -> ModuleType:
         if error.name != package:
             raise PruningError(f"{package} needs {error.name}; run: pip install {error.name}") from error
         raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
-    except Exception as error:  # a build for another torch fails in many ways
+    except Exception as error:  # A build for another version of torch can fail with any exception.
         raise PruningError(
             f"{package} is installed but cannot be imported: {said(error)}; install builds of it, and of "
             f"what it needs, that belong to torch {torch.__version__}"
@@ -164,6 +164,6 @@ def _library(package: str, origin: Origin) -> ModuleType:
 def _known(name: str, inner: str, names: list[str]) -> None:
     if inner not in names:
         hint = nearest(inner, names)
-        # These libraries know hundreds of models: suggest one, never list them all.
+        # These libraries have hundreds of models: suggest a similar name, but never list them all.
         hint = hint if hint.startswith("did") else f"it knows {len(names)} others"
         raise PruningError(f"{name}: {name.partition(':')[0]} has no model {inner!r}; {hint}")

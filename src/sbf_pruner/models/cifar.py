@@ -1,28 +1,7 @@
-"""How the bundled networks start: one rule for all of them.
+"""ResNet, VGG-16 and MobileNetV2 for small images such as CIFAR.
 
-A freshly built network enters; the same network leaves with He-normal convolutions (variance kept on the way
-back, hence fan-out).  Norms start as the identity and linear layers as PyTorch leaves them.  It works on the
-meta device too, where nothing is drawn.
-
-The CIFAR family of residual networks: 20, 32, 44, 56 and 110 layers.
-
-Images of any size enter (32x32 and 8x8 alike), class logits leave.  Shortcuts have no weights (option A:
-every second pixel, missing channels filled with zeros), so the dense counts are the ones the pruning
-literature quotes: 853,018 parameters and 125,485,696 MACs for ResNet-56 on 3x32x32.
-
-VGG-16 with batch norm, for small images.
-
-Images of `image_size` pixels or more enter, class logits leave.  The thirteen convolutions are the
-original's; one linear layer, fed by the average over what is left of the map, replaces its three large ones.
-How often the map is halved is settled when the network is built (four times at 32 pixels), so that at least
-2x2 pixels reach the average.
-
-MobileNetV2 for small images.
-
-Images enter, class logits leave.  Blocks and widths are the original's; the stem and the second stage keep
-the size of the map (they halve it in the ImageNet network), so 32x32 pixels end as 4x4 and 8x8 as one.  Its
-3x3 convolutions are depthwise: their channels follow the 1x1 convolution before them.  There is no dropout,
-so a gated network and the one extracted from it agree in training too.
+Convolutions start He-normal with fan-out; norms and linear layers start as in PyTorch. Initialization works on meta
+tensors too.
 """
 
 from __future__ import annotations
@@ -36,14 +15,14 @@ from torch import Tensor, nn
 
 
 def start_weights(model: nn.Module) -> None:
-    """Draw every convolution of `model` from He's normal distribution, in place."""
+    """Initialize every convolution of `model` He-normal with fan-out, in place."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 class Shortcut(nn.Module):
-    """Subsample by two and pad the channels with zeros, half of them before and half behind."""
+    """Parameter-free shortcut (option A): take every second pixel and zero-pad the channels on both sides."""
 
     def __init__(self, extra_channels: int) -> None:
         super().__init__()
@@ -55,7 +34,7 @@ class Shortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; a wider block halves the map."""
+    """Two 3x3 convolutions and a shortcut; a block that widens halves the feature map."""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -73,7 +52,11 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, three stages of 16, 32 and 64 channels with `blocks` blocks each, and a linear classifier."""
+    """CIFAR ResNet: three stages of 16, 32 and 64 channels with `blocks` blocks each, for images of any size.
+
+    Shortcuts have no weights (option A), so the dense counts are those of the pruning literature: 853,018
+    parameters and 125,485,696 MACs for ResNet-56 on 3x32x32.
+    """
 
     def __init__(self, blocks: int, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
@@ -129,7 +112,12 @@ VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512,
 
 
 class VGG16(nn.Module):
-    """Thirteen convolutions in five stages, max pooling between them, and a linear classifier."""
+    """VGG-16 with batch norm for images of `image_size` pixels or more.
+
+    It has the thirteen convolutions of the original, in five stages; average pooling and one linear layer replace
+    the three large linear layers. The number of max pools between the stages is fixed at construction (four at 32
+    pixels), so that at least 2x2 pixels reach the average.
+    """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
         super().__init__()
@@ -151,17 +139,17 @@ class VGG16(nn.Module):
 
 
 def _pools(image_size: int) -> int:
-    """How many halvings leave at least two pixels a side, four at most."""
+    """Return how many max pools leave at least 2x2 pixels, at most four."""
     return max(0, min(len(VGG_STAGES) - 1, image_size.bit_length() - 2))
 
 
 def vgg16_bn(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> VGG16:
-    """VGG-16 with batch norm; `image_size` is the smallest side it will be given."""
+    """VGG-16 with batch norm; `image_size` is the smallest side of its images."""
     return VGG16(num_classes, in_channels, image_size)
 
 
 class Stage(NamedTuple):
-    """One row of the paper's table: expansion factor, width, number of blocks, stride of the first."""
+    """One row of the MobileNetV2 paper's table; `stride` is that of the first block."""
 
     expansion: int
     channels: int
@@ -201,7 +189,10 @@ class ConvNorm(nn.Sequential):
 
 
 class InvertedResidual(nn.Module):
-    """Expand, filter each channel on its own, project; added to its input where the shapes agree."""
+    """1x1 expansion, 3x3 depthwise convolution and 1x1 projection, added to the input if the shapes agree.
+
+    The depthwise convolution owns no filters to prune: its channels follow the convolution before it.
+    """
 
     def __init__(self, in_channels: int, channels: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -217,7 +208,12 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """A stem, seven stages of inverted residuals, a wide 1x1 head, and a linear classifier."""
+    """MobileNetV2 with the blocks and widths of the original.
+
+    Unlike in the ImageNet network, the stem and the second stage do not halve the feature map, so 32x32 pixels end
+    as 4x4 and 8x8 as one. There is no dropout, so a gated network and the one extracted from it agree in training
+    mode, too.
+    """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, width_mult: float = 1.0) -> None:
         super().__init__()
@@ -241,11 +237,11 @@ class MobileNetV2(nn.Module):
 
 
 def _rounded(width: float, divisor: int = 8) -> int:
-    """The nearest multiple of `divisor` that is not more than a tenth below `width`."""
+    """Round to the nearest multiple of `divisor`, or the next one if that is over a tenth below `width`."""
     nearest = max(divisor, int(width + divisor / 2) // divisor * divisor)
     return nearest if nearest >= 0.9 * width else nearest + divisor
 
 
 def mobilenet_v2(num_classes: int = 10, in_channels: int = 3, width_mult: float = 1.0) -> MobileNetV2:
-    """MobileNetV2 for small images; `width_mult` scales every layer's width."""
+    """MobileNetV2 for small images; `width_mult` scales the widths of all layers."""
     return MobileNetV2(num_classes, in_channels, width_mult)
