@@ -1,8 +1,8 @@
-"""The `sbf` command: parsing and printing, nothing else.
+"""The `sbf` command: run a subcommand and print its result.
 
-Arguments enter; text and an exit code leave: 0 success, 1 a time that was asked for and missed, or a run that
-failed for reasons outside its input, 2 anything the user can repair (one sentence on stderr), 130 SIGINT, 143
-SIGTERM.  torch is imported only once there is work for it, so `sbf --help` answers at once.
+Exit codes: 0 for success; 1 for a missed latency target, or a failure outside the input (memory, disk, a lost
+process); 2 for an error that the user can repair (one sentence on stderr); 130 for SIGINT; 143 for SIGTERM.
+Subcommands import torch only when they need it, so that `sbf --help` answers at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("sbf: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MemoryError, RuntimeError, OSError) as error:
@@ -74,7 +74,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    recipe, named = _recipe(arguments)  # before anything is imported that takes its time
+    recipe, named = _recipe(arguments)  # before the training imports, so that errors in the recipe come sooner
 
     from ..training.run import fit
     from ..training.run_folder import RunFolder, build_dense
@@ -125,11 +125,14 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
-    """The recipe that a run is asked for, with all that was said beside it, and whether the user named it."""
+    """Return the recipe of `sbf run` with its overrides, and whether the user named it.
+
+    Without a name, `--resume` takes the recipe from the run folder.
+    """
     from ..training.recipe import load_recipe
 
     if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
-        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` names no port
+        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` parses it as a port
     named = not (arguments.recipe is None and arguments.resume)
     if not named:
         if not arguments.run:
@@ -139,7 +142,7 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
         folder = RunFolder(Path(arguments.run))
         if not folder.begun:
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
-        folder.read_recipe()  # what is wrong with it is told with what to do
+        folder.read_recipe()  # raises an error with a remedy if the file is damaged
         arguments.recipe = folder.recipe
     overrides = changes(arguments.target, arguments.set)
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
@@ -207,7 +210,7 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None and arguments.json not in (None, STDOUT):
-        arguments.model, arguments.json = arguments.json, STDOUT  # `--json MODEL` names no file
+        arguments.model, arguments.json = arguments.json, STDOUT  # `--json MODEL` parses it as a file
     if arguments.model is None:
         raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
                            "or package.module:callable")  # fmt: skip
@@ -320,14 +323,14 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
-    """Say what was saved and how to go on; returns the exit code."""
+    """Print what was saved and the command that continues, if there is one; return the exit code."""
     stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
     said("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
     return 128 + stopped.signal
 
 
 def _write(files: Mapping[Path | None, str]) -> None:
-    """Write the files that were asked for, those with a name, each with a line's end at its own."""
+    """Write each text, with a final newline, to its path; entries whose path is None are skipped."""
     from ..utils.files import write_text
 
     for path, text in files.items():
@@ -337,7 +340,7 @@ def _write(files: Mapping[Path | None, str]) -> None:
 
 
 def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:
-    """The result on stdout: as JSON where that was asked for and no file named, else as a table."""
+    """Print the result: as JSON if `--json` was given without a file, else as a table. Return exit code 0."""
     print(text if arguments.json == STDOUT else "\n".join(lines))
     return 0
 

@@ -1,10 +1,6 @@
-"""What the `sbf` command takes: every subcommand with its arguments, and nothing that needs torch.
+"""Arguments of the `sbf` command: the parsers of all subcommands, and functions that convert argument strings.
 
-A list of words enters through the parser; a namespace leaves.  The help is the only description of an argument.
-
-Words of the command line, read: sizes, options, files to be written, names of recipes.
-
-Text enters; values leave, or one sentence that says what to write instead.  Nothing here imports torch.
+Nothing here imports torch. Conversions raise a PruningError whose one sentence says what to write instead.
 """
 
 from __future__ import annotations
@@ -22,13 +18,13 @@ from ..errors import PruningError, RecipeError, nearest
 from ..utils.paths import why_not_writable
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
-STDOUT = "-"  # what --json stands for without a file
+STDOUT = "-"  # value of --json without a file
 
 _NETWORKS = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+    """Return the parser of the whole command."""
     parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
@@ -247,7 +243,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help for `run` ends with the recipe's settings, fetched when somebody asks."""
+    """A parser whose help for `run` ends with the recipe's settings, loaded only when the help is printed."""
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -276,12 +272,12 @@ _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
 def usual_input(model: str) -> str:
-    """The size of an input that nobody has given."""
+    """Return the default input size of a model."""
     return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """The sizes of one input: "3,32,32"."""
+    """Parse the sizes of one input without the batch: "3,32,32"."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -292,18 +288,18 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """A keyword of a network: "num_classes=100"."""
+    """Parse a keyword argument of a network's builder, "num_classes=100"; a value that is no TOML is a string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key.isidentifier():
         raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:  # a word, not a number
+    except tomllib.TOMLDecodeError:  # a bare word
         return key, value
 
 
 def named(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """Some of the known names, in the order given: "l1,chip"; all where nothing is given."""
+    """Parse a choice of known names, "l1,chip", in the order given; return all names if `text` is None."""
     if text is None:
         return list(known)
     names = [part.strip() for part in text.split(",")]
@@ -316,7 +312,7 @@ def named(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
 
 
 def numbers(flag: str, text: str) -> list[int]:
-    """Different whole numbers: "0,1,2"."""
+    """Parse distinct integers: "0,1,2"."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -327,7 +323,11 @@ def numbers(flag: str, text: str) -> list[int]:
 
 
 def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path | None = None) -> Path | None:
-    """A file that can be written, said before any work is done; not the one where `--json` puts the `facts`."""
+    """Return the path of a file to write, checked before any work is done; None if `text` is None.
+
+    Raises PruningError if its ending is not one of `endings`, if it cannot be written, or if it is the file `facts`
+    that `--json` writes.
+    """
     if text is None:
         return None
     path = Path(text)
@@ -343,12 +343,12 @@ def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path
 
 
 def json_file(text: str | None) -> Path | None:
-    """Where `--json` writes; None where it prints, or was not given."""
+    """Return the file that `--json` writes, or None if it prints or was not given."""
     return target_file("--json", None if text == STDOUT else text, (".json",))
 
 
 def changes(targets: Sequence[str], said: Sequence[str]) -> list[str]:
-    """The settings that targets are short for, and those that are given as such; none may be given as both."""
+    """Return the recipe overrides of `--target` and `--set`; a setting given by both raises a RecipeError."""
     if not targets:
         return list(said)
     from ..budget.targets import Budget
@@ -361,7 +361,7 @@ def changes(targets: Sequence[str], said: Sequence[str]) -> list[str]:
 
 
 def known_recipe(name: str | None) -> str:
-    """The recipe to run: a bundled one, or a file."""
+    """Return the name of the recipe; raise a RecipeError that lists the bundled ones if none was given."""
     from ..training.recipe import bundled_recipes
 
     if name is None:
@@ -370,5 +370,5 @@ def known_recipe(name: str | None) -> str:
 
 
 def again(given: Sequence[str]) -> str:
-    """The command that goes on with what this one began."""
+    """Return the command line that resumes the run of this one."""
     return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])

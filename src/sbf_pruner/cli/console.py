@@ -1,15 +1,8 @@
-"""Rows of cells as lines of text, and numbers as a table on a terminal shows them.
+"""Terminal output of the `sbf` command: tables, progress bars, and messages on stderr.
 
-Text enters, a line for each row leaves; with a frame around them where rich is installed to draw it.
-
-What goes on while something runs: a bar where rich is installed, else one plain line per epoch.
-
-Records of a run, or bytes of a transfer, enter; text leaves on stderr, so that stdout holds results alone.
-
-How the command speaks, and that only one of several processes does: torchrun starts it many times.
-
-Lines, and what torchrun has written in the environment, enter; text on stderr, silence, or a refusal leaves.
-Nothing here imports torch.
+stdout is for results only, so progress and messages go to stderr. Tables and bars are drawn by rich if it is
+installed, else they are plain lines. Of the processes that torchrun starts, only rank 0 prints. Importing this
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from ..utils.formatting import rounded
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows as lines with aligned columns, "<" to the left or ">" to the right.
+    """Format rows as lines with aligned columns, "<" to the left or ">" to the right.
 
     >>> table([["a", "10"], ["bc", "7"]], "<>")
     ['a   10', 'bc   7']
@@ -44,7 +37,7 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """The same as `table`, drawn by rich if it is there."""
+    """Format rows, the first being the header, with a frame if rich is installed, else like `table`."""
     try:
         drawn, console = (importlib.import_module(f"rich.{name}") for name in ("table", "console"))
     except ImportError:
@@ -63,17 +56,17 @@ def boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def percent(value: float | None) -> str:
-    """An accuracy, or a dash where there is none."""
+    """Format an accuracy, or a dash for None."""
     return "-" if value is None else f"{rounded(value, 2)} %"
 
 
 def share(part: float, digits: int = 1) -> str:
-    """A part of the whole, in percent."""
+    """Format a fraction as a percentage."""
     return f"{rounded(100 * part, digits)}%"
 
 
 def change(before: float, after: float) -> str:
-    """By how much a number changed, in percent; a dash where there was none."""
+    """Format a relative change in percent, or a dash if the number was zero before."""
     sign = "+" if after >= before else ""
     return f"{sign}{rounded(100 * (after / before - 1))} %" if before else "-"
 
@@ -85,7 +78,10 @@ Record = dict[str, Any]
 def progress(
     total: int, *, quiet: bool = False, stream: TextIO | None = None
 ) -> Iterator[Callable[[Record], None]]:
-    """A function to call with the record of every epoch."""
+    """Yield a function that shows the record of an epoch.
+
+    It updates a bar if rich is installed and the stream is a terminal, and prints a line otherwise.
+    """
     stream = stream or sys.stderr
     if quiet:
         yield lambda record: None
@@ -114,7 +110,7 @@ def progress(
 def watched(
     report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
 ) -> Iterator[Callable[[Record], None]]:
-    """`report`, and beside it what else was asked for: a page in the browser, TensorBoard's files."""
+    """Yield a function that calls `report` and writes TensorBoard events, and serve the live page, as requested."""
     reports = [report]
     with ExitStack() as stack:
         if tensorboard:
@@ -138,7 +134,7 @@ def watched(
 
 @contextmanager
 def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """A function to call as bytes arrive: with what is being done, the bytes done, and all bytes (0: unknown)."""
+    """Yield a function to call as bytes arrive, with a description, the bytes done and the total (0: unknown)."""
     stream = stream or sys.stderr
     rich = _rich() if stream.isatty() and not quiet else None
     if quiet:
@@ -162,7 +158,7 @@ def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[C
 
 
 class _Tenths:
-    """One plain line for each thing that is done, and one for every tenth of a transfer."""
+    """Print one plain line per description, and one for every tenth of a transfer."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -177,16 +173,16 @@ class _Tenths:
 
 
 class _Lines:
-    """One plain line per epoch."""
+    """Print one plain line per epoch, with the time left."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.began = 0.0
-        self.before: int | None = None  # epochs that were done before the first that is told
+        self.before: int | None = None  # number of epochs done before the first one shown
 
     def __call__(self, record: Record) -> None:
         if self.before is None:
-            # What came before the first epoch, such as the measuring of layers, does not come again.
+            # Start the clock at the first epoch: work before it, such as measuring layers, does not recur.
             self.before, self.began = record["done"] - 1, time.perf_counter() - record["seconds"]
         done, total = record["done"], record["total"]
         left = (time.perf_counter() - self.began) / (done - self.before) * (total - done)
@@ -221,13 +217,13 @@ def _rich() -> Any:
 
 
 def is_first() -> bool:
-    """Is this the process that speaks?"""
+    """Return True in the process of rank 0, the only one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """While entered, all processes but the first are silent."""
+    """Silence stdout and stderr of all ranks but 0 while the context is open."""
     if is_first():
         yield
         return
@@ -237,9 +233,9 @@ def one_voice() -> Iterator[None]:
 
 @contextmanager
 def told(*, quiet: bool) -> Iterator[None]:
-    """While entered, what the package logs is said on stderr, a line each: warnings, and how training goes on.
+    """Print the package's log records on stderr while the context is open: warnings, and the progress of training.
 
-    If asked to be quiet, nothing is: without a handler, logging would write warnings there by itself.
+    With `quiet`, a null handler is installed instead: without any handler, logging prints warnings by itself.
     """
     package, training = logging.getLogger("sbf_pruner"), logging.getLogger("sbf_pruner.training")
     handler = logging.NullHandler() if quiet else logging.StreamHandler(sys.stderr)
@@ -256,35 +252,39 @@ def told(*, quiet: bool) -> Iterator[None]:
 
 
 def check_shared(command: str) -> None:
-    """Raise a RunError if several processes were started for what one of them does."""
+    """Raise a RunError if several processes were started for a command other than `run`."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and command != "run":
         raise RunError(f"sbf {command} works in one process, and {count} were started; leave torchrun out")
 
 
 def refused(error: PruningError) -> None:
-    """Say what is wrong: once, whichever process has found it."""
+    """Print an error once, whichever rank found it.
+
+    An error that only this rank can have (`alone`) goes to the original stderr if `one_voice` silenced the current
+    one.
+    """
     hidden = error.alone and not is_first()
     print(f"sbf: {error}", file=sys.__stderr__ if hidden else sys.stderr, flush=True)
 
 
 def said(line: str) -> None:
-    """Say how the work goes on; results alone are for stdout."""
+    """Print a message on stderr."""
     print(f"sbf: {line}", file=sys.stderr, flush=True)
 
 
 def teller(*, quiet: bool) -> Callable[[str], None]:
-    """What tells how the work goes on: nothing if asked to be quiet."""
+    """Return the function that prints progress messages; it prints nothing if `quiet`."""
     return (lambda line: None) if quiet else said
 
 
 def failed(error: Exception) -> bool:
-    """Say in a line what the machine has refused, if that is known, and the remedy where there is one."""
+    """Print a line about a known failure of the machine (lost process, memory, disk); return False if unknown."""
     if _lost_another(error):
         said("another process of this run has ended, and this one cannot go on alone")
     elif lacks_memory(error):
         said(f"not enough memory ({' '.join(str(error).split())}); ask for less")
-    elif isinstance(error, OSError) and is_first():  # of another process it would be lost
+    elif isinstance(error, OSError) and is_first():  # on other ranks the message would be silenced
         full = error.errno == errno.ENOSPC or "No space left" in str(error)
         line = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
         said(f"{line}; make room, then go on (a run: with --resume)" if full else line)
@@ -299,5 +299,8 @@ def _lost_another(error: Exception) -> bool:
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Did something not fit into memory?  torch has a kind of error for a GPU's alone, and words for the rest."""
+    """Return True if the error is an out-of-memory error.
+
+    torch has an error class for those of a GPU only, so the message is searched.
+    """
     return isinstance(error, MemoryError) or any(f"{word} memory" in str(error) for word in ("out of", "allocate"))

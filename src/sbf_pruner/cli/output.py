@@ -1,10 +1,6 @@
-"""Results as text, a function for each command.
+"""Format the results of `sbf` commands as lines of text, one public function per command.
 
-The plain dictionaries that `--json` prints enter; lines leave, the table first and what to make of it below.
-
-The closing table of a comparison of methods, as lines.
-
-Standings enter; text leaves.
+Most take the dictionary that `--json` prints. The table comes first and notes on it below.
 """
 
 from __future__ import annotations
@@ -24,10 +20,10 @@ from .console import boxed, change, percent, share, table
 def summary_lines(
     summary: Mapping[str, Any], folder: str, *, scored: bool = False, rate: str = "scores.lr"
 ) -> list[str]:
-    """The closing table: dense against pruned, what removal changed, and where the run lies.
+    """Format the summary of a run: dense against pruned, the changes, notes, and the run folder.
 
-    `scored` says that the run trained scores, so that nothing removed is worth a word; `rate` is the setting that
-    says how fast they move.
+    With `scored`, the run trained scores, and a note with remedies is added if nothing was removed; `rate` is the
+    setting that controls how fast scores move.
     """
     dense, pruned = summary["dense"], summary["pruned"]
     rows = [["", "dense", "pruned", "change"]]
@@ -52,7 +48,7 @@ def summary_lines(
         lines.append(f"no dense control was trained ({said}; set dense_control=true to compare)")
     if "dense_from" in summary:
         lines.append(f"dense stage: taken over from {summary['dense_from']}")
-    method = summary.get("method", OWN)  # older summaries do not say: there was only one
+    method = summary.get("method", OWN)  # older summaries lack it, from when there was only one
     by = "" if method == OWN else f", chosen by {told(method)}"
     lines.append(f"filters kept: {after:,} of {before:,}{by}")
     if scored and method == OWN and before and before == after:
@@ -62,20 +58,20 @@ def summary_lines(
     )
     if "latency" in summary:
         lines.append(_timed(summary["latency"]))
-    if summary["cut_error"] is not None:  # it was proved
+    if summary["cut_error"] is not None:  # None if the gated network gave no output to compare
         lines.append(f"gated and extracted network differ by {summary['cut_error']:.1e} at most, in float64")
     lines.append(f"run folder: {folder}")
     return lines
 
 
 def exit_code(summary: Mapping[str, Any]) -> int:
-    """What a finished run ends its command with: 1 where a time was asked for and missed."""
+    """Return the exit code of a finished run: 1 if it missed a latency target, else 0."""
     latency = summary.get("latency")
     return int(latency is not None and is_missed(latency["asked"], latency["measured"]))
 
 
 def _timed(latency: Mapping[str, Any]) -> str:
-    """What became of a target for the time."""
+    """Format the latency target and its result."""
     if latency["measured"] is None:
         found = f"{share(latency['foretold'])} foretold, not measured (another machine, or no such runtime here)"
     else:
@@ -89,7 +85,7 @@ def _timed(latency: Mapping[str, Any]) -> str:
 
 
 def export_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """What was exported: the files with their sizes, the form and why, what int8 costs, and where it lies."""
+    """Format an export: its files with sizes, the chosen form and why, the accuracy of int8, and the folder."""
     rows = [["file", "bytes"], *([name, f"{held['bytes']:,}"] for name, held in manifest["files"].items())]
     lines = table(rows, "<>")
     chosen = manifest["chosen"]
@@ -106,7 +102,7 @@ def export_lines(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
-    """The prunable layers, what meets, those that follow, the others with the reason, and the totals."""
+    """Format an inspection: prunable layers, coupled groups, followers, layers left alone, and totals."""
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
     for layer in seen["layers"]:
         met = ",".join(str(place + 1) for place in layer["groups"]) or "-"
@@ -143,7 +139,7 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
 
 
 def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """The table of `sbf bench`: dense against compact on each runtime, what is missing, and the advice."""
+    """Format `sbf bench`: dense against compact on each runtime, runtimes left out, and advice."""
     subject, machine = result["subject"], result["environment"]
     rows = [["runtime", "batch", "dense", "compact", "speed-up", "95 % interval", "pairs", "compact form"]]
     for record in result["measured"]:
@@ -179,7 +175,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
 
 
 def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """The tables of `sbf latency`: foretold against measured, and what a target would leave."""
+    """Format `sbf latency`: predicted against measured times, and what a latency target would leave."""
     draw = boxed if pretty else table
     rows = [["cut for real", "filters or branches", "measured", "foretold", "error"]]
     for one in result["networks"]:
@@ -206,7 +202,7 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
 
 
 def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """The table of `sbf frontier`: what each size leaves and how good it is, and how to read it."""
+    """Format `sbf frontier`: what each target leaves, its accuracy, and notes on how to read it."""
     words = {"macs": "MACs", "params": "parameters", "size": "file size", "latency": "time"}[result["of"]]
     clock = result["clock"]
     time = ["time, foretold", "left"] if clock else []
@@ -242,7 +238,7 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
 
 
 def _clocked(clock: Mapping[str, Any]) -> str:
-    """Whose time it is, and how far it can be trusted."""
+    """Describe the conditions of predicted times, and their error."""
     said = (
         f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {counted(clock['threads'], 'thread')}"
     )
@@ -269,7 +265,7 @@ def _costs(layer: Mapping[str, Any]) -> list[str]:
 
 
 def contest_lines(found: Sequence[Standing], dense: Sequence[float], epochs: int, root: Path) -> list[str]:
-    """A row for each method, the best first, and the dense network where a control was trained.
+    """Format `sbf compare`: the dense network if a control was trained, then a row per method in the given order.
 
     >>> for line in contest_lines([Standing("l1", (90.0, 92.0), (), 0.4, 0.5)], [93.0], 50, Path("runs")):
     ...     print(line)

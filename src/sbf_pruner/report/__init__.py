@@ -1,4 +1,4 @@
-"""A run folder in; one self-contained HTML page out, of one run or of several side by side."""
+"""Draw run folders as self-contained HTML pages: a report of one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ COMPARISON = "comparison.html"
 
 
 def write_report(folders: Sequence[str | Path], to: str | Path | None = None) -> Path:
-    """Draw one run, into its own folder, or several beside each other; `to` names another file."""
+    """Write the page of one run or the comparison of several, and return its path.
+
+    One run is written to `report.html` in its folder, several to `comparison.html` in the working directory; `to`
+    overrides the path. Raises RunError if a run cannot be read or the file cannot be written.
+    """
     named: dict[Path, str | Path] = {}
     for folder in folders:
-        named.setdefault(Path(folder).resolve(), folder)  # a run that is named twice is one run
+        named.setdefault(Path(folder).resolve(), folder)  # ignore folders given twice
     runs = list(map(read_run, named.values()))
     target = Path(to) if to is not None else runs[0].folder / NAME if len(runs) == 1 else Path(COMPARISON)
     if (reason := why_not_writable(target)) is not None:
@@ -33,7 +37,10 @@ def write_report(folders: Sequence[str | Path], to: str | Path | None = None) ->
 
 
 def leave_report(folder: Path, summary: dict[str, Any]) -> None:
-    """Draw a run whose summary is about to be written; whatever goes wrong, the run goes on."""
+    """Write the report of a run whose summary is about to be written.
+
+    An error is logged as a warning, so that a report that cannot be drawn never fails the run.
+    """
     try:
         write_text(folder / NAME, run_page(read_run(folder, summary)))
     except Exception as error:

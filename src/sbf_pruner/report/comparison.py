@@ -1,15 +1,7 @@
-"""Several runs beside each other: a table, accuracy against what is left, filters kept, and settings that differ.
+"""Compare runs on one HTML page: accuracy against size, means over seeds, filters kept, and settings that differ.
 
-Runs enter; a page leaves.  Runs that are not finished show what they have by now, and say so.
-
-Runs that differ in nothing but their seed, taken together: means and deviations.
-
-Runs enter; a table leaves with a row for each recipe, the best first, or nothing where no recipe has several seeds.
-
-Accuracy against size: points in; a figure for a page out, or a picture that stands alone.
-
-Any number of networks may be points; those that belong together can be joined by a line.  The parts of the
-picture are well-formed XML as well as HTML, so that the same drawing serves both.
+Unfinished runs are included with what they have so far and are marked as such. `against` and `standalone` also draw
+the plots of `sbf frontier`: the SVG is well-formed XML, so it works inside HTML and as a file of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +21,9 @@ from .sections import bars, found, numbers, spelled, where
 
 @dataclass(frozen=True)
 class Entry:
-    """What a run has come to, as far as it is known."""
+    """A run in the comparison, with the accuracies and sizes known so far."""
 
-    sign: str  # a letter that stands for it in the figures
+    sign: str  # letter that marks the run in the figures
     name: str
     run: Run
     accuracy: float | None
@@ -41,7 +33,7 @@ class Entry:
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
-    """The page as text."""
+    """Return the HTML page that compares the runs."""
     entries = [_entry(place, run, _names(runs)[place]) for place, run in enumerate(runs)]
     figures = [
         _against(entries, "macs", "multiply-accumulates"),
@@ -63,7 +55,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Names that tell the runs apart: with the seed, and the folder if that is not enough."""
+    """Return a distinct name for each run: with its seed, and with its folder where that is ambiguous."""
     short_names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
     folders = [str(run.folder) for run in runs]
     return [
@@ -145,7 +137,7 @@ def _table(entries: Sequence[Entry]) -> Figure:
 
 
 def _time(run: Run) -> list[str]:
-    """Asked, found, and where, of the dense network's time."""
+    """Table cells of the latency: target and result relative to the dense network, and the conditions."""
     if run.time is None:
         return [DASH] * 3
     share, how = found(run.time, run.finished)
@@ -169,7 +161,7 @@ def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
 
 
 def _kept(entries: Sequence[Entry]) -> list[Figure]:
-    """A figure of bars per run, on the same scale where the networks are the same."""
+    """One bar chart per run, scaled to the dense widths, so that runs of one network share a scale."""
     found = []
     for one in entries:
         key, title = f"kept-{one.sign}", f"{one.sign}: filters kept"
@@ -195,11 +187,15 @@ def _settings(entries: Sequence[Entry]) -> Figure:
 
 
 def over_seeds(runs: Sequence[Run]) -> Figure | None:
-    """What recipes come to over their seeds; runs that are not finished do not count."""
+    """Return a table of means and deviations per recipe, the best first, or None if no recipe has several seeds.
+
+    Runs belong together if their recipes differ in nothing but `seed` and `dense_control`. Unfinished runs are left
+    out, and so are groups in which a seed occurs twice.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.finished:
-            # A control changes nothing of what is pruned, and is often trained for one run of several.
+            # The dense control does not affect the pruned network and is often trained for only one of the seeds.
             own = {key: value for key, value in run.recipe.items() if key not in ("seed", "dense_control")}
             groups.setdefault(repr(own), []).append(run)
     found = [group for group in groups.values() if len({run.recipe.get("seed") for run in group}) == len(group)]
@@ -239,19 +235,19 @@ def _mean(values: Sequence[float]) -> float:
 
 Spell = Callable[[float], str]
 _HEIGHT = 250.0
-_WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 104, 54  # of a picture that stands alone
+_WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 104, 54  # pixels, in a standalone SVG
 
 
 @dataclass(frozen=True)
 class Point:
-    """A network: what its row is called, how often it is right, how large it is, and how it is drawn."""
+    """A network in a plot of accuracy against size."""
 
     name: str
     accuracy: float
     size: float
-    kind: str  # classes of the mark
-    sign: str = ""  # what is written above it
-    beside: bool = False  # the sign stands to its right and below, where a line that rises leaves room
+    kind: str  # CSS classes of the mark
+    sign: str = ""  # label above the mark
+    beside: bool = False  # put the label at the lower right, where a rising line leaves room
 
 
 def against(
@@ -265,9 +261,10 @@ def against(
     legend: Sequence[tuple[str, str]] = (),
     spelled: tuple[Spell, Spell] = (short, count),
 ) -> Figure:
-    """Accuracy against what `words` names; `joined` are lines, each with its class and its points in order.
+    """Plot accuracy against size, with a table that has a row for each point.
 
-    `spelled` says how sizes are written, beside the scale and in the table.
+    `words` names the size and `first` the table's first column. `joined` are lines, each with its CSS class and its
+    points in order. `spelled` formats sizes, first for the axis and then for the table.
     """
     title = f"Accuracy against {words}"
     if not points:
@@ -299,7 +296,7 @@ def against(
 
 
 def _shared(points: Sequence[Point], down: Scale, widest: float) -> list[str]:
-    """What is written above each point: one of several in the same place has the signs of all of them."""
+    """Return the label above each point; the first of several overlapping points carries all their labels."""
     first: dict[int, list[str]] = {}
     for row, point in enumerate(points):
         near = (
@@ -313,7 +310,7 @@ def _shared(points: Sequence[Point], down: Scale, widest: float) -> list[str]:
 
 
 def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) -> bool:
-    """Would a sign beside the point run into that of one before it?"""
+    """Return True if a label beside the point would overlap that of an earlier point."""
     return any(
         abs(point.size - other.size) < 0.07 * widest and abs(down(point.accuracy) - down(other.accuracy)) < 14
         for other in before
@@ -321,7 +318,7 @@ def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) 
 
 
 def standalone(figure: Figure, title: str, axis: str) -> str:
-    """A figure of this kind as an SVG file: light and dark, without a script."""
+    """Return a figure that `against` made as the text of an SVG file, light and dark, without a script."""
     height = _TOP + _HEIGHT + _BELOW
     signs = [element("text", title, class_="title", x=_LEFT, y=28)]
     for number, (sign, words) in enumerate(figure.legend):

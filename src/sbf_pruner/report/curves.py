@@ -1,7 +1,6 @@
-"""The course of a run: accuracy, loss and filters alive from epoch to epoch, with the phases shaded.
+"""Training curves of a run: accuracy, loss and remaining filters per epoch, with the phases shaded.
 
-A run enters; one figure of three panels above each other leaves.  The dense control, trained for as many
-epochs, is drawn over the same epochs.
+The dense control is trained for as many epochs as the pruned network and is drawn over the same epochs.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ STAGES = {
 }
 _GAP = 30.0
 
-Points = list[tuple[int, float]]  # epochs and values
+Points = list[tuple[int, float]]  # (epoch, value)
 Panel = tuple[
     list[tuple[str, Points]], Callable[[float], Scale]
-]  # curves with their kinds; the scale, given a height
+]  # (CSS class, points) of each curve; the scale for a given height
 
 
 def course(run: Run) -> Figure:
-    """The figure."""
+    """Return the figure, with panels for test accuracy, loss and remaining filters."""
     key, title = "course", "The course of the run"
     if not run.records:
         return Figure(key, title, missing="No epoch has ended yet.")
@@ -72,7 +71,7 @@ def course(run: Run) -> Figure:
 
 
 class _Across:
-    """Epochs, counted from 1, onto the width of the figure."""
+    """Map epochs, counted from 1, to horizontal positions: `middle` in frame units, `left` in percent."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = max(epochs, 1)
@@ -93,7 +92,7 @@ def _accuracy(run: Run) -> Panel:
     train = _points(run.records, "train_accuracy")
     seen = sorted(value for _, value in test + control) or sorted(value for _, value in train)
     best, usual = seen[-1], seen[len(seen) // 10]
-    # The first epochs of a network are far below the rest; drawn in full they would hide what matters.
+    # The first epochs are far below the rest; a scale that includes them would flatten the differences after them.
     low = max(0.0, 5 * ((usual - 0.6 * (best - usual) - 1) // 5))
     curves = [("soft", train), ("dashed", control), ("accent", test)]
     return curves, lambda height: Scale(low, 100.0, height)
@@ -130,7 +129,7 @@ def _phases(run: Run, across: _Across, height: float) -> Markup:
 
 
 def _stages(run: Run, across: _Across) -> Markup:
-    """The three stages, named below the figure in their places."""
+    """Labels below the figure for warm-up, cycles and fine-tuning, each as wide as its epochs."""
     spans: dict[str, list[int]] = {}
     for phase in run.schedule:
         if phase.kind != "control":

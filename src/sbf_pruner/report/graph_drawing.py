@@ -1,25 +1,10 @@
-"""Boxes in; rows of cells out, in an order with few crossings.
+"""Draw the channel graph of an inspected model, as an SVG file or as an HTML page with pan, zoom and search.
 
-Every box gets a row below all its sources.  A wire that passes several rows gets a cell in each of them, so
-that it has room there; wires that leave the same box share these cells.  Rows are then sorted by where
-their neighbours stand, down and up, and the order with the fewest crossings is kept.
-
-Rows of cells in; a position for every cell and a path for every wire, out.
-
-A tall network is cut into columns, like a newspaper, where few wires cross.  Within a column every row is
-moved to where its neighbours pull it, as far as the cells beside leave room (a least-squares problem with
-ordered unknowns, solved exactly by pooling); a few passes down and up straighten the drawing.
-
-Boxes in; the text of an SVG picture out.
-
-Plain SVG with a small style sheet inside, light and dark, no script: it opens in any browser and can be
-committed beside a document.  The page for the browser (`page`) embeds the same drawing without its heading.
-
-Boxes in; one self-contained HTML page out, to pan, zoom and search in a browser without a network.
-
-The drawing is that of the SVG; page.html, page.css and page.js beside this file are put into one text.
-
-An inspected network in; a picture of its channel graph out, as SVG or as a page for the browser.
+`lay_rows` puts every box in a row below all its sources, gives a wire a cell in each row that it passes, and sorts
+the rows by the positions of their neighbors, keeping the order with the fewest crossings. `arrange` cuts a tall
+drawing into columns, like a newspaper, and sets the positions within each row: a least-squares problem with ordered
+unknowns, solved exactly by pooling. The SVG has an inline style sheet, light and dark, and no script, so that it
+opens in any browser and can be committed beside a document. The page embeds the same drawing.
 """
 
 from __future__ import annotations
@@ -36,34 +21,37 @@ from .html import HUES, SHAPES, Markup, colours, document, element, style, toget
 from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box, Inspection, compose
 
 _SWEEPS = 8
-MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # how hard wires pull
-_BRANCHES = 3  # where so many wires meet or part, none of them is the main one
+MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # weights of wires when cells are aligned with their neighbors
+_BRANCHES = 3  # with this many wires into or out of a box, all of them count as main
 
 
 @dataclass(eq=False)
 class Cell:
-    """A place in a row: a box's, or that of a wire passing by."""
+    """A slot in a row, for a box or for a passing wire (`box` is None)."""
 
     row: int
     box: Box | None
     width: float
     height: float
-    above: list[tuple[Cell, float]] = field(default_factory=list, repr=False)  # with how hard the wire pulls
+    above: list[tuple[Cell, float]] = field(default_factory=list, repr=False)  # with the weight of the wire
     below: list[tuple[Cell, float]] = field(default_factory=list, repr=False)
     place: int = 0
-    x: float = 0.0  # of the middle
+    x: float = 0.0  # of the center
     y: float = 0.0  # of the top
 
 
 @dataclass(frozen=True)
 class Wire:
-    """From one box to another, by the cells on its way."""
+    """A connection between two boxes: the cells it runs through, including both ends."""
 
     cells: tuple[Cell, ...]
 
 
 def lay_rows(boxes: Sequence[Box], sizes: dict[Box, tuple[float, float]]) -> tuple[list[list[Cell]], list[Wire]]:
-    """The rows from top to bottom, and the wires between them."""
+    """Return the ordered rows, from top to bottom, and the wires between the boxes.
+
+    Wires that leave the same box share the cells in the rows that they pass.
+    """
     depth, slack = _depths(boxes)
     readers = Counter(source for box in boxes for source in box.sources)
     cells = {box: Cell(depth[box], box, *sizes[box]) for box in boxes}
@@ -96,7 +84,7 @@ def _join(upper: Cell, lower: Cell, pull: float) -> None:
 
 
 def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
-    """The row of each box, and by how many rows it could stand lower."""
+    """Return the row of each box and its slack: by how many rows it could move down."""
     readers: dict[Box, list[Box]] = {box: [] for box in boxes}
     depth: dict[Box, int] = {}
     for box in boxes:
@@ -106,7 +94,7 @@ def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
     lowest: dict[Box, int] = {}
     for box in reversed(boxes):
         lowest[box] = min((lowest[reader] - 1 for reader in readers[box]), default=max(depth.values()))
-        if not box.sources and readers[box]:  # a second input stands where it is needed
+        if not box.sources and readers[box]:  # an input goes right above its first reader
             depth[box] = min(depth[reader] for reader in readers[box]) - 1
     return depth, {box: lowest[box] - depth[box] for box in boxes}
 
@@ -150,22 +138,22 @@ def _crossings(rows: Sequence[Sequence[Cell]]) -> int:
 
 GAP_X, GAP_Y, MARGIN, LANE = 18.0, 20.0, 24.0, 7.0
 _PASSES = 12
-_TALL = 1300.0  # a drawing lower than this stays one column
-_SHAPE = 1.5  # the width to height that columns aim at
+_TALL = 1300.0  # pixels; a drawing lower than this stays one column
+_SHAPE = 1.5  # ratio of width to height that the columns aim for
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Where everything is."""
+    """A finished layout."""
 
     width: float
     height: float
-    cells: list[Cell]  # the boxes only
+    cells: list[Cell]  # boxes only
     wires: list[tuple[Wire, str]]  # with their SVG paths
 
 
 def arrange(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) -> Picture:
-    """Place the boxes, whose sizes `size` knows, and route the wires."""
+    """Place the boxes and route the wires; `size` returns the width and height of a box."""
     rows, wires = lay_rows(boxes, {box: size(box) for box in boxes})
     columns = [_Column(rows[first:last], first, last) for first, last in _columns(rows, _heights(rows))]
     top = MARGIN + max(column.room for column in columns)
@@ -183,7 +171,7 @@ def arrange(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) ->
 
 
 class _Column:
-    """Rows below each other; wires leave it at the bottom and go on at the top of the next."""
+    """Consecutive rows drawn as one column; wires leave at its bottom and continue at the top of the next."""
 
     def __init__(self, rows: Sequence[list[Cell]], first: int, last: int) -> None:
         self.rows = rows
@@ -198,7 +186,7 @@ class _Column:
         for row, tall in zip(self.rows, _heights(self.rows), strict=True):
             for cell in row:
                 cell.x += shift
-                if cell.box is None:  # a wire passes the whole row
+                if cell.box is None:  # a passing wire spans the height of its row
                     cell.height = tall
                 cell.y = top + (tall - cell.height) / 2
             self.bottom = top + tall
@@ -206,10 +194,11 @@ class _Column:
         self.right = max(c.x + c.width / 2 for row in self.rows for c in row)
 
     def around(self, top: float) -> dict[tuple[Cell, Cell], str]:
-        """The ways to the next column."""
+        """Return the SVG paths of the wires to the next column."""
         found = {}
         for lane, upper in enumerate(self.leaving):
-            # The leftmost wire goes outside, below the others and above them again, so that none cross.
+            # Lanes are nested so that none cross: the leftmost wire is lowest at the bottom, rightmost beside
+            # the column, and lowest again at the top.
             down = self.bottom + 4 + LANE * (len(self.leaving) - lane)
             up = top - 4 - LANE * (lane + 1)
             aside = self.right + 15 + LANE * (len(self.leaving) - lane - 1)
@@ -224,7 +213,7 @@ def _heights(rows: Sequence[Sequence[Cell]]) -> list[float]:
 
 
 def _columns(rows: Sequence[Sequence[Cell]], heights: Sequence[float]) -> list[tuple[int, int]]:
-    """Ranges of rows that stand below each other."""
+    """Return the ranges of rows that form columns, of about equal height and cut where few wires cross."""
     ends, total = [], 0.0
     for tall in heights:
         total += tall + GAP_Y
@@ -256,16 +245,16 @@ def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
         for cell in row:
             cell.x -= at / 2
     for turn in range(_PASSES):
-        down = turn % 2 == 1  # the last pass goes down, so that what can be straight is
+        down = turn % 2 == 1  # the last pass goes down, to leave wires as straight as possible
         for row in rows if down else reversed(rows):
             _settle(row, [_wish(cell, down, inside) for cell in row])
     _straighten_lanes(rows)
 
 
 def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
-    """Where the wires that pull hardest would have a cell, and how hard they pull."""
+    """Return the x position preferred by a cell's wires of the largest weight, and that weight."""
     neighbours = cell.above if down else cell.below
-    if cell.box is None:  # a wire passing by minds both its ends, so that it stays straight
+    if cell.box is None:  # both ends of a passing wire count, so that it stays straight
         neighbours = [*cell.above, *cell.below]
     near = [(other.x, pull) for other, pull in neighbours if other.row in inside]
     hardest = max((pull for _, pull in near), default=0.0)
@@ -274,7 +263,7 @@ def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
 
 
 def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
-    """Give a wire that passes several rows one place in all of them, where there is room."""
+    """Give a wire that passes several rows the same position in all of them, where there is room."""
     beside: dict[Cell, tuple[float, float]] = {}
     lanes: dict[Cell, list[Cell]] = {}
     for row in rows:
@@ -284,7 +273,7 @@ def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
                 lanes[cell] = lanes.get(above, [])
                 lanes[cell].append(cell)
     unique = {id(lane): lane for lane in lanes.values()}.values()
-    # The outermost first: where it makes way, those inside can follow.
+    # Start with the outermost: when it has moved outward, those inside it can follow.
     for side in (1, -1):
         for lane in sorted(unique, key=lambda lane: -side * max(side * cell.x for cell in lane)):
             wish = side * max(side * cell.x for cell in lane)
@@ -301,9 +290,9 @@ def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
 
 
 def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:
-    """Each cell as near to its wish as the order and the room between cells allow."""
+    """Move each cell as close to its wish as order and spacing allow (weighted isotonic regression)."""
     offset, before = 0.0, 0.0
-    blocks: list[tuple[float, float, int]] = []  # wish, weight, how many cells
+    blocks: list[tuple[float, float, int]] = []  # wish, weight, number of cells
     offsets: list[float] = []
     for cell, (wish, weight) in zip(row, wishes, strict=True):
         offset += (before + cell.width) / 2 + GAP_X if offsets else 0.0
@@ -339,7 +328,7 @@ def _path(wire: Wire, around: dict[tuple[Cell, Cell], str]) -> str:
 
 
 def _rounded(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
-    """Straight lines with rounded corners."""
+    """Return an SVG path of straight lines with rounded corners."""
     words = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         before, after = abs(x1 - x0) + abs(y1 - y0), abs(x2 - x1) + abs(y2 - y1)
@@ -352,9 +341,9 @@ def _rounded(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
 
 
 LAYOUT = "layout"
-_LONGEST = 30  # letters of a name that are shown
+_LONGEST = 30  # characters of a name that are shown
 _HEAD = 62.0
-_NARROWEST = 610.0  # what the heading needs
+_NARROWEST = 610.0  # width of the heading
 _LEGEND = (
     (LAYER, "prunable, the bluer the more filters", 214),
     (FOLLOWER, "follows another layer", 138),
@@ -365,7 +354,7 @@ _LEGEND = (
 
 
 def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """The whole picture, with a heading, as one file."""
+    """Return the drawing with a heading as the text of an SVG file."""
     body, width, height = drawing(boxes)
     aside = max(_NARROWEST - width, 0) / 2
     width, height = width + 2 * aside, height + _HEAD
@@ -388,13 +377,13 @@ def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
 
 
 def heading(facts: Mapping[str, Any]) -> str:
-    """One line about the network."""
+    """Return one line with the model's name, layers, filters, parameters and MACs."""
     counts = f"{len(facts['layers'])} prunable layers with {facts['filters']:,} filters"
     return f"{facts['model']}: {counts}; {facts['params']:,} parameters, {facts['macs']:,} MACs"
 
 
 def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
-    """The elements of the drawing, its width and its height."""
+    """Return the SVG elements of the drawing, its width and its height."""
     picture = arrange(boxes, _size)
     number = {box: place for place, box in enumerate(boxes)}
     most = max((box.filters for box in boxes if box.kind == LAYER), default=1)
@@ -454,7 +443,7 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Marku
     if box.kind == SKIPPED:
         strength = 0.18
     if box.kept is not None:
-        strength = 0.07  # the part that is kept is drawn over it
+        strength = 0.07  # the kept part is drawn on top
     parts = [
         element("rect", class_="back", **where, rx=6),
         element("rect", class_="shape", **where, rx=6, fill_opacity=f"{min(strength, 0.62):.2f}"),
@@ -492,7 +481,7 @@ def _head(facts: Mapping[str, Any]) -> Markup:
 
 
 def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
-    """The signs at a given place, each with what it means and the room both take."""
+    """Return the symbols at position `x`, each with its meaning and the width that both take."""
     found: list[tuple[Markup, str, float]] = []
     for kind, words, room in _LEGEND:
         if kind == GATE:
@@ -513,7 +502,7 @@ def _hue(group: int | None) -> str:
 
 
 def short(name: str) -> str:
-    """A long name without its beginning.
+    """Shorten a long module name from the left.
 
     >>> short("features.denseblock4.denselayer32.conv2")
     '…denselayer32.conv2'
@@ -527,7 +516,7 @@ def short(name: str) -> str:
 
 
 def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """Return the drawing as a self-contained HTML page."""
     body, width, height = drawing(boxes)
     model, _, rest = heading(facts).partition(": ")
     colour = colours("") + colours(':root[data-theme="dark"]', dark=True)
@@ -559,6 +548,6 @@ def _read(name: str) -> str:
 
 
 def draw(seen: Inspection, ending: str) -> str:
-    """The text of a file with the given ending, ".svg" or ".html"."""
+    """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
     boxes = compose(seen)
     return draw_page(boxes, seen.facts) if ending == ".html" else draw_svg(boxes, seen.facts)

@@ -1,18 +1,11 @@
-"""HTML and SVG source, made from elements: the one place where text is escaped.
+"""Build HTML and SVG: elements with escaping, colors, tables, and the parts of a figure.
 
 `element` returns `Markup`. Any other string given to it, as content or as an attribute, is text and is escaped.
 Operations of `str` on a `Markup` (`+`, `join`, f-strings) return a plain string, which is escaped again where it is
 used, so text cannot become markup by accident; `together` concatenates.
 
-The style sheet of a drawing, light and dark.
-
-Nothing enters; CSS leaves.  Groups of layers that share a layout take turns with the hues.
-
-The parts that every figure is made of: tables of numbers, scales, lines, and the figure's frame.
-
-Places across a figure are percentages and places down it are pixels, so a picture fits any width while its
-text keeps its size; curves stretch in frames of their own.  A figure is a picture with marks and a table with
-one row for each mark: what a mark says when it is asked stands in its row, and nowhere else.
+Figures use percentages horizontally and pixels vertically, so that they fit any width while text keeps its size;
+curves are in nested frames that stretch. The tooltip of a mark shows its row of the figure's table.
 """
 
 from __future__ import annotations
@@ -28,8 +21,8 @@ from itertools import pairwise
 from string import Template
 from typing import Any
 
-_SHAPES = frozenset(["circle", "line", "path", "rect"])  # without content they need no closing tag
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # not allowed in a document
+_SHAPES = frozenset(["circle", "line", "path", "rect"])  # written self-closed when they have no content
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # not allowed in HTML or XML
 
 
 class Markup(str):
@@ -43,9 +36,9 @@ Content = str | Iterable[str]
 
 
 def element(tag: str, *content: Content, **attributes: Any) -> Markup:
-    """An element; attributes that are None are left out, and floats are written with one decimal.
+    """Return an element, without the attributes that are None and with floats written to one decimal.
 
-    An underscore in an attribute's name stands for a hyphen, one at its end is dropped.
+    An underscore in an attribute's name becomes a hyphen; one at its end is dropped.
 
     >>> element("b", "a < b", element("i", "c"), class_='"x"', data_row=3, title=None)
     '<b class="&quot;x&quot;" data-row="3">a &lt; b<i>c</i></b>'
@@ -62,7 +55,7 @@ def element(tag: str, *content: Content, **attributes: Any) -> Markup:
 
 
 def together(*content: Content) -> Markup:
-    """One after the other, as markup.
+    """Concatenate content to markup, escaping what is not `Markup`.
 
     >>> together("a & ", element("b", "c"), [element("i"), "<"])
     'a &amp; <b>c</b><i></i>&lt;'
@@ -72,16 +65,19 @@ def together(*content: Content) -> Markup:
 
 
 def document(template: str, script: str, connect: str = "'none'", **content: Content) -> str:
-    """Fill the page of a template, which has a place for its one script and for the policy that allows no other."""
+    """Fill a page template with content, its one script, and the policy that allows no other script.
+
+    `connect` is the Content-Security-Policy source that the script may fetch from.
+    """
     parts = {name: together(part) for name, part in content.items()}
     held = {"policy": together(policy(script, connect)), "script": Markup(script)}
     return Template(template).substitute(parts | held)
 
 
 def policy(script: str, connect: str = "'none'") -> str:
-    """The Content-Security-Policy of a page: nothing is loaded, and no script runs but the given one.
+    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but the given one runs.
 
-    `connect` says what that script may fetch.
+    `connect` is the source that the script may fetch from.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
@@ -135,12 +131,12 @@ SHAPES = (
 
 
 def tones(*, dark: bool = False) -> dict[str, str]:
-    """The colours by what they are for: paper, ink, soft, wire, line, fill, grey, gate."""
+    """Return the colors by role: paper, ink, soft, wire, line, fill, grey, gate."""
     return _DARK if dark else _LIGHT
 
 
 def scoped(scope: str) -> str:
-    """The shapes' rules under a selector, for a page that holds other things too.
+    """Return the rules of `SHAPES` under a selector, for a page that has other content too.
 
     >>> scoped(".graph").startswith(".graph text{font:")
     True
@@ -153,12 +149,15 @@ def scoped(scope: str) -> str:
 
 
 def style() -> str:
-    """The style sheet of a picture that stands alone."""
+    """Return the style sheet of a standalone drawing, light and dark."""
     return f"{SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
 
 
 def colours(scope: str, dark: bool = False) -> str:
-    """The rules that differ between light and dark, under a selector."""
+    """Return the color rules, which differ between light and dark, under a selector.
+
+    The classes `g0`, `g1` and so on set the hue of a group of layers that share a layout.
+    """
     tone, hues = tones(dark=dark), DARK_HUES if dark else HUES
     rules = {
         ".paper": f"fill:{tone['paper']}",
@@ -189,19 +188,19 @@ def colours(scope: str, dark: bool = False) -> str:
 
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-WIDE = 1000.0  # units across a frame of curves
+WIDE = 1000.0  # width of a curve frame in its own units
 
 
 @dataclass(frozen=True)
 class Table:
-    """The numbers of a figure: a heading, rows, and which columns hold words."""
+    """The table of numbers of a figure."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1  # how many columns from the left
+    words: int = 1  # number of columns from the left that hold text
 
     def html(self) -> Markup:
-        """The table as HTML; the first cell of a row names it."""
+        """Return the table as HTML; the first cell of each row is its header."""
         rows = []
         for first, *rest in self.rows:
             kinds = ("w" if place < self.words - 1 else None for place in range(len(rest)))
@@ -213,20 +212,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """One part of a page."""
+    """One section of a page: text, or a picture with marks and a table with a row for each mark."""
 
     key: str
     title: str
     caption: str = ""  # one paragraph
-    picture: Markup = NOTHING  # with an element of class "hit" and data-row for each row of the table
+    picture: Markup = NOTHING  # one element of class "hit" with data-row per row of the table
     table: Table | None = None
-    legend: Sequence[tuple[str, str]] = field(default=())  # class of the sign, words
+    legend: Sequence[tuple[str, str]] = field(default=())  # CSS class of the symbol, label
     missing: str = ""  # why there is no picture
-    wide: bool = False  # it takes the whole width of the page
+    wide: bool = False  # takes the whole width of the page
     text: Markup = NOTHING  # whole paragraphs and lists
 
     def html(self) -> Markup:
-        """What stands inside the figure's section."""
+        """Return the content of the figure's section."""
         name = f"{self.key}-title"
         parts = [element("h2", self.title, id=name)]
         if self.missing:
@@ -248,13 +247,13 @@ class Figure:
 
 
 def scroll(inside: Content, label: str) -> Markup:
-    """A part of the page that may be wider than it and is scrolled on its own."""
+    """Wrap content that may be wider than the page in a container that scrolls on its own."""
     return element("div", inside, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Values onto pixels, the least at the bottom."""
+    """Map values to pixels, the lowest at the bottom."""
 
     low: float
     high: float
@@ -262,14 +261,14 @@ class Scale:
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        """How far down a value stands."""
+        """Return the distance of a value from the top, in pixels."""
         low, high, at = float(self.low), float(self.high), float(value)
         if self.logarithmic:
             low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
         return self.height * (1 - (at - low) / (high - low if high > low else 1))
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round values to write beside the scale.
+        """Return about `most` round values to write beside the axis.
 
         >>> Scale(0, 70, 100).ticks(), Scale(0.002, 3, 100, True).ticks()
         ([0.0, 20.0, 40.0, 60.0], [0.01, 0.1, 1.0])
@@ -286,7 +285,7 @@ class Scale:
 
 
 def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> Markup:
-    """Lines across a figure, with their values at the left."""
+    """Draw horizontal grid lines with their values at the left."""
     parts = []
     for value in scale.ticks(most):
         y = top + scale(value)
@@ -296,7 +295,7 @@ def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> Markup:
 
 
 def tick(value: float) -> str:
-    """A value beside a scale.
+    """Format a value on an axis.
 
     >>> tick(20.0), tick(0.001), tick(2000.0), tick(1e-6), tick(1e6), tick(2e6)
     ('20', '0.001', '2,000', '10⁻⁶', '10⁶', '2,000,000')
@@ -307,14 +306,14 @@ def tick(value: float) -> str:
 
 
 def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
-    """A line through points: units across a frame, pixels down.  A single point is a dot."""
+    """Draw a line through points, x in frame units and y in pixels; a single point becomes a dot."""
     if not points:
         return NOTHING
     return element("path", class_=f"curve {kind}", d=f"{way(points, 1)}{'h.01' if len(points) == 1 else ''}")
 
 
 def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
-    """The words of a path through points, each told from the one before, which takes few letters.
+    """Return SVG path data through points, in relative coordinates to keep it short.
 
     >>> way([(0, 10), (5.2, 10), (10.4, 7)], 1)
     'M0 10l5.2 0 5.2 -3'
@@ -330,7 +329,7 @@ def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
 
 
 def frame(top: float, height: float, *inside: Content) -> Markup:
-    """A part of the figure that stretches with its width; what goes beyond it is cut off."""
+    """Return a nested SVG that stretches with the figure's width and clips what goes beyond it."""
     return element(
         "svg",
         *inside,
@@ -343,12 +342,12 @@ def frame(top: float, height: float, *inside: Content) -> Markup:
 
 
 def picture(kind: str, height: float, label: str, *inside: Content) -> Markup:
-    """A whole figure, as wide as there is room; below it there is room for one line of text."""
+    """Return the outer SVG of a figure, as wide as the page allows; the style sheet leaves room below it."""
     return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
 
 
 def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
-    """The mark of a table's row: a column of the figure, in percent across and pixels down."""
+    """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
     return element(
         "rect",
         class_=f"hit {kind}".rstrip(),
@@ -361,7 +360,7 @@ def column(kind: str, row: int, left: float, width: float, top: float, height: f
 
 
 def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
-    """Below a figure with a column per name: which of them belong together, as modules are nested."""
+    """Label the top-level modules below a figure that has a column per layer name."""
     spans: list[tuple[str, int, int]] = []
     for place, name in enumerate(names):
         part = name.partition(".")[0]
@@ -380,6 +379,6 @@ def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
 
 
 def pairs(told: Iterable[tuple[str, str]]) -> Markup:
-    """Names with what is said of each."""
+    """Return a definition list of names and their descriptions."""
     rows = ((element("dt", name), element("dd", said)) for name, said in told)
     return element("dl", (part for row in rows for part in row), class_="pairs")

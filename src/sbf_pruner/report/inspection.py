@@ -1,14 +1,11 @@
-"""A model at a glance: what can be pruned, where each layer is gated, what it is coupled to, what is left alone.
+"""Inspect a model before pruning: prunable layers, their gates and couplings, layers left alone and why.
 
-A model and example inputs enter; an `Inspection` leaves: the channel graph, its relations, and one plain
-dictionary of facts, which `sbf inspect` prints, writes and draws.  The model is not touched.
-docs/inspect.md says what every key means.
+`inspect_model` returns the channel graph, its relations and a plain dictionary of facts, which `sbf inspect`
+prints, writes and draws; docs/inspect.md explains every key. The model is not modified.
 
-An inspected network in; the boxes to draw and what feeds each of them, out.
-
-Norms, activations, pooling and views pass channels on and are not drawn; what is left are the layers, the
-gates that stand apart from a layer, and the joints where tensors meet or part.  Boxes come in the order in
-which the network runs, so every box stands after its sources.
+`compose` turns this into the boxes of a drawing. Norms, activations, pooling and views pass channels on and have no
+box; layers, gates apart from a layer, operators that mix channels, and joins and splits of tensors have one. Boxes
+are in execution order, so each comes after its sources.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ from ..measurement.counts import Measurement, measure
 from ..utils.formatting import rounded, some
 
 Facts = dict[str, Any]
-_PARAMETRISED = "parametrizations"  # where torch keeps the originals of a weight that is computed from others
+_PARAMETRISED = "parametrizations"  # where torch keeps the original tensors of a parametrized weight
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that is known of a network before any of it is removed."""
+    """A model before pruning: its channel graph, its relations and the facts as plain values."""
 
     graph: ChannelGraph
     relations: Relations
@@ -43,7 +40,7 @@ class Inspection:
 
 
 def overview(model: nn.Module, example_inputs: Any) -> Facts:
-    """Describe the prunable layers of a model, those that follow, the others with the reason, and its totals.
+    """Describe the prunable layers of a model, followers, layers left alone with the reason, and totals.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -57,7 +54,7 @@ def overview(model: nn.Module, example_inputs: Any) -> Facts:
 
 
 def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
-    """Trace a model, unless its graph is known, measure it, and say how its layers hang together."""
+    """Trace a model unless its `graph` is given, measure it, and describe its layers and their couplings."""
     graph = graph if graph is not None else trace(model, example_inputs)
     relations = graph.relations
     cost = measure(model, example_inputs)
@@ -97,7 +94,7 @@ def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | N
 
 
 class _Describer:
-    """What all kinds of layer have in common: size and cost."""
+    """Facts common to prunable layers, followers and layers left alone: shape and cost."""
 
     def __init__(self, model: nn.Module, relations: Relations, cost: Measurement) -> None:
         self.modules = dict(model.named_modules())
@@ -129,7 +126,7 @@ class _Describer:
 
 
 def _parameters(module: nn.Module | None) -> int:
-    """The module's own parameters, and the originals of those it computes."""
+    """Count the module's own parameters, including the originals of parametrized ones."""
     if module is None:
         return 0
     held = dict(module.named_parameters())
@@ -143,22 +140,22 @@ _SIGNS = {"any": ("+", ADD), "all": ("\u00d7", MULTIPLY), "first": ("÷", "divid
 
 @dataclass(eq=False)
 class Box:
-    """One thing to draw."""
+    """A node of the drawing."""
 
     kind: str
     label: str
-    tip: tuple[str, ...]  # what to say when asked, line by line
+    tip: tuple[str, ...]  # lines of the tooltip
     note: str = ""  # a second, smaller line
     filters: int = 0
-    group: int | None = None  # of layers that share a layout: its place among the groups
-    gate: str = ""  # how the layer's own gate works: "affine", "map" or none
-    layer: str = ""  # the name of the layer it stands for, however often that is called
-    kept: int | None = None  # the filters that are left of it, once some are gone
+    group: int | None = None  # index of the group of layers that share its layout
+    gate: str = ""  # kind of the layer's own gate, such as "affine" or "map"; empty if it has none
+    layer: str = ""  # name of the layer; a layer that is called twice has two boxes
+    kept: int | None = None  # filters left after pruning, if known
     sources: list[Box] = field(default_factory=list, repr=False)
 
 
 def compose(seen: Inspection) -> list[Box]:
-    """The boxes of a network, in the order in which it runs.
+    """Return the boxes of an inspected model in execution order, without inputs that are not read.
 
     >>> import torch
     >>> from torch import nn
@@ -186,8 +183,8 @@ class _Composer:
         self.read = {value for node in seen.graph.nodes for value in node.inputs} | set(seen.graph.outputs)
         self.calls: dict[str, int] = {}
         self.boxes: list[Box] = []
-        self.made: dict[Value, Box] = {}  # which box a tensor comes out of
-        self.joined: dict[tuple[int, ...], Box] = {}  # concatenations so far, by what they are made of
+        self.made: dict[Value, Box] = {}  # the box that each tensor comes from
+        self.joined: dict[tuple[int, ...], Box] = {}  # concatenations so far, by the ids of their sources
         for place, value in enumerate(seen.graph.trace.inputs):
             number = f" {place + 1}" if len(seen.graph.trace.inputs) > 1 else ""
             box = self.box(INPUT, f"input{number} {_size(value.shape[1:])}", ("what the network is given",), [])
@@ -203,7 +200,7 @@ class _Composer:
         return box
 
     def add(self, node: Node) -> None:
-        """Draw an operator, or pass on what it reads."""
+        """Add a box for an operator, or attribute its outputs to the box that it reads."""
         sources = list(dict.fromkeys(self.made[v] for v in node.inputs if v in self.made))
         if not sources:
             return
@@ -269,7 +266,7 @@ class _Composer:
         return made
 
     def _shorten(self, made: Box, parts: list[Box]) -> None:
-        """A concatenation that begins with what an earlier one joined is drawn as joined to that."""
+        """Let a concatenation read an earlier one that has the same leading parts, as in dense blocks."""
         key = tuple(id(part) for part in parts)
         for length in range(len(parts) - 1, 1, -1):
             if key[:length] in self.joined:
@@ -279,13 +276,13 @@ class _Composer:
 
 
 def to_json(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """Boxes as plain values, each with the places of its sources."""
+    """Return the boxes as plain values, with sources as indices."""
     place = {box: number for number, box in enumerate(boxes)}
     return [{**vars(box), "sources": [place[source] for source in box.sources]} for box in boxes]
 
 
 def from_json(plain: Sequence[dict[str, Any]]) -> list[Box]:
-    """The boxes that `to_json` wrote.
+    """Rebuild the boxes that `to_json` wrote.
 
     >>> from_json(to_json([Box("input", "image", ("an image",))]))[0].label
     'image'
@@ -298,7 +295,7 @@ def from_json(plain: Sequence[dict[str, Any]]) -> list[Box]:
 
 
 def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contract) -> list[str]:
-    """What is known of a layer, line by line."""
+    """Return the tooltip of a layer, line by line."""
     kernel = f", kernel {_size(node.weight.shape[2:])}" if node.weight.shape[2:] else ""
     lines = [f"{fact['kind'] or node.op.name}, {node.filters} filters{kernel}"]
     if node.groups > 1:

@@ -1,14 +1,11 @@
-"""The report of a run while it trains, at an address of this machine alone.
+"""Watch a run while it trains: its report as a live page on this machine, and TensorBoard event files.
 
-A run folder enters; a small server on 127.0.0.1 leaves, which answers GET and HEAD and nothing else.  It only
-reads the folder, when it is asked and something has changed.  A request whose Host is not this very address
-is refused, so that no page elsewhere can reach it under a name of its own.
+The server listens on 127.0.0.1, answers GET and HEAD only, and only reads the run folder, when a request comes and
+a file has changed. It refuses requests with a foreign Host header, so that a web page elsewhere cannot reach it
+through a name of its own (DNS rebinding).
 
-Records of a run into TensorBoard's own files, where that is installed and asked for.
-
-A run folder enters; a function leaves to call with the record of every epoch.  Scalars and the histogram of
-every layer's scores go to RUN/tensorboard; a resumed run goes on after its last epoch, and what is run again
-takes the place of what was there.
+TensorBoard events go to RUN/tensorboard. A resumed run continues after its last epoch; events of epochs that run
+again replace the old ones.
 """
 
 from __future__ import annotations
@@ -36,15 +33,16 @@ from .run_data import read_run
 PORT = 8321
 _NEWS = "/parts.json"
 _FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "latency.json", "summary.json")
-_PATIENCE = 4.0  # seconds at most to let an open page see the end
+_PATIENCE = 4.0  # seconds at most to wait until an open page has fetched the final state
 _ALONE = "this address is for this machine alone\n"
 
 
 @contextmanager
 def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator[str]:
-    """Serve a run's page while the context lasts; yields its address.
+    """Serve a run's report while the context is open; yields its address.
 
-    If the run is to start `fresh`, what an earlier one left in the folder is not shown.
+    With `fresh`, files that an earlier run left in the folder are not shown. A context that ends without an error
+    waits a few seconds for an open page to fetch the final state. Raises PruningError if the port cannot be used.
     """
     view = _View(folder, time.time() if fresh else 0.0)
     try:
@@ -67,7 +65,7 @@ def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator
 
 
 class _View:
-    """The folder's page, drawn anew when a file has changed."""
+    """The report of a run folder, drawn again when a file has changed; threads may share it."""
 
     def __init__(self, folder: Path, since: float) -> None:
         self.folder, self.since = folder, since
@@ -75,18 +73,18 @@ class _View:
         self.stamp: Any = None
         self.drawn: dict[str, Markup] = {}
         self.title, self.finished = "", False
-        self.history: dict[str, dict[str, int]] = {}  # a hash of every part, by version
+        self.history: dict[str, dict[str, int]] = {}  # hashes of the parts, by version
         self.asked, self.shown = 0.0, False
 
     def page(self) -> str:
-        """The page as it is now."""
+        """Return the current page."""
         with self.lock:
             self._refresh()
             parts = dict.fromkeys((HEADLINE, *SECTIONS), NOTHING) | self.drawn
             return page(self.title, "", parts, live=_NEWS, version=self._version())
 
     def news(self, seen: str) -> dict[str, Any]:
-        """The parts that differ from those of a version the page has."""
+        """Return the parts that differ from those of the version `seen`, which the page has."""
         with self.lock:
             self._refresh()
             self.shown = self.finished
@@ -95,7 +93,7 @@ class _View:
             return {"version": version, "title": self.title, "finished": self.finished, "parts": parts}
 
     def _version(self) -> str:
-        """A name for what is shown now; it is remembered, so that a page can say what it has."""
+        """Return an identifier of the current parts, and remember their hashes under it for `news`."""
         self.asked = time.monotonic()
         held = {key: hash(part) for key, part in self.drawn.items()}
         version = f"{hash(frozenset(held.items())) & 0xFFFFFFFFFFFF:x}"
@@ -103,14 +101,14 @@ class _View:
         return version
 
     def wait_until_seen(self, seconds: float) -> None:
-        """Give a page that is open the time to see how the run ended."""
+        """Wait until an open page has fetched the final state, at most `seconds`."""
         if not (self.folder / "summary.json").is_file():
             return
         end = time.monotonic() + seconds
         while time.monotonic() < end and time.monotonic() - self.asked < 5 and not self.shown:
             time.sleep(0.05)
         if self.shown:
-            time.sleep(0.1)  # the answer is still on its way
+            time.sleep(0.1)  # let the response finish
 
     def _refresh(self) -> None:
         stamp = [_stamp(self.folder / name) for name in _FILES]
@@ -124,14 +122,14 @@ class _View:
             self.drawn, self.finished = run_parts(run), run.finished
             self.title = page_title(run)
             self.stamp = stamp
-        except Exception as error:  # a file that is being written, or was changed by hand: the next look may tell
+        except Exception as error:  # a file may be half written or edited by hand: the next request tries again
             said = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
             self.drawn = {HEADLINE: _waiting(self.folder.name, said)}
             self.title, self.finished = self.folder.name, False
 
 
 def _waiting(name: str, said: str) -> Markup:
-    """The headline of a run that cannot be shown yet."""
+    """Return the headline of a run that cannot be drawn yet."""
     state = element("span", "not finished", class_="state not")
     lead = element("p", said, class_="lead")
     return together(element("p", state, class_="facts"), element("h1", name), lead)
@@ -154,7 +152,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed while it was answered is nobody's fault."""
+        """Ignore errors of a request, such as a page that was closed before its response arrived."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -207,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the terminal belongs to the run."""
+        """Log no requests, which would interleave with the output of the run."""
 
 
 FOLDER = "tensorboard"
@@ -225,7 +223,7 @@ _SCALARS = {
 
 
 def require_tensorboard() -> Any:
-    """What writes TensorBoard's files; a sentence with the remedy where it is not installed."""
+    """Return `SummaryWriter`; raise a PruningError with the remedy if TensorBoard is not installed."""
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
@@ -234,13 +232,13 @@ def require_tensorboard() -> Any:
 
 @contextmanager
 def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes the record of an epoch."""
+    """Yield a function that writes the scalars of an epoch's record, and histograms of the scores of its layers."""
     make = require_tensorboard()
     log: Any = None
 
     def write(record: dict[str, Any]) -> None:
         nonlocal log
-        if log is None:  # only now: a folder with files in it would be refused when the run begins
+        if log is None:  # created late, because a run refuses to start in a folder that has files
             log = make(folder / FOLDER, purge_step=record["done"])
         control = "control/" if record["phase"] == "control" else ""
         for key, name in _SCALARS.items():

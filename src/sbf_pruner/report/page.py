@@ -1,11 +1,7 @@
-"""Parts in; one self-contained HTML page out, that opens without a network and asks for nothing.
+"""Assemble the HTML report of a run, including its headline: one sentence and a few key numbers.
 
-page.html, page.css and page.js beside this file are put into one text.  Every part stands in a section of its
-own, so that a live page can put a new one in its place.
-
-The first thing a report says: what the run came to, in one sentence and a handful of numbers.
-
-A run enters; HTML leaves.  Of a run that is not finished it tells how far it is and what is there by now.
+page.html, page.css and page.js beside this file are inlined, so that the page opens without a network and loads
+nothing. Every part is a section with an id of its own, so that a live page can replace it.
 """
 
 from __future__ import annotations
@@ -47,23 +43,23 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "recipe": recipe,
 }
 SECTIONS = tuple(FIGURES)
-_FROM_ITSELF = "'self'"  # what a live page fetches
-WIDE = ("scores", "network", "recipe")  # a live page must know before any of them is drawn
+_FROM_ITSELF = "'self'"  # Content-Security-Policy source of what a live page fetches
+WIDE = ("scores", "network", "recipe")  # fixed: a live page is laid out before its sections are drawn
 
 
 def run_parts(run: Run) -> dict[str, Markup]:
-    """The inside of every section of a run's page, in order."""
+    """Return the content of every section of a run's page, in order."""
     figures = {key: draw(run) for key, draw in FIGURES.items()}
     return {HEADLINE: headline(run)} | {key: NOTHING if one is None else one.html() for key, one in figures.items()}
 
 
 def run_page(run: Run) -> str:
-    """A run's page."""
+    """Return the report of a run as HTML."""
     return page(page_title(run), sentence(run), run_parts(run))
 
 
 def page_title(run: Run) -> str:
-    """What the browser calls the page."""
+    """Return the title of a run's page."""
     return f"{run.name}: {run.title}"
 
 
@@ -76,7 +72,10 @@ def page(
     live: str = "",
     version: str = "",
 ) -> str:
-    """The page as text; `live` is where, on the page's own server, newer parts than `version` are to be had."""
+    """Return a page as HTML; the first of the `parts` is its headline, the others are sections.
+
+    A live page fetches parts newer than `version` from the path `live` on its own server.
+    """
     head, *rest = parts
     sections = [element("section", parts[key], id=key, class_="wide" if key in wide else None) for key in rest]
     dark = colours(".graph", dark=True) + _points(DARK_HUES)
@@ -96,17 +95,17 @@ def page(
 
 
 def live_policy() -> str:
-    """The Content-Security-Policy of a live page."""
+    """Return the Content-Security-Policy of a live page."""
     return policy(_read("page.js"), _FROM_ITSELF)
 
 
 def figure_parts(figures: Sequence[Figure]) -> dict[str, Markup]:
-    """The inside of the figures' sections."""
+    """Return the content of the figures' sections by key."""
     return {figure.key: figure.html() for figure in figures}
 
 
 def _points(hues: Sequence[str]) -> str:
-    """The colours of points in a figure; a hollow one is the dense network."""
+    """Return the colors of points in a comparison; those of dense networks are hollow."""
     return "".join(
         f".point.h{n}{{fill:{hue};stroke:{hue}}}.point.dense.h{n}{{fill:none;stroke-width:2}}"
         for n, hue in enumerate(hues)
@@ -118,7 +117,7 @@ def _read(name: str) -> str:
 
 
 def sentence(run: Run) -> str:
-    """The run in one sentence."""
+    """Summarize the run in one sentence."""
     if run.summary is None:
         return _so_far(run)
     dense, pruned = run.summary["dense"], run.summary["pruned"]
@@ -134,13 +133,13 @@ def sentence(run: Run) -> str:
 
 
 def _earlier(dense: Mapping[str, Any]) -> str:
-    """What is known of the dense network where no control was trained."""
+    """Return the known accuracies of the dense network, for a run without a dense control."""
     known = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
-    told = {words: dense.get(key) for key, words in known.items()}  # older summaries tell less
+    told = {words: dense.get(key) for key, words in known.items()}  # older summaries lack some
     return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in told.items() if accuracy is not None)
 
 
-_EXACT = 1e-10  # of the largest output, in float64: rounding and nothing else
+_EXACT = 1e-10  # relative to the largest output, in float64; less is rounding error
 _SIZES = (("params", "parameters"), ("macs", "multiply-accumulates"))
 
 
@@ -159,7 +158,7 @@ def _so_far(run: Run) -> str:
 
 
 def headline(run: Run) -> Markup:
-    """The sentence and the cards."""
+    """Return the headline: facts, the sentence, progress and cards."""
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
     if (method := run.recipe.get("method", OWN)) != OWN:
         facts.insert(1, f"filters chosen by {method}")
@@ -210,7 +209,7 @@ def _finished(run: Run) -> list[Markup]:
     else:
         was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
     cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
-    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries do not tell
+    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries lack it
     spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
     timed = f" · {run.environment.get('device', '')}"
     timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
@@ -225,7 +224,7 @@ def _finished(run: Run) -> list[Markup]:
         if before and after:
             share, good = after / before, after <= before
             noise = max((part for part in spread if part is not None), default=0.0) if key == "latency_ms" else 0.0
-            mood = None if abs(after - before) < noise else good  # a difference within the spread is none
+            mood = None if abs(after - before) < noise else good  # a difference within the spread is noise
             cards.append(
                 _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, mood)
             )
@@ -240,7 +239,7 @@ def _finished(run: Run) -> list[Markup]:
 
 
 def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
-    """The most that the recipe's budget lets a network have."""
+    """Return the recipe's target for a resource as text, empty if there is none."""
     most = float(run.recipe.get("budget", {}).get(name, 1.0))
     if most == 1:
         return ""
@@ -248,7 +247,7 @@ def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
 
 
 def _timed(run: Run) -> list[Markup]:
-    """What became of a time that was asked for."""
+    """Return the card of the latency target, if there is one."""
     if run.time is None:
         return []
     share, how = found(run.time, run.finished)

@@ -1,12 +1,8 @@
-"""A run folder in; all that a report shows of it out, as plain values.
+"""Read a run folder into plain values for reports, including the state of its latency target.
 
-Only files are read, so a run that is still going, was killed, or was made elsewhere is read like a finished
-one: what is not there yet is empty, and `missing` says why.  A last line cut short by a kill does not count.
-
-The time that a run was asked for, as far as its folder tells: what was asked, foretold and measured, and where.
-
-A folder, its recipe and its summary enter; plain values leave, those of `summary.json` once there is one, before
-that what `latency.json` holds already; None where no time was asked for.
+Only files are read, and none of the model's code is imported, so a run that is unfinished, was killed, or was made
+elsewhere is read like a finished one: what is not there yet is empty, and `missing` gives the reason. An incomplete
+last line of a .jsonl file is ignored.
 """
 
 from __future__ import annotations
@@ -30,66 +26,69 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerKept:
-    """A prunable layer before and after."""
+    """Filters of a prunable layer before and after pruning."""
 
     name: str
     before: int
     after: int
-    macs_share: float | None = None  # percent of the dense network's
+    macs_share: float | None = None  # percent of the dense network's MACs
 
 
 @dataclass
 class Run:
-    """What is known of a run."""
+    """The contents of a run folder."""
 
     folder: Path
     name: str
     recipe: Record
     schedule: list[Phase]
-    records: list[Record] = field(default_factory=list)  # of the network that is pruned
+    records: list[Record] = field(default_factory=list)  # epochs of the pruned network
     control: list[Record] = field(default_factory=list)
     summary: Record | None = None
     layers: list[LayerKept] = field(default_factory=list)
     scores: list[Record] = field(default_factory=list)
     refinement: list[Record] = field(default_factory=list)
-    unmeasured: dict[str, str] = field(default_factory=dict)  # of the refinement: "scored" or "pruned" -> why
+    unmeasured: dict[str, str] = field(default_factory=dict)  # refinement: "scored" or "pruned" -> reason
     boxes: list[Box] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     followers: dict[str, list[str]] = field(default_factory=dict)
     environment: Record = field(default_factory=dict)
-    time: Record | None = None  # what became of a time that was asked for
-    missing: dict[str, str] = field(default_factory=dict)  # part of the report -> why it is not there
+    time: Record | None = None  # the latency target and its result, if there is one
+    missing: dict[str, str] = field(default_factory=dict)  # part of the report -> reason
 
     @property
     def finished(self) -> bool:
-        """Has the run come to its end?"""
+        """True once the run has ended and has a summary."""
         return self.summary is not None
 
     @property
     def epochs(self) -> int:
-        """Epochs of the network that is pruned, those to come included."""
+        """Number of epochs of the pruned network, including those to come."""
         return max((s.end for s in self.schedule if s.kind != "control"), default=0)
 
     @property
     def last(self) -> Record | None:
-        """The latest epoch, the control's included."""
+        """Record of the latest epoch; the dense control is trained last."""
         records = self.control or self.records
         return records[-1] if records else None
 
     @property
     def method(self) -> str | None:
-        """The method that chose the filters, where they did not earn scores."""
+        """Name of the method that ranks the filters, or None if scores are learned."""
         found = str(self.recipe.get("method", OWN))
         return None if found == OWN or (found in METHODS and METHODS[found].learned) else found
 
     @property
     def title(self) -> str:
-        """The network and the data."""
+        """Names of the network and the data set."""
         return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
 
 
 def read_run(folder: str | Path, summary: Record | None = None) -> Run:
-    """Read a run folder, without importing anything; `summary` stands for one that is about to be written."""
+    """Read a run folder; `summary` stands in for a summary.json that is about to be written.
+
+    Raises RunError if the folder is not that of a run, or if one of its files is damaged.
+    """
     path = Path(folder)
     recipe = _recipe(path)
     run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, planned(recipe))
@@ -156,7 +155,7 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
         before = {name: fact["filters"] for name, fact in facts.items()}
         held = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
         if held is None and last is not None and last["filters"] < last["filters_total"]:
-            held = checkpointed_plan(run.folder)  # methods other than learned scores write nothing else down
+            held = checkpointed_plan(run.folder)  # methods without learned scores store the plan only there
             if held is None:
                 return []
         after = {name: (held or before).get(name, width) for name, width in before.items()}
@@ -165,8 +164,8 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
 
 
 def checkpointed_plan(folder: Path) -> dict[str, int] | None:
-    """The filters each layer keeps in the last checkpoint; None where there is no checkpoint to read."""
-    try:  # the header alone: a page that is open asks after every epoch, and tensors may be many
+    """Return how many filters each layer keeps in the last checkpoint, or None if none can be read."""
+    try:  # only the header: a live page reads it after every epoch, and the tensors can be large
         header = read_header(folder / "checkpoints" / "last.safetensors", "")
         plan = from_plain(header["state"], lambda name: None)["networks"]["plan"]
         return {name: len(kept) for name, kept in plan.items()}
@@ -175,7 +174,7 @@ def checkpointed_plan(folder: Path) -> dict[str, int] | None:
 
 
 def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
-    """What was measured, and why the rest of it was not."""
+    """Return the refinement per residual block, and the reasons for what was not measured."""
     if run.summary is not None and (run.summary.get("refinement") or run.summary.get("unmeasured")):
         return list(run.summary["refinement"]), dict(run.summary.get("unmeasured", {}))
     last: Record = next((line for line in reversed(run.scores) if "refinement" in line), {})
@@ -210,7 +209,11 @@ KNOWN = "latency.json"
 
 
 def asked_time(folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What is known of the time asked for; "foretold" and "measured" are None as long as they are not."""
+    """Return the latency target, its result and its conditions; None without a target or while nothing is stored.
+
+    The values are those of the summary once there is one, before that those of latency.json. "foretold" and
+    "measured" are relative to the dense network, and None until known.
+    """
     if summary is not None and "latency" in summary:
         return dict(summary["latency"])
     wanted = float(recipe.get("budget", {}).get("latency", 1.0))
@@ -219,7 +222,7 @@ def asked_time(folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, An
     try:
         held = json.loads((folder / KNOWN).read_text("utf-8"))
         return _so_far(held, wanted)
-    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or the run has not come to it
+    except (OSError, ValueError, KeyError, TypeError):  # the file is half written, or not there yet
         return None
 
 

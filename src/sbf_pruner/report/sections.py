@@ -1,32 +1,6 @@
-"""The filters each layer keeps: the paper's Figure 4, with the numbers on every bar.
+"""Sections of a run report, one function each, from a `Run` to a `Figure`.
 
-Layers before and after enter; a bar per layer leaves: its outline is what there was, its filling what is
-kept, and a layer that is gone is a sign at the bottom.
-
-The network as a graph, with the filters of each layer before and after, and the blocks that are gone.
-
-A run's boxes and kept layers enter; the drawing of `sbf inspect --graph` leaves, with each layer filled as
-far as it is kept.
-
-How residual blocks refine what passes them: Lemma 1 of the paper, put right, beside what was measured.
-
-Records per block enter; one figure leaves.  With scores S in front of the addition, |S.f(x)|^2 / |x|^2 lies
-between delta^2 and (1 + eps)^2 times what it would be without scores, where delta and 1 + eps are the least
-and the greatest score of the branch's last layer.
-
-Scores over time: for every layer, how the scores of its filters spread from one epoch of scores to the next.
-
-A run's scores enter; one small picture per layer leaves: all scores, the middle half of them, the median,
-and the threshold a filter must reach to stay.
-
-How a run was made: its resolved recipe, the machine and the versions, and what was left alone and why.
-
-A run enters; figures without pictures leave.
-
-The time that was asked for beside the one that was foretold and the one that was measured.
-
-A run enters; a figure leaves, with a bar for each and a line where it should end, and in words the way that was
-chosen and where the time was taken; None for a run that was asked for no time.
+A section whose data is not stored is a figure that gives the reason, from `Run.missing`.
 """
 
 from __future__ import annotations
@@ -62,11 +36,11 @@ from .inspection import Box
 from .run_data import LayerKept, Run
 
 _HEIGHT = 190.0
-_LABELLED = 26  # so many bars have room for a number each
+_LABELLED = 26  # with more bars, there is no room for a number on each
 
 
 def kept(run: Run) -> Figure:
-    """The figure of one run."""
+    """Return the filters that each layer keeps, as in Figure 4 of the paper."""
     key, title = "kept", "Filters kept per layer"
     if not run.layers:
         return Figure(key, title, missing=run.missing["kept"])
@@ -82,7 +56,7 @@ def kept(run: Run) -> Figure:
 
 
 def _chosen(run: Run) -> str:
-    """Who decided how wide each layer is."""
+    """Describe how the widths of the layers were chosen."""
     if run.method is None:
         return "Nobody set these widths: they come out of the scores."
     across = run.method in METHODS and METHODS[run.method].across
@@ -91,7 +65,7 @@ def _chosen(run: Run) -> str:
 
 
 def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Markup:
-    """A bar per layer."""
+    """Draw a bar per layer: the outline is its dense width, the filling what is kept, a cross a removed layer."""
     each = 100 / len(layers)
     scale = Scale(0, max(one.before for one in layers) * 1.06, height)
     parts = [grid(scale, 0, most=4)]
@@ -114,7 +88,7 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Ma
 
 
 def numbers(layers: Sequence[LayerKept]) -> Table:
-    """A row per layer."""
+    """Return the table of kept filters, with a row per layer."""
     rows = [
         [
             one.name,
@@ -129,7 +103,7 @@ def numbers(layers: Sequence[LayerKept]) -> Table:
 
 
 def network(run: Run) -> Figure:
-    """The figure."""
+    """Return the channel graph, with each layer filled by its kept share and removed layers dashed."""
     key, title = "network", "The network, before and after"
     if not run.boxes:
         return Figure(key, title, missing=run.missing["network"], wide=True)
@@ -139,7 +113,7 @@ def network(run: Run) -> Figure:
     said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
     if gone:
         said += f" {len(gone)} layers are gone (dashed): what stood beside them goes on alone."
-    # Drawn at its own size and scrolled if it must be, but never larger than the page leaves room for.
+    # The drawing scales with the page, up to slightly above its own size; below the least width it is scrolled.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
     picture = element(
         "svg",
@@ -160,7 +134,7 @@ def network(run: Run) -> Figure:
 
 
 def _kept(run: Run) -> dict[str, int]:
-    """The filters that are left of every layer, and of those that follow one."""
+    """Return the filters kept by every prunable layer, and by followers for which they can be derived."""
     layers = {one.name: one for one in run.layers}
     kept = {one.name: one.after for one in run.layers}
     for name, leaders in run.followers.items():
@@ -174,7 +148,7 @@ def _kept(run: Run) -> dict[str, int]:
 
 
 def marked(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
-    """The boxes with what is left of each, in the same order."""
+    """Return copies of the boxes with the filters kept of each, in the same order."""
     made: dict[Box, Box] = {}
     for box in boxes:
         left = kept.get(box.layer) if box.layer else None
@@ -199,13 +173,18 @@ _CAPTION = (
 
 
 def refinement(run: Run) -> Figure:
-    """The figure."""
+    """Return the measured refinement of residual blocks beside the bounds of a corrected Lemma 1.
+
+    With scores S applied before the addition, |S.f(x)|^2 / |x|^2 lies between delta^2 and (1 + eps)^2 times its
+    value without scores, where delta and 1 + eps are the least and the greatest score of the branch's last layer.
+    The lemma is wrong as the paper states it: docs/method.md says why.
+    """
     key, title = "refinement", "How much each residual block refines"
     blocks = run.refinement
     if not blocks:
         return Figure(key, title, missing=run.missing["refinement"])
     seen = [value for block in blocks for value in _measured(block) if value] or [1.0]
-    # Lower bounds may be next to nothing: what was measured sets the scale, and they go on below it.
+    # Lower bounds can be close to zero, so the measured values set the scale and lower bounds are cut off.
     high = max(block["top"] ** 2 * block["unscored"] if "top" in block else 0.0 for block in blocks)
     scale = Scale(min(seen) / 3, max(*seen, high) * 1.4, _REFINEMENT_HEIGHT, logarithmic=True)
     each = 100 / len(blocks)
@@ -269,18 +248,21 @@ def _table(run: Run) -> Table:
     return Table([*head, "greatest score", "at the end"], rows)
 
 
-_WIDE, _HIGH = 300.0, 140.0  # fine enough for whole numbers
+_WIDE, _HIGH = 300.0, 140.0  # units of a picture, fine enough for whole coordinates
 _LEVELS = (0, 25, 50, 75, 100)
 
 
 def scores(run: Run) -> Figure:
-    """The figure."""
+    """Return how the scores of each layer spread over the epochs of scores, as one small picture per layer.
+
+    A picture shows all scores, the middle half, the median, and the threshold that a filter must reach to be kept.
+    """
     key, title = "scores", "Scores over time"
     if not run.scores:
         return Figure(key, title, missing=run.missing["scores"], wide=True)
     last = run.scores[-1]
     names = list(last["scores"])
-    # There may be epochs of scores still to come, and some that an older version did not store.
+    # Reserve room for score epochs still to come, and for those that an older version did not store.
     planned = sum(phase.epochs for phase in run.schedule if phase.trains_scores)
     missed = max(sum(record["phase"] in SCORED for record in run.records) - len(run.scores), 0)
     times = max(planned, len(run.scores))
@@ -315,7 +297,7 @@ def scores(run: Run) -> Figure:
 
 
 def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> Markup:
-    # Every score starts at 1, if the start is known.
+    # All scores start at 1; this point is drawn unless the epochs after it were not stored.
     held, first = (levels, missed + 1) if missed else ([[1.0] * len(_LEVELS), *levels], 0)
     across = [_WIDE * (first + time) / times for time in range(len(held))]
 
@@ -335,7 +317,10 @@ def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: floa
 
 
 def skipped(run: Run) -> Figure:
-    """The layers without scores of their own."""
+    """Return layers without scores of their own: those left alone, with the reason, and followers.
+
+    Reasons for other sections that are missing are listed too.
+    """
     rows = [(name, reason) for name, reason in run.skipped.items()]
     rows += [(name, f"follows {', '.join(leaders)}") for name, leaders in run.followers.items()]
     if not rows and "network" in run.missing and not run.summary:
@@ -349,7 +334,7 @@ def skipped(run: Run) -> Figure:
 
 
 def environment(run: Run) -> Figure:
-    """The machine and the versions."""
+    """Return the machine and the versions of the software."""
     if not run.environment:
         return Figure(
             "environment", "Environment", missing="It is stored when a run ends, and this one has not ended."
@@ -359,7 +344,7 @@ def environment(run: Run) -> Figure:
 
 
 def recipe(run: Run) -> Figure:
-    """Every setting, as it was resolved."""
+    """Return every setting of the resolved recipe."""
     plain = {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}
     parts = [_section("", plain)]
     parts += [_section(key, value) for key, value in run.recipe.items() if isinstance(value, Mapping)]
@@ -372,7 +357,7 @@ def _section(name: str, values: Mapping[str, Any]) -> Markup:
 
 
 def spelled(value: Any) -> str:
-    """A setting as text; what is empty shows as such.
+    """Format a setting as text; empty values become "none".
 
     >>> spelled(True), spelled(""), spelled([0.5, 0.75]), spelled([]), spelled({})
     ('yes', 'none', '0.5, 0.75', 'none', 'none')
@@ -386,12 +371,12 @@ def spelled(value: Any) -> str:
     return str(value) if value != "" else "none"
 
 
-_EACH, _BAR = 38.0, 12.0  # pixels down: a row, and the bar in it
+_EACH, _BAR = 38.0, 12.0  # pixels: height of a row, and of the bar in it
 ELSEWHERE = "not measured here: the clock is another machine's, or its runtime is not installed"
 
 
 def timed(run: Run) -> Figure | None:
-    """The figure."""
+    """Return the latency target beside the predicted and the measured time, or None for a run without a target."""
     time = run.time
     if time is None:
         return None
@@ -422,13 +407,13 @@ def timed(run: Run) -> Figure | None:
 
 
 def where(time: Mapping[str, Any]) -> str:
-    """What the time is of."""
+    """Describe the conditions of a latency: runtime, batch size and threads."""
     threads = f"{time['threads']} thread{'' if time['threads'] == 1 else 's'}"
     return f"{time['runtime']}, batch {time['batch']}, {threads}"
 
 
 def found(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
-    """The time a network came to as a part of the dense one's, the best that is known, and what that is."""
+    """Return the best known time of the pruned network, relative to the dense one, and how it is known."""
     if time["measured"] is not None:
         return time["measured"], "measured"
     return time["foretold"], "foretold" if finished else "not landed yet"
@@ -469,7 +454,7 @@ def _facts(time: Mapping[str, Any]) -> Markup:
 
 
 def _way(time: Mapping[str, Any]) -> str:
-    """What goes: chosen because it keeps the most MACs in the time, or set in the recipe."""
+    """Describe the way of removal: chosen because it keeps the most MACs in the time, or set in the recipe."""
     left = time["macs_left"]
     if not left:
         return f"{time['way']}, as the recipe says"
