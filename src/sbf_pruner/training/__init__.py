@@ -1,7 +1,6 @@
-"""From a recipe to a pruned network: recipe, data, schedule, feed, scorer, networks, engine, epoch, run, loop.
+"""Train, prune and fine-tune a network as a recipe describes.
 
-A `Recipe` enters and a run folder leaves.  Every file here can be read alone; the order above is the order in
-which data flows.
+`fit` executes a `Recipe` and writes the results to a run folder.
 """
 
 from ..utils.lazy import lazy_exports

@@ -1,7 +1,6 @@
-"""What a run computes with: the device, how its steps are run there, in which numbers, and how maps lie in memory.
+"""Choose the device, engine, precision and memory format of a run.
 
-A recipe's words and what torch finds here enter; a `Machine` leaves, or one sentence of what this machine cannot
-do.  What is set for all of torch meanwhile is put back in the end.
+A RunError says what this machine cannot do. `own_arithmetic` restores the torch-wide settings that a run changes.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from ..utils.user_model import real_copy
 
 log = logging.getLogger(__name__)
 
-_COMPILED_FROM = (7, 0)  # the oldest GPUs, by their compute capability, that the compiler writes kernels for
+_COMPILED_FROM = (7, 0)  # lowest CUDA compute capability that torch.compile generates kernels for
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how the steps of a run are computed."""
+    """Device, engine, precision and memory format of a run."""
 
     device: torch.device
     captured: bool = False
-    """is a step compiled and captured as a CUDA graph?"""
+    """True if steps are compiled and captured as a CUDA graph"""
     dtype: torch.dtype = torch.float32
-    """what maps are computed in; weights and optimisers are in float32"""
+    """dtype of feature maps; weights and optimizer states are in float32"""
     order: torch.memory_format = torch.channels_last
-    """how maps lie in memory"""
+    """memory format of feature maps"""
 
     def told(self) -> dict[str, str]:
-        """It in words, for a summary.
+        """Return the engine and the precision as text, for a summary.
 
         >>> Machine(torch.device("cpu")).told()
         {'engine': 'plain', 'precision': 'float32'}
@@ -50,7 +49,7 @@ class Machine:
 
 
 def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> Machine:
-    """What a recipe's three words come to here; `auto` is what is quickest of what is possible."""
+    """Resolve the recipe's device, engine and precision on this machine; `auto` is the fastest that is possible."""
     place = choose_device(device)
     if place.type != "cuda":
         if engine == "captured":
@@ -67,7 +66,7 @@ def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device a recipe names; auto is cuda if there is one."""
+    """Return the device that a recipe names; `auto` is cuda if there is one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("device: this machine has no cuda device that torch can use; set device=cpu or auto")
     if wanted == "auto":
@@ -76,10 +75,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_order(model: nn.Module, images: Tensor) -> torch.memory_format:
-    """Channels last, unless the network runs with them first alone, as one does that takes a view of a map.
+    """Return channels_last, unless the network runs only in the contiguous format, as with `view` on a feature map.
 
-    Measured on two cores, ResNet-20, batch 64 of 8x8 images: 13 ms a step with the channels last, 18 to 20 ms with
-    them first; batch 128 of 32x32: 230 and 330 ms.
+    Measured on two cores with ResNet-20: 13 ms per step with channels last and 18 to 20 ms with channels first at
+    batch 64 of 8x8 images; 230 and 330 ms at batch 128 of 32x32 images.
 
     >>> class Net(nn.Sequential):
     ...     def forward(self, x):
@@ -92,7 +91,7 @@ def choose_order(model: nn.Module, images: Tensor) -> torch.memory_format:
 
 
 def lay_out(network: nn.Module, order: torch.memory_format) -> nn.Module:
-    """The network itself, its weights now in an order in memory; those of other ranks than a map's stay.
+    """Convert 4-D parameters and buffers to a memory format in place, and return the network.
 
     >>> lay_out(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv3d(2, 2, 3)), torch.channels_last)[0].weight.stride()
     (18, 1, 6, 2)
@@ -104,15 +103,15 @@ def lay_out(network: nn.Module, order: torch.memory_format) -> nn.Module:
 
 
 def cpu_threads(count: int) -> AbstractContextManager[None]:
-    """Let torch use `count` threads on the CPU, or as many as it likes if that is 0; then as before."""
+    """Set the number of CPU threads (0: leave it unchanged) and restore it on exit."""
     return using_threads(count or None)
 
 
 @contextmanager
 def own_arithmetic() -> Iterator[None]:
-    """Put back, in the end, what the engine for CUDA sets for all of torch: how precisely and by which kernels."""
+    """Restore on exit what the CUDA engine sets for all of torch: matmul precision and cuDNN benchmarking."""
     tuned, word = torch.backends.cudnn.benchmark, None
-    with suppress(RuntimeError):  # there is no one word for what backends were given each by itself
+    with suppress(RuntimeError):  # Raised if the precisions of the backends were set one by one and differ.
         word = torch.get_float32_matmul_precision()
     backends: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     held = [backend.fp32_precision for backend in backends]
@@ -135,14 +134,15 @@ def _why_not_compiled(device: torch.device) -> str | None:
 
 
 def _runs(model: nn.Module, images: Tensor, order: torch.memory_format) -> bool:
-    """Does a copy of the network run in both modes, with its weights and images in this order?"""
+    """Return True if a copy of the network runs in both modes with weights and images in this memory format."""
     copy = lay_out(real_copy(model).to(images.device), order)
     seen = images.contiguous(memory_format=order)
-    streams = torch.random.fork_rng([images.device] if images.is_cuda else [])  # dropout must not move the run's
+    # Dropout must not advance the run's random state.
+    streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
     try:
         with torch.no_grad(), streams:
             copy.eval()(seen)
             copy.train()(seen)
-    except Exception:  # a user's network may fail in any way
+    except Exception:  # User code may raise anything.
         return False
     return True

@@ -1,7 +1,7 @@
-"""One epoch of a phase: training, evaluation where it is due, and the record for `metrics.jsonl`.
+"""Train and evaluate one epoch of a phase, and make its record for `metrics.jsonl`.
 
-An epoch follows from the seed and its number alone, so one that was stopped after any step can be continued.  A
-loss or a weight that is not finite stops the run before anything of it is saved.
+An epoch depends only on the seed and its number, so one that was stopped after any step can be continued. A loss,
+weight or score that is not finite stops the run before it is saved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from .recipe import Recipe
 from .run_folder import NAME
 from .schedule import is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
 
-CALIBRATED_ON = 20  # batches, for statistics that have not arrived
+CALIBRATED_ON = 20  # training batches, to recalibrate running statistics that lag behind
 
 _log = logging.getLogger(__name__)
 
 
 class Epochs:
-    """The epochs of a run, one at a time; `kept` is where its checkpoints lie."""
+    """Run the epochs of a run one at a time.
+
+    `kept` is the folder of its checkpoints, which error messages name.
+    """
 
     def __init__(self, recipe: Recipe, feed: Feed, kept: Path, rank: int = 0) -> None:
         self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
@@ -50,9 +53,9 @@ class Epochs:
         initial: dict[str, Tensor],
         begun: Begun = BEGINNING,
     ) -> dict[str, Any]:
-        """Train epoch `number` of the run, or what is left of it, and return its record.
+        """Train epoch `number` of the run, or the rest of it after `begun`, and return its record.
 
-        Without a `descent` it is one of scores.  `initial` is the state dict that the run began with.
+        Without a `descent` only scores are trained. `initial` is the state dict that the run began with.
         """
         self._began = time.perf_counter() - begun.seconds
         epoch, last = number - phase.first, number + 1 == phase.end
@@ -66,12 +69,12 @@ class Epochs:
                 if descent is not None and descent.average is not None:
                     undone.enter_context(descent.average.applied())
                 undo = self._settle_norms(phase, number, engine, descent, initial)
-                if undo is not None and not last:  # what a phase leaves has the statistics it was judged by
+                if undo is not None and not last:  # The last epoch keeps the statistics it is judged by.
                     undone.callback(undo)
                 test, held_out = judge(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
             self._stop("the loss is", phase, epoch, engine)
-        # What the last step broke shows in no loss of training, and a test is not always due.
+        # The training loss does not show what the last step did to the weights, and a test is not always due.
         self._check_finite(phase, epoch, engine, descent)
         if last and test is not None and descent is not None:
             self._warn_of_guessing(phase, tally.accuracy, test.accuracy)
@@ -92,7 +95,10 @@ class Epochs:
         }
 
     def begun(self, phase: Phase, number: int, engine: Engine, descent: Descent | None, steps: int) -> Begun:
-        """The part of the present epoch that is done, which is so many steps; an error if it is not finite."""
+        """Return what is needed to continue the current epoch after `steps` steps.
+
+        Raises a RunError if the loss, a weight or a score is not finite.
+        """
         sums = tuple(engine.sums.tolist())
         if not all(map(math.isfinite, sums)):
             self._stop("the loss is", phase, number - phase.first, engine)
@@ -102,7 +108,11 @@ class Epochs:
     def _settle_norms(
         self, phase: Phase, number: int, engine: Engine, descent: Descent | None, initial: dict[str, Tensor]
     ) -> Callable[[], None] | None:
-        """Recalibrate batch norms whose running statistics lag behind training; returns what undoes it."""
+        """Recalibrate batch norms whose running statistics lag behind training; return a function that undoes it.
+
+        Does nothing and returns None if no statistics lag, if scores are trained with frozen norms, or if the phase
+        has just ended with a recalibration that the recipe asks for.
+        """
         if descent is None:
             done = self._recipe.scores.freeze_norms
         else:
@@ -121,8 +131,8 @@ class Epochs:
         return engine.recalibrate(self._feed.whole(phase), number, CALIBRATED_ON)
 
     def _warn_of_guessing(self, phase: Phase, train: float, test: float) -> None:
-        """Say that a network has learned the training images and guesses the test images."""
-        guessed = 150 / self._feed.test.num_classes  # at most, with some luck
+        """Log a warning if the network has learned the training images but guesses the test images."""
+        guessed = 150 / self._feed.test.num_classes  # In percent, 1.5 times chance level.
         if test < guessed < train and train >= 2 * test:
             _log.warning(
                 "after phase %s the training accuracy is %.2f %% and the test accuracy %.2f %%, about that of "
@@ -142,7 +152,7 @@ class Epochs:
         teacher: Teacher | None,
         begun: Begun,
     ) -> tuple[Tally, float]:
-        """What the steps of an epoch came to, and the learning rate of the first."""
+        """Train the remaining steps of an epoch; return their tally and the learning rate of its first step."""
         batches = self._feed.of(phase)
         epoch = number - phase.first
         teacher = teacher if is_taught(self._recipe, phase) else None
@@ -168,10 +178,10 @@ class Epochs:
             self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
 
     def _stop(self, broken: str, phase: Phase, epoch: int, engine: Engine) -> NoReturn:
-        """End the run before numbers that are none are saved."""
+        """Raise a RunError, so that numbers that are not finite are never saved."""
         section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
         if phase.kind == "score":
-            assert engine.pruner is not None  # it knows the speed also where that follows from the budget
+            assert engine.pruner is not None  # Its `lr` is the speed, even if derived from the budget.
             key, rate = score_rate(self._recipe), engine.pruner.lr
         else:
             key, rate = f"{section}.lr", getattr(self._recipe, section).lr
@@ -185,34 +195,37 @@ class Epochs:
 
 
 def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:
-    """A network on the test images, and on those held out of training where there are any."""
+    """Evaluate a network on the test split and, if there is one, on the validation split."""
     return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
 
 
 def _trained(engine: Engine, descent: Descent | None) -> list[Tensor]:
-    """What the steps of an epoch have changed; what stands still may hold whatever its owner likes."""
+    """Return the tensors that the steps of an epoch change; frozen ones may hold infinities on purpose."""
     weights = [] if descent is None else [p for group in descent.optimizer.param_groups for p in group["params"]]
     return weights if engine.pruner is None else [*weights, *engine.pruner.score_parameters]
 
 
 @torch.no_grad()
 def _finite(tensors: Iterable[Tensor]) -> bool:
-    """Are they all numbers?  The largest of each tells, and the device is waited for once."""
+    """Return True if all values are finite; takes the maximum norm of each tensor and synchronizes only once."""
     largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf)
     return bool(torch.stack([norm.isfinite() for norm in largest]).all())
 
 
 def _random(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of torch's random streams."""
+    """Return the states of torch's random generators, on the CPU and on `device` if it is a GPU."""
     return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def _set_random(states: Sequence[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:  # a run may go on where there is no GPU
+    if device.type == "cuda" and len(states) > 1:  # A run may be resumed on a machine without a GPU.
         torch.cuda.set_rng_state(states[1], device)
 
 
 def _mixed(seed: int, epoch: int, rank: int) -> int:
-    """A process's seed for the global stream (dropout) of an epoch, other than the one its order is drawn from."""
+    """Return the seed of torch's global generator (dropout) for an epoch and a rank.
+
+    It is not the seed that the order of the images is drawn with.
+    """
     return int(np.random.SeedSequence((seed, epoch, 1 + rank)).generate_state(1)[0])

@@ -1,10 +1,10 @@
-"""A target in milliseconds, for a run: what is known of the time, the way filters go, and the last correction.
+"""Latency target of a run: the latency model and the way of removing filters, and their correction by measurements.
 
-A recipe and a network enter; a clock for the pruner leaves, with the way that keeps the most, both fixed before
-anything is trained.  When the last scores have landed, the network is really cut and timed beside the dense one,
-and landed again until the time is the one asked for.  What holds: every measurement is in `latency.json` before it
-is used, so a run that was killed and goes on lands on the same filters; on another machine than the one that was
-measured nothing is timed, and the summary says so.
+Both are fixed before training; by default the way (`latency.way`) is the one that keeps the most MACs. After the
+last landing the network is extracted and timed beside the dense one, the latency model is corrected and the filters
+are chosen again until the time is the one asked for. Every measurement is written to `latency.json` before it is
+used, so a run that is killed and resumed lands on the same filters. On a machine other than the one the model was
+measured on nothing is timed, and the summary has no measured time.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from ..utils.user_model import real_copy
 from .recipe import Recipe
 from .run_folder import REMEDY
 
-CLOSE = 0.015  # of the time asked for: nearer than this it is not landed again
-TRUST = 1.5  # the most that one measurement moves the forecast; one that is further off is taken again
-LANDINGS = 5  # at most
-OWN = "as coupled"  # the way of a recipe that says itself which filters go together
+CLOSE = 0.015  # relative error of the time below which the filters are not chosen again
+TRUST = 1.5  # largest factor by which one measurement corrects the prediction; beyond it, it is measured again
+LANDINGS = 5  # maximum number of landings
+OWN = "as coupled"  # the way of a recipe that itself couples layers or scores blocks
 
 _log = logging.getLogger(__name__)
 TimePlan = Callable[[Plan], float]
 
 
 class Timed:
-    """All that a run with a target for its latency has to know."""
+    """Latency model, chosen way and measurements of a run with a latency target."""
 
     def __init__(self, clock: LatencyModel, chosen: Chosen, rounds: list[dict[str, Any]] | None = None) -> None:
         self.clock, self.chosen = clock, chosen
         self.rounds = rounds or []
-        """what was measured: the filters (as a digest), the time foretold and the time found"""
+        """one record per measurement: digest of the plan, predicted and measured time as parts of the dense one"""
         self._file: Path | None = None
 
     @classmethod
@@ -66,7 +66,10 @@ class Timed:
         budget: Budget,
         guards: Guards,
     ) -> Timed:
-        """From the run's own file if it goes on; else from the table given, the cache, or the clock."""
+        """Read the state of a resumed run from `kept`; otherwise use the given table, the cache or measurements.
+
+        Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
+        """
         config = recipe.latency
         if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
             raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
@@ -97,12 +100,16 @@ class Timed:
         return cls(from_dict(written, graph, str(path)), chosen, rounds)
 
     def keep_in(self, path: Path) -> None:
-        """Write it down, now and whenever something is measured."""
+        """Write the state to `path` now and after every measurement."""
         self._file = path
         self._write()
 
     def come_in_time(self, pruner: Pruner, timer: TimePlan) -> None:
-        """Land until the network that is really cut takes the time asked for, or no landing comes nearer."""
+        """Choose filters, extract and time until the network takes the time asked for, or no landing comes closer.
+
+        It also ends if another limit than latency keeps the network from being larger. The gates are then those of
+        the best landing. A clearly missed target is logged as a warning.
+        """
         limits = pruner.aim.limits
         assert limits is not None
         asked = limits.most["latency"] / limits.whole["latency"]
@@ -120,7 +127,7 @@ class Timed:
             self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
             try:
                 pruner.land()
-            except PruningError:  # by what was found even the smallest network takes longer: that one, then
+            except PruningError:  # By the corrected model even the smallest network is too slow: try that one.
                 pruner.gate(Plan.from_masks(pruner.aim.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
@@ -130,7 +137,10 @@ class Timed:
             _log.warning("%.0f%% less time than was asked for is taken, and no landing came nearer", -100 * off)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
-        """What a run came to."""
+        """Return the latency entry of `summary.json`.
+
+        The correction of the latency model is reset, so that "foretold" is what the model alone predicts.
+        """
         limits, held = pruner.aim.limits, self.clock.conditions
         assert limits is not None
         self.clock.correction = 1.0
@@ -157,7 +167,7 @@ class Timed:
             if one["plan"] == name:
                 return float(one["measured"])
         found = timer(plan)
-        if not 1 / TRUST < found / foretold < TRUST:  # a machine that was busy is more likely than such a forecast
+        if not 1 / TRUST < found / foretold < TRUST:  # A busy machine is likelier than such an error.
             found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
         self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
         self._write()
@@ -171,13 +181,13 @@ class Timed:
 
 
 def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
-    """A function that times plans as the clock was measured; None on another machine, or without the runtime."""
+    """Return a function that times plans as the model was measured; None if machine or runtime differ."""
     pairs = _pairs_here(clock, network, images)
     return None if pairs is None else pairs.ratio
 
 
 def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
-    """Is all there that `timer_here` will need?  Said in one sentence if not, as long as nothing is trained."""
+    """Run one pass as `timer_here` would; raise a PruningError, before training, if times cannot be measured."""
     pairs = _pairs_here(clock, network, images)
     if pairs is not None:
         pairs.rehearse()
@@ -191,12 +201,12 @@ def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pair
 
 
 def coupling(way: str) -> dict[str, Any]:
-    """What a way means for a pruner."""
+    """Return the `Pruner` arguments of a way; none for one that the recipe itself defines."""
     return {"couple": WAYS[way], "blocks": way == "blocks"} if way in WAYS else {}
 
 
 def _scarcer(pruner: Pruner, plan: Plan) -> bool:
-    """Is something else than the time what stops the network from being larger?"""
+    """Return True if a limit other than latency leaves less room for a larger network."""
     assert pruner.aim.limits is not None
     room = pruner.aim.limits.room(pruner.aim.count(plan.masks(pruner.graph)))
     return any(left < room["latency"] for name, left in room.items() if name != "latency")

@@ -1,19 +1,8 @@
-"""The networks a run trains one after another: the dense one under its scores, the small one, the control.
+"""Networks of a run: the dense one with its pruner, the pruned one and the dense control; loading and checks.
 
-A model and a recipe enter; the network of each phase leaves.  Removal happens here, once, when the first
-phase asks for the small network, and is proved on the spot: in float64 the gated network and the extracted
-one must give the same outputs.  `state` holds all that training changed, and `restore` brings it back.
-
-The pruner that a recipe asks for, on the dense network of a run.
-
-A network, its images and a recipe enter; a `Pruner` leaves, with what is known of a time that was asked for.  What
-holds: a network that cannot be cut, and a target that cannot be met or that the dense network meets already, are
-refused here, before anything is trained.
-
-What a run starts from, checked before anything is written: weights, and a network that fits the images.
-
-A file, a model and data enter; a loaded model, or one sentence of what does not fit, leaves.  Weights are loaded
-all or not at all.
+Weights or images that do not fit, a network that cannot be pruned, and a target that cannot be met or that the
+dense network meets already are refused before anything is written or trained. The pruned network is extracted once,
+when it is first needed, and must then give the same outputs in float64 as the gated one.
 """
 
 from __future__ import annotations
@@ -48,13 +37,16 @@ from .recipe import Recipe
 from .run_folder import ELSEWHERE
 from .schedule import batch_size, closing_cycles, phases
 
-FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # what is quickest there
-STEERED = 4  # times in an epoch of scores; a landing is reckoned each time, an eighth of a second for ResNet-56
-PROVED_ON = 32  # images; in float64 a large network needs much memory for each
+FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # the fastest choice on each device
+STEERED = 4  # adjustments of the penalty per score epoch; each searches a landing, 1/8 second for ResNet-56
+PROVED_ON = 32  # images on which outputs are compared; in float64 a large network needs much memory for each
 
 
 class Networks:
-    """The dense network with its pruner, then the small one, then the control."""
+    """The dense network with its pruner, the pruned network and the dense control.
+
+    `measured` is the file with the latency model of a run that is resumed.
+    """
 
     def __init__(
         self,
@@ -82,7 +74,7 @@ class Networks:
         self._dense_cost = self._small_cost = measure(self.dense, self.images[:1])
 
     def of(self, phase: Phase) -> tuple[nn.Module, Pruner | None]:
-        """The network that a phase trains, and the pruner whose gates stand in it."""
+        """Return the network that a phase trains, and the pruner if its gates are in that network."""
         if phase.kind == "control":
             return self._controlled(), None
         if phase.kind != "finetune" or self._finetune_on == "gated":
@@ -90,9 +82,10 @@ class Networks:
         return self.pruned(), None
 
     def pruned(self) -> nn.Module:
-        """The small network; the first call removes the filters, and proves that nothing else changed."""
+        """Return the pruned network; the first call extracts it and compares its outputs with the gated one's."""
         if self.small is None:
-            # A time is measured where the scores land, and a forecast may be further off than the measurement.
+            # `Pruner.extract` would warn of a missed latency target by the predicted time, but this plan was chosen
+            # by the measured time, which may differ.
             small = self._extract() if self.timed is not None else lay_out(self.pruner.extract(), self.order)
             try:
                 self.cut_error = prove(self.dense, small, self.images[:PROVED_ON])
@@ -102,11 +95,11 @@ class Networks:
         return self.small
 
     def bare_copy(self) -> nn.Module:
-        """The dense network as it is now, without gates, to be looked at and not trained."""
+        """Return a frozen copy of the dense network as it is now, in evaluation mode and without gates."""
         return without_attached(real_copy(self.dense)).eval().requires_grad_(False)
 
     def scored(self) -> dict[str, Any]:
-        """The dense network with the scores it has come to, to choose other sizes from; before anything is cut."""
+        """Return the dense network's state, scores and plan, to choose other sizes from; before extraction only."""
         return {
             "dense": self.dense.state_dict(),
             "scores": self.pruner.scores(),
@@ -114,31 +107,31 @@ class Networks:
         }
 
     def cost(self, phase: Phase) -> dict[str, int]:
-        """Filters, parameters and MACs of what a phase trains, without what its gates hold back."""
+        """Return filters, parameters and MACs of the network that a phase trains, without what its gates close."""
         alive, filters = self.pruner.alive()
         cost = self._dense_cost if phase.kind == "control" else self._small_cost
         alive = filters if phase.kind == "control" else alive
         return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
 
     def after_step(self, phase: Phase, epoch: int, step: int, steps: int) -> None:
-        """So many steps of an epoch of scores are done."""
+        """Tighten the limits after `step` of the `steps` steps of a score epoch, `STEERED` times per epoch."""
         if step < steps and step * STEERED // steps > (step - 1) * STEERED // steps:
             self.closes_in(phase, epoch - phase.first + step / steps)
 
     def closes_in(self, phase: Phase, epochs: float) -> None:
-        """A score phase has come so many epochs far: what the gates may leave is less, and the penalty follows."""
+        """Tighten the limits of the budget after `epochs` epochs of a score phase, and adjust the penalty."""
         closing = closing_cycles(self._recipe)
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
-        if epochs < phase.epochs:  # at the end of the phase the gates are set, and the penalty follows then
+        if epochs < phase.epochs:  # At the end, setting the gates adjusts the penalty too.
             self.pruner.steer()
 
     def check_timer(self) -> None:
-        """Can a time that was asked for be taken, if it is to be taken here?"""
+        """Raise a PruningError if a latency target is to be measured on this machine and cannot be."""
         if self.timed is not None:
             rehearse(self.timed.clock, self.bare_copy(), self.images)
 
     def come_in_time(self) -> None:
-        """The last scores have landed: correct where, if a time was asked for and can be taken here."""
+        """Correct the last landing by measurements, if there is a latency target and it can be measured here."""
         if self.timed is None:
             return
         timer = timer_here(self.timed.clock, self.bare_copy(), self.images)
@@ -146,12 +139,12 @@ class Networks:
             self.timed.come_in_time(self.pruner, timer)
 
     def gates_changed(self) -> None:
-        """Count anew: a score phase has ended."""
+        """Update the plan and the cost of the pruned network after the gates have changed."""
         self.plan = self.pruner.plan()
         self._small_cost = measure(self._extract(), self.images[:1])
 
     def state(self) -> dict[str, Any]:
-        """Everything that training has changed so far."""
+        """Return everything that training has changed so far, for a checkpoint."""
         pruning = self.small is None
         return {
             "dense": self.dense.state_dict() if pruning else None,
@@ -163,7 +156,7 @@ class Networks:
         }
 
     def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
-        """Go back to a state, whatever weights the model came with this time."""
+        """Restore a state, and the initial weights of the run in place of those of the given model."""
         self.begin_with(initial)
         if state["small"] is None:
             self.dense.load_state_dict(state["dense"])
@@ -178,26 +171,26 @@ class Networks:
         self.gates_changed()
 
     def begin_with(self, initial: dict[str, Tensor]) -> None:
-        """Be the network that a run was begun with, whatever weights the model came with this time."""
+        """Load the weights that the run was begun with; raise a RunError if they are of another network."""
         if _shapes(initial) != _shapes(self.initial):
             raise RunError(f"the run was begun with another network; resume it with the same model, {ELSEWHERE}")
         self.initial = initial
         self.dense.load_state_dict(initial)
 
     def take_over(self, weights: dict[str, Tensor]) -> None:
-        """Begin with the weights of a dense stage that is over."""
+        """Load the weights of another run's dense stage; raise a RunError if they are of another network."""
         if _shapes(weights) != _shapes(self.initial):
             raise RunError("the dense stage is that of another network; take over one of this very network")
         self.dense.load_state_dict(weights)
 
     def _extract(self) -> nn.Module:
-        """What the gates let through now, which need not meet the budget yet."""
+        """Extract what the gates keep now, which need not meet the budget yet."""
         pruner = self.pruner
         return lay_out(extract(self.dense, pruner.example_inputs, pruner.plan(), pruner.graph), self.order)
 
     def _controlled(self) -> nn.Module:
         if self.control is None:
-            self.pruned()  # before its weights are gone: the control is the dense network over again
+            self.pruned()  # First, because the control reuses the dense network and overwrites its weights.
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
@@ -211,8 +204,8 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-TRAVEL = 3.0  # logits that a score can cross while a budget closes in; to the threshold it is 0.7
-AT_LEAST = 2  # cycles that it takes for that: in one, scores would be past the threshold before it is seen
+TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
+AT_LEAST = 2  # cycles for that distance: in a single one, scores would pass the threshold before steering reacts
 
 _log = logging.getLogger(__name__)
 
@@ -220,9 +213,10 @@ _log = logging.getLogger(__name__)
 def attach(
     dense: nn.Module, images: Tensor, recipe: Recipe, trained_on: int, measured: Path | None = None
 ) -> tuple[Pruner, Timed | None]:
-    """The pruner of a network that is trained on so many images, and its clock where a time is asked for.
+    """Create the pruner of a run on its dense network, and its `Timed` if there is a latency target.
 
-    `measured` is the file of that clock, if the run goes on.
+    `trained_on` is the number of training images, and `measured` the latency file of a run that is resumed. Raises
+    a PruningError if a target cannot be met, or if the dense network meets all of them already.
     """
     scores, guards, budget, example = recipe.scores, recipe.guards, recipe.budget, images[:2]
     graph = trace(dense, example, guards.ignore)
@@ -264,9 +258,9 @@ def attach(
 
 
 def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Guards:
-    """The guards of the recipe, and what the model's own code asks for."""
+    """Return the guards of the recipe, with at least one filter per layer if the model cannot lose whole layers."""
     asked = Guards(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
-    check_names(asked, graph)  # now: what follows takes its time
+    check_names(asked, graph)  # Before `try_cuts`, which takes longer.
     whole = try_cuts(dense, example, graph)
     if whole is None:
         return asked
@@ -277,7 +271,10 @@ def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Reci
 
 
 def _speed(recipe: Recipe, images: int) -> float:
-    """How far a logit moves in a step: as asked for, or, where a budget is steered to, far enough in all."""
+    """Return the logits that a score moves per step; 0 if `scores.lr` decides.
+
+    With `budget.steer` it is by default such that scores can move `TRAVEL` logits while the limits tighten.
+    """
     scores, budget = recipe.scores, recipe.budget
     if scores.speed or not budget.steer:
         return scores.speed
@@ -287,7 +284,11 @@ def _speed(recipe: Recipe, images: int) -> float:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state_dict from a .safetensors, .pt or .pth file, which must fit the model tensor by tensor."""
+    """Load a state dict from a .safetensors, .pt or .pth file.
+
+    Raises a RunError and leaves the model unchanged if a name or shape does not match, or if a value is NaN or, in
+    a parameter, infinite.
+    """
     where = f"model.weights: {path}"
     given = _read(path, where)
     held, trained = model.state_dict(), dict(model.named_parameters())
@@ -309,18 +310,21 @@ def load_weights(model: nn.Module, path: Path) -> None:
             )
         if tensor.is_floating_point() != held[name].is_floating_point():
             raise RunError(f"{where}: {name} has {tensor.dtype}, the model's {held[name].dtype}; save it so")
-        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # a mask may hold infinities
+        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # A mask may hold infinities.
             raise RunError(f"{where}: {name} holds numbers that are not finite; give others")
     model.load_state_dict(given)
 
 
 def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
-    """Does the network run on these images and give one number per class?  It is left in evaluation mode."""
+    """Raise a RunError unless the network can be trained and gives one logit per class for each image.
+
+    Leaves the network in evaluation mode.
+    """
     shape = "x".join(map(str, images.shape[1:]))
     try:
         with torch.no_grad():
             outputs = model.eval()(images)
-    except Exception as error:  # a user's network may fail in any way
+    except Exception as error:  # User code may raise anything.
         cause = " ".join(str(error).split())
         remedy = f"build it for {images.shape[1]} channels (model.in_channels), or set data.image_size"
         if data.name not in SOURCES:
@@ -358,10 +362,9 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
 
 
 def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
-    """What a copy gives in training mode; None if it does not run on so few images, which says nothing yet."""
-    streams = torch.random.fork_rng(
-        [images.device] if images.is_cuda else []
-    )  # dropout must not move the run's own
+    """Return the outputs of a copy in training mode; None if it fails, which may be due to so few images."""
+    # Dropout must not advance the run's random state.
+    streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
     try:
         with torch.no_grad(), streams:
             return real_copy(model).train()(images)
@@ -373,7 +376,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
     try:
-        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+        with path.open("rb"):  # safetensors reports any file that it cannot open as missing.
             pass
         given: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
@@ -382,7 +385,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
         raise RunError(f"{where} cannot be read ({error}); save it with safetensors.torch.save_file") from error
     except OSError as error:
         raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
-    except Exception as error:  # an unpickler fails in any way, and torch's words tell how to run the file's code
+    except Exception as error:  # Unpickling may raise anything; torch's message suggests unsafe loading.
         raise RunError(
             f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
             "with torch.save(model.state_dict(), path)"

@@ -1,8 +1,7 @@
-"""A run as data: the recipe, put together from its sections, and how it is read.
+"""Recipes: the frozen, validated configuration of a run, from a bundled or TOML file and "key=value" overrides.
 
-The name of a bundled recipe or a TOML file enters, with overrides such as "phases.cycles=4"; a frozen,
-checked `Recipe` leaves.  Its `to_toml()` reads back as an equal recipe, so the file a run keeps says all it
-did.  Each field's help is its only description; `--help` and the documentation read it through `settings()`.
+`Recipe.to_toml()` reads back as an equal recipe, so the copy in a run folder records every setting. The help text
+of each field is its only description; `--help` and the documentation read it through `settings()`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .sections import (
 
 @dataclass(frozen=True)
 class Recipe(Section):
-    """A whole run, from the network and the data to the last epoch."""
+    """Configuration of a whole run, from the network and the data to the last epoch."""
 
     name: str = field(metadata=about("what the run is called; a recipe file may leave it out and has its own name"))
     model: ModelConfig = field(metadata=about("the network"))
@@ -99,7 +98,7 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+        """Read a bundled recipe or a .toml file and apply "key=value" overrides.
 
         >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
         4
@@ -108,9 +107,10 @@ class Recipe(Section):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Build from a table, in which a method and what it is made of must not contradict each other.
+        """Build a recipe from a nested table; raise a RecipeError if a setting contradicts the method.
 
-        Where a size is asked for and nothing else is said, the penalty follows it, in its units.
+        If the table sets a budget, `budget.steer` defaults to True, so that the penalty is adjusted to meet it, and
+        `scores.balance` to "cost", so that layers are weighted by what the budget limits.
 
         >>> Recipe.load("digits", ["budget.macs=0.5"]).budget.steer, Recipe.load("digits").budget.steer
         (True, False)
@@ -133,7 +133,8 @@ class Recipe(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Also where a recipe is given another method later, as in a comparison: they are what the method is.
+        # A method fixes these settings. They are set here for recipes whose method is changed later, with
+        # `dataclasses.replace`, as a comparison of methods does.
         for key, value in _settings_of(self.method).items():
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
@@ -157,7 +158,7 @@ class Recipe(Section):
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a bundled recipe, or a file whose name ends in .toml, with "key=value" overrides laid over it.
+    """Read a bundled recipe or a .toml file and apply "key=value" overrides.
 
     >>> load_recipe("digits", ["phases.cycles=4", "scores.balance=side"]).phases.cycles
     4
@@ -178,18 +179,19 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     lay_over = partial(merge, empties=True)
     method = reduce(lay_over, said, table).get("method")
     if method != table.get("method"):
-        # What the file says is meant for its own method; what is said beside this one is not.
+        # The file's settings are meant for the method it names, so those of the new method replace them. The
+        # other overrides still come last: one that contradicts the method is refused, not ignored.
         said = [_nested(key, value) for key, value in _settings_of(method).items()] + said
     return Recipe.from_dict(reduce(lay_over, said, table))
 
 
 def bundled_recipes() -> list[str]:
-    """The names of the recipes that come with the package."""
+    """Return the sorted names of the recipes that come with the package."""
     return sorted(item.name.removesuffix(".toml") for item in _bundle().iterdir() if item.name.endswith(".toml"))
 
 
 def settings() -> dict[str, Setting]:
-    """Every dotted key a recipe may set, with its type, default, choices and meaning.
+    """Return every dotted key a recipe may set, with its type, default, choices and help text.
 
     >>> settings()["weights.lr"].default
     0.001
@@ -198,7 +200,7 @@ def settings() -> dict[str, Setting]:
 
 
 def _settings_of(method: Any) -> Mapping[str, Any]:
-    """What a method is made of, where it learns scores in a way of its own."""
+    """Return the settings that a method fixes because it learns scores in its own way; empty for all others."""
     return METHODS[method].settings if isinstance(method, str) and method in METHODS else {}
 
 
@@ -220,7 +222,7 @@ def _parse(source: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # The parser tells the line inside its message, or that the text ended too soon.
+        # The parser gives the line only inside its message, and none if the text ended too soon.
         message, _, place = str(error).partition(" (at ")
         found = re.search(r"line (\d+)", place)
         line = found[1] if found else max(1, len(text.splitlines()))
@@ -228,7 +230,7 @@ def _parse(source: str, text: str) -> dict[str, Any]:
 
 
 def _override(text: str) -> dict[str, Any]:
-    """The nested table that "phases.cycles=4" stands for."""
+    """Parse "phases.cycles=4" into the nested table {"phases": {"cycles": 4}}."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not all(key.split(".")):
         raise RecipeError(f"override {text!r}: write KEY=VALUE, such as phases.cycles=4")
@@ -243,7 +245,10 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _value(text: str, *, wants_text: bool) -> Any:
-    """A TOML value, or the text itself where it is none or where text that looks like a number is wanted."""
+    """Parse `text` as a TOML value, or return it unchanged.
+
+    It stays text if it is not one TOML value, or if `wants_text` and it looks like another type, such as a number.
+    """
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,19 +1,9 @@
-"""What a run writes down besides its metrics: the network it began with, its scores, and how blocks refine.
+"""Records of a run besides its metrics: `network.json`, `scores.jsonl`, refinement of residual blocks, and summary.
 
-The networks of a run enter; `network.json` leaves when it begins, a line of `scores.jsonl` after every epoch
-of scores.  They are read from the pruner between epochs, never inside a step.  A picture that cannot be made
-is a reason written down, not a run lost.
-
-How much each residual block refines what it is given: |S.f(x)|^2 / |x|^2, on real images.
-
-A network, its residual blocks and images enter; plain records leave.  The additions are met in the order in
-which the graph recorded them; a network that adds more or less often when it really runs is not measured,
-and the error says so.  Energies are summed in float64 where they arise; the network is left as it was, with the
-mode of each of its modules.
-
-What a run came to: the dense network against the pruned one, and where it was measured.
-
-The networks of a run enter, with a way to judge them; plain dictionaries leave, of which `summary.json` is made.
+The network is recorded when the run begins and the scores after every score epoch, read from the pruner between
+epochs, never inside a step. The refinement of a residual block is |S.f(x)|^2 / |x|^2 on real images, the energy of
+its scored branch over that of its shortcut. If drawing or measuring a network fails, the reason is recorded and the
+run continues.
 """
 
 from __future__ import annotations
@@ -45,13 +35,13 @@ Measured = TypeVar("Measured")
 
 
 class Recording:
-    """The network, the scores and the refinement of one run."""
+    """Record the network, the scores and the refinement ratios of one run."""
 
     def __init__(self, folder: RunFolder, networks: Networks, images: Tensor, device: torch.device) -> None:
         self.folder, self.networks, self.images, self.device = folder, networks, images, device
 
     def begin(self) -> None:
-        """Write down the network, if that has not been done."""
+        """Write `network.json`, unless it exists."""
         if self.folder.network.is_file():
             return
         pruner = self.networks.pruner
@@ -59,12 +49,12 @@ class Recording:
         try:
             seen = inspect_model(pruner.model, self.images[:1], pruner.graph)
             written |= {"facts": seen.facts, "boxes": to_json(compose(seen))}
-        except Exception as error:  # whatever a user's network does, it can still be trained
+        except Exception as error:  # User code may raise anything; the network can still be trained.
             written["undrawn"] = _told(error)
         write_text(self.folder.network, json.dumps(written) + "\n")
 
     def after_epoch(self, phase: Phase, done: int) -> None:
-        """Write down the scores after an epoch of them, and after the last one what the gates let through."""
+        """Append the scores after a score epoch, and after the last of a phase the widths and refinement ratios."""
         if not phase.trains_scores:
             return
         pruner = self.networks.pruner
@@ -78,7 +68,7 @@ class Recording:
         self.folder.append_scores(line)
 
     def finish(self, small: nn.Module) -> dict[str, Any]:
-        """What the summary tells of layers left alone, and of the blocks' refinement at the end."""
+        """Return the entries of the summary on skipped layers and on the refinement ratios at the end."""
         graph = self.networks.pruner.graph
         found: dict[str, Any] = next(
             (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
@@ -93,10 +83,10 @@ class Recording:
 
 
 def _tried(measure: Callable[[], Measured]) -> tuple[Measured | None, str]:
-    """What was measured, or None and the reason: it is an analysis beside the run."""
+    """Return the measurement and "", or None and the reason, because a failed analysis must not stop the run."""
     try:
         return measure(), ""
-    except Exception as error:  # whatever a user's network does
+    except Exception as error:  # User code may raise anything.
         return None, _told(error)
 
 
@@ -105,15 +95,15 @@ def _told(error: Exception) -> str:
     return said if isinstance(error, PruningError) else f"{type(error).__name__}: {said}"
 
 
-MEASURED_ON = 64  # images: after every phase of scores, and a large network takes its time on a CPU
+MEASURED_ON = 64  # images; few, because every score phase ends with it and a large network is slow on a CPU
 
 
 def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
-    """Per residual block: the ratio under the continuous scores, without them, and the scores' extremes.
+    """Return per residual block the ratio with continuous scores, the one without, and the extreme scores.
 
-    With the scores S of the branch's last layer, delta the least and top the greatest of them, the ratio lies
-    between delta^2 and top^2 times the one without scores: that is Lemma 1, put right.  None of a network whose
-    branches end in no prunable layer; a PruningError where there are some and none could be measured.
+    With delta the least and top the greatest score of the branch's last layer, the ratio lies between delta^2 and
+    top^2 times the one without scores (Lemma 1 of the paper, corrected). The list is empty if no branch ends in a
+    prunable layer. Raises a PruningError if some do and none could be measured.
     """
     layers = pruner.graph.layers
     known = [block for block in residual_blocks(pruner.graph) if block.layer]
@@ -153,7 +143,7 @@ def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
 
 
 def when_pruned(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, float | None]:
-    """Per residual block the ratio in the small network; none where nothing is left of the shortcut."""
+    """Return the ratio of each residual block in the pruned network; None where its shortcut is all zero."""
     blocks = residual_blocks(pruner.graph)
     energies = _energies(small, blocks, images, len(additions(pruner.graph.trace.ops)))
     sums = {block.name: (float(f.sum()), float(x.sum())) for block, (f, x) in zip(blocks, energies, strict=True)}
@@ -161,7 +151,7 @@ def when_pruned(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, f
 
 
 def joined(scored: Sequence[Mapping[str, Any]], pruned: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Both as one record per block, in the order of the network.
+    """Merge the results of `under_scores` and `when_pruned` into one record per block, in network order.
 
     >>> joined([{"block": "a", "top": 1.0}], {"a": 0.5, "b": 0.25})
     [{'block': 'a', 'top': 1.0, 'pruned': 0.5}, {'block': 'b', 'pruned': 0.25}]
@@ -174,7 +164,11 @@ def joined(scored: Sequence[Mapping[str, Any]], pruned: Mapping[str, float | Non
 def _energies(
     network: nn.Module, blocks: Sequence[ResidualBlock], images: Tensor, expected: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Squares of branch and shortcut of every block, summed per channel."""
+    """Return the squares of branch and shortcut of every block, summed per channel in float64.
+
+    Additions are matched to blocks by the order in which they run, so a PruningError is raised if the network runs
+    more or fewer of them than its graph has. The modes of all modules are restored.
+    """
     listener = _Listener(blocks)
     with evaluating(network), torch.no_grad(), listener:
         network(images[:MEASURED_ON])
@@ -203,7 +197,7 @@ def _energy(maps: Tensor) -> Tensor:
     return maps.transpose(0, 1).flatten(1).double().square().sum(1).cpu()
 
 
-TIMED_SECONDS = 10.0  # about, for both networks together, however large they are
+TIMED_SECONDS = 10.0  # approximate total for both networks, whatever their size
 TIMED_AT_ONCE = 64
 UNJUDGED = {"accuracy": None, "validation_accuracy": None}
 
@@ -216,9 +210,10 @@ def summarise(
     judged: Callable[[nn.Module], dict[str, float | None]],
     before: dict[str, float | None],
 ) -> dict[str, Any]:
-    """The dense network against the small one.
+    """Return the comparison of the dense and the pruned network for `summary.json`.
 
-    Where no control was trained, the dense one has no accuracy but those of `before`, from earlier in the run.
+    `judged` gives the accuracies of a network. Without a dense control, the dense network has only those in
+    `before`, from earlier in the run.
     """
     control, timed = networks.control, networks.timed
     dense = networks.pruner.detach() if control is None else control
@@ -243,7 +238,7 @@ def summarise(
 
 
 def sizes(dense: nn.Module, pruned: nn.Module, images: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters, MACs of one image, bytes of a file and milliseconds of a pass on `images`, of both networks."""
+    """Return parameters, MACs per image, file size in bytes and latency on `images` in ms of both networks."""
     first = latency({"dense": dense}, images, pairs=1)["dense"].median / 1e3
     pairs = min(20, max(3, int(TIMED_SECONDS / (2 * first))))
     times = latency({"dense": dense, "pruned": pruned}, images, pairs=pairs)
@@ -262,7 +257,7 @@ def _size(network: nn.Module, images: Tensor, time: Latency) -> dict[str, Any]:
 
 
 def widths(graph: ChannelGraph, plan: Plan) -> dict[str, dict[str, int]]:
-    """The filters of every prunable layer before and after."""
+    """Return the number of filters of every prunable layer before and after pruning."""
     kept = plan.widths()
     return {
         name: {"before": layer.filters, "after": kept.get(name, layer.filters)}

@@ -1,24 +1,11 @@
-"""The whole schedule: a dense network in, a trained, smaller one and a run folder out.
+"""`fit`: a resumable run of warm-up, cycles of scores and gated weights, removal, fine-tuning and a dense control.
 
-What holds: everything is checked before the first file is written; the model of the caller, the random streams and
-torch's settings stay as they were; a run that has come to its end is read, not trained again.
-
-A run in progress: warm-up, cycles of scores and gated weights, removal, fine-tuning, and a dense control.
-
-Every epoch follows from the seed and its number alone, and a checkpoint holds all that passes from one to the next,
-so a run killed at any moment and resumed ends, on the CPU, with bit for bit the same weights.  A signal stops a run
-after the present step, with a checkpoint that also holds the part of the epoch that is done.  Several processes,
-whose norms and random streams differ within an epoch, stop at its end.
-
-SIGINT and SIGTERM while a run trains: stop at the end of a step, with a checkpoint.
-
-Terminals send SIGINT, schedulers SIGTERM and some 30 seconds later SIGKILL.
-
-A run by several processes, which torchrun has started: each trains on its part of every batch, one writes.
-
-A team enters; a folder for each process leaves.  What holds: the first process works in the run's own folder, and
-every other one keeps the same books in a folder of its own, which begins with what the first has and is thrown
-away in the end.  So all of them take the same way through a run, and only one of them leaves anything.
+Everything is checked before the first file is written. Every epoch depends only on the seed and its number, and a
+checkpoint holds all state that passes from one epoch to the next, so a run that is killed and resumed ends, on the
+CPU, with bit-identical weights. After a signal, a run stops at the end of a step and saves the partial epoch; if
+there are several processes, whose norms and random states differ within an epoch, it stops at the end of the epoch.
+Under torchrun each process trains on its part of every batch. Rank 0 writes the run folder; the other ranks write
+to temporary ones that begin with the same contents, so that all ranks execute the same code.
 """
 
 from __future__ import annotations
@@ -80,14 +67,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: the small network, the filters it kept, the figures, and where they lie."""
+    """Result of a run: the pruned network, the filters it keeps, the summary and the run folder."""
 
     model: nn.Module
     plan: Plan
     summary: dict[str, Any]
     folder: Path
     was_finished: bool = False
-    """The run had come to its end before it was resumed, and nothing was trained."""
+    """True if the run was finished before it was resumed, so that nothing was trained."""
 
 
 def fit(
@@ -102,22 +89,27 @@ def fit(
     trust: bool = False,
     report: Report | None = None,
 ) -> Result:
-    """Train, score, prune and fine-tune a copy of `model` as `recipe` says; `model` itself is untouched.
+    """Train, score, prune and fine-tune a copy of `model` as `recipe` says.
 
-    A recipe may be given by its name, or as the path of its .toml file.  It says where the images are, unless
-    `data` holds them: datasets of (image, label) pairs, `{"train": ..., "test": ...}` and "val" if there is one.
-    A function that `data.name` of the recipe names is imported only with `trust`: give it for a recipe of your own.
+    `model`, torch's random state and its settings are left unchanged. Under torchrun every process calls `fit`;
+    each batch is divided among them, and rank 0 writes the folder and calls `report`.
 
-    `report` is called after every epoch with the record that `metrics.jsonl` gets.  The run's folder is `run`
-    or runs/NAME-seedN; one that exists is refused unless the run is to go on (`resume`) or over (`force`).
-    With `dense_from` the warm-up of another run, of the same network, data and seed, is taken over.
+    Args:
+        model: The dense network.
+        recipe: A recipe, the name of a bundled one, or the path of a .toml file.
+        data: Datasets of (image, label) pairs, `{"train": ..., "test": ...}` and optionally "val". By default the
+            images that the recipe names are loaded.
+        run: The run folder, runs/NAME-seedN by default. An existing one is refused without `resume` or `force`.
+        resume: Continue the run in the folder from its last checkpoint; a finished run is only read.
+        force: Start the run in the folder over.
+        dense_from: Folder of a run with the same network, data and seed, whose warm-up is taken over.
+        trust: Import the function that `data.name` of the recipe names; give it only for a recipe of your own.
+        report: Called after every epoch with the record that is appended to `metrics.jsonl`.
 
-    Called by every process that torchrun has started, it shares each batch among them; the first one writes the
-    folder and calls `report`.
-
-    SIGINT (Ctrl-C) and SIGTERM stop a run after its present step, with a checkpoint that `resume` goes on from, and
-    raise `errors.Stopped`, a KeyboardInterrupt; a second one ends the process at once.  Several processes stop at
-    the end of the epoch.
+    Raises:
+        Stopped: SIGINT (Ctrl-C) or SIGTERM was received; it is a KeyboardInterrupt. The run stops after the current
+            step (with several processes: the current epoch), with a checkpoint from which `resume` continues. A
+            second signal ends the process at once.
 
     >>> import tempfile
     >>> from .recipe import load_recipe
@@ -145,7 +137,7 @@ def fit(
             stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
         machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
         device = machine.device
-        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # the caller's stay the caller's
+        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # The caller's are restored.
         with streams, cpu_threads(recipe.threads), own_arithmetic():
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
@@ -157,7 +149,7 @@ def fit(
             told = report if team.leads else None
             ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
             with folder.taken():
-                # Until here anyone could: what was true of the folder when the run was prepared may be so no more.
+                # Another process may have changed the folder before it was locked, so check it again.
                 folder.check(recipe, resume=resume, force=force)
                 if resume and (folder.finished or goes_on != folder.has_checkpoint()):
                     raise RunError(
@@ -172,7 +164,7 @@ def fit(
 
 
 def _check_kinds(model: object, recipe: object, data: object) -> None:
-    """Refuse arguments that are not what they should be."""
+    """Refuse arguments of the wrong type."""
     check_model(model)
     if not isinstance(recipe, (Recipe, str, Path)):
         raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
@@ -182,15 +174,15 @@ def _check_kinds(model: object, recipe: object, data: object) -> None:
 
 Report = Callable[[dict[str, Any]], None]
 
-SAVING_SHARE = 0.05  # of a run's time at most goes into checkpoints, but for those at the end of a phase
+SAVING_SHARE = 0.05  # largest part of a run's time that checkpoints take, except those at the end of a phase
 
 
 class _Interrupted(Exception):
-    """A signal was received, and the state is that after a whole step."""
+    """Raised after a signal, where the state is that after a whole step."""
 
 
 class Run:
-    """The networks of a run, how far it is, and how to write it down."""
+    """A run in progress: its networks, its position in the schedule, and what it saves."""
 
     def __init__(
         self,
@@ -215,28 +207,29 @@ class Run:
         self.recording = Recording(folder, self.networks, self.feed.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
-        self.given_accuracy: float | None = None  # of the network as it came, where it may have been trained before
+        self.given_accuracy: float | None = None  # test accuracy of the given network, if it may be pretrained
         self.warmup_accuracy: float | None = None
-        self.dense_from: str | None = None  # the run whose dense stage this one took over
+        self.dense_from: str | None = None  # folder of the run whose warm-up was taken over
         self.done = 0
-        self.steps = 0  # of the present epoch that are done
-        self.begun = BEGINNING  # the part of an epoch that was done before the run was stopped within it
-        self.unfinished: tuple[Any, Any] = None, None  # optimiser and average of a phase that was cut short
-        self.spent = 0.0  # seconds before it was resumed
+        self.steps = 0  # done in the current epoch
+        self.begun = BEGINNING  # the part of an epoch that was done before the run was stopped
+        self.unfinished: tuple[Any, Any] = None, None  # states of optimizer and average in an interrupted phase
+        self.spent = 0.0  # seconds of training before the run was resumed
         self.started = self.saved = time.perf_counter()
-        self.saving = 0.0  # seconds the last checkpoint took
+        self.saving = 0.0  # seconds that the last checkpoint took
 
     def begin(self, stage: DenseStage | None = None, again: bool = False) -> None:
-        """Write the first files: from here on there is a run to resume.  A dense stage given is behind it then.
+        """Write the first files, so that the run can be resumed from here on.
 
-        A run that was killed before its first checkpoint begins `again`, with the weights it began with.
+        A dense stage that is given replaces the warm-up. With `again`, a run that was killed before its first
+        checkpoint starts over from its saved initial weights.
         """
         if again and self.folder.has_checkpoint(INITIAL):
             self.networks.begin_with(load_checkpoint(self.folder.checkpoints, INITIAL))
         if self.recipe.model.weights or not self.recipe.phases.warmup:
             engine = self._engine(self.networks.dense, self.networks.pruner)
             self.given_accuracy = judge(engine, self.feed)[0].accuracy
-        if stage is not None:  # before anything is written: it may be of another network
+        if stage is not None:  # Before any file is written: it raises if the networks differ.
             self.networks.take_over(stage.weights)
         self._check_method()
         self._check_timer()
@@ -252,7 +245,7 @@ class Run:
             self._choose()
 
     def _come_from(self, stage: DenseStage) -> None:
-        """Write what the warm-up would have left."""
+        """Record a warm-up that is taken over, as if it had been trained here."""
         self.folder.append(*stage.records)
         self.done, self.spent = len(stage.records), stage.seconds
         self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
@@ -261,7 +254,7 @@ class Run:
         self._save(None, closed=True)
 
     def restore(self) -> None:
-        """Go to where the last checkpoint was taken."""
+        """Restore the state of the last checkpoint."""
         state = load_checkpoint(self.folder.checkpoints)
         self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
         self.folder.check_same_data(state.get("images", {}), self.counts)
@@ -278,11 +271,11 @@ class Run:
         self.given_accuracy = state.get("given_accuracy")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
             self._set_teacher(load_checkpoint(self.folder.checkpoints, DENSE))
-        if not self.folder.has_checkpoint(SCORED):  # begun by a version that did not keep it
+        if not self.folder.has_checkpoint(SCORED):  # The run was begun by a version that did not write it.
             self._keep_scored()
 
     def go(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Run what is left of the schedule and write the results: the small network, and what it came to."""
+        """Run the rest of the schedule and write the results; return the pruned network and the summary."""
         with self.signals.deferred():
             for phase in phases(self.recipe):
                 if self.done < phase.end:
@@ -292,7 +285,7 @@ class Run:
         return small, self.team.from_first(partial(self._leave, small))
 
     def _leave(self, small: nn.Module) -> dict[str, Any]:
-        """Write what stays of the run."""
+        """Write the pruned network and the report, and last the summary, which marks the run as finished."""
         save(small, self.folder.path)
         summary = self._summary(small)
         leave_report(self.folder.path, summary)
@@ -315,7 +308,7 @@ class Run:
                 if scored:
                     self.networks.closes_in(phase, self.done - phase.first)
                 if self.done == phase.end:
-                    # Scores become gates as their phase closes, and the checkpoint is to hold the gates.
+                    # Leaving the context sets the gates from the scores, and the checkpoint must contain them.
                     frozen.close()
                     descent = None
                     if phase.trains_scores:
@@ -329,7 +322,7 @@ class Run:
                     if is_scored(self.recipe):
                         self._keep_scored()
                 record |= self.networks.cost(phase)
-                # Before the checkpoint: a record too many is cut off on resuming, one too few would be lost.
+                # Before the checkpoint: resuming drops a surplus record but cannot restore a missing one.
                 self.recording.after_epoch(phase, self.done)
                 self.folder.append(record)
                 if phase.cycle and is_soft(self.recipe):
@@ -342,7 +335,7 @@ class Run:
                     raise Stopped(self.signals.received or signal.SIGTERM, f"saved after epoch {self.done}")
 
     def _run_epoch(self, phase: Phase, engine: Engine, descent: Descent | None) -> dict[str, Any]:
-        """Train what is left of an epoch and return its record; after a signal, save and raise `Stopped`."""
+        """Train the rest of the current epoch and return its record; after a signal, save and raise `Stopped`."""
         begun, self.begun = self.begun, BEGINNING
         self.steps = begun.steps
         engine.after_step = partial(self._after_step, phase)
@@ -368,7 +361,7 @@ class Run:
             raise _Interrupted
 
     def _is_stopping(self) -> bool:
-        """Return True if any process has received a signal; all processes must call this."""
+        """Return True if any process has received a signal; an all-reduce, so every rank must call this."""
         if self.team.alone:
             return self.signals.received is not None
         received = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
@@ -376,9 +369,10 @@ class Run:
         return bool(received)
 
     def _trained(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
-        """Freeze what a phase does not train.
+        """Return the context that freezes what a phase does not train.
 
-        Where a landing has closed filters with high scores, a score phase begins with a look at its images.
+        A budget closes filters that may still have high scores. A score phase opens these again, so the statistics
+        of frozen batch norms are first recalibrated on some of its batches.
         """
         if not phase.trains_scores:
             return pruner.gated()
@@ -389,30 +383,30 @@ class Run:
         return pruner.scoring(tune=partial(engine.look, self.feed.whole(phase), self.done, scores.recalibrate))
 
     def _check_timer(self, done: int = 0) -> None:
-        """Scores that are still to come end in a landing that is timed: what that needs must be there now."""
+        """Check that latency can be measured, if a score phase is still to come: the last one ends with it."""
         if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
             self.networks.check_timer()
 
     def _check_method(self) -> None:
-        """Can the recipe's method judge this network?  It is to be known before anything is trained."""
+        """Try the recipe's ranking method on this network, so that it fails before anything is trained."""
         if not is_scored(self.recipe):
             images = shown(self.feed.train.epoch(0), REHEARSED)
             rehearse(self.recipe.method, self._subject(self.networks.bare_copy(), images))
 
     def _check_agreed(self, phase: Phase) -> None:
-        """Scores are the same in all processes, and so must be what they keep: from here on widths may differ."""
+        """Raise a RunError unless all processes keep the same filters, because layer widths follow from these."""
         if not self.team.all_say(dict(self.networks.plan.keep)):
             raise RunError(f"the processes keep different filters after phase {phase}; start over in one process")
 
     def _keep_dense(self) -> None:
-        """Write down the dense network, for other runs and for the later phases, if they learn from it."""
+        """Save the dense network, for `dense_from` of other runs and as the teacher of later phases."""
         weights = self.networks.dense.state_dict()
         save_checkpoint(self.folder.checkpoints, weights, DENSE)
         if self.recipe.distill.alpha:
             self._set_teacher(weights)
 
     def _choose(self) -> None:
-        """Where filters do not earn scores, and the time for it has come: choose them, once and for all."""
+        """Choose the filters by the recipe's ranking method at `cycles_end`, unless scores are learned."""
         if is_scored(self.recipe) or self.done != cycles_end(self.recipe):
             return
         self.networks.pruner.rank(self._ranked(self.networks.bare_copy()))
@@ -421,13 +415,13 @@ class Run:
         self._keep_scored()
 
     def _soften(self) -> None:
-        """Empty the filters that would go if this were the end."""
+        """Set the filters to zero that would be removed now; they may grow again."""
         pruner, network = self.networks.pruner, self.networks.dense
         keep = pruner.aim.choose(self._ranked(network)).masks
         Subject(network, pruner.graph, ()).empty(keep)
 
     def _ranked(self, network: nn.Module) -> Scores:
-        """What the recipe's method says of a network now."""
+        """Return the scores that the recipe's method gives a network now, computed on rank 0 for all ranks."""
         name = self.recipe.method
         images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
         return self.team.from_first(partial(ranked, name, self._subject(network, images)))
@@ -437,9 +431,9 @@ class Run:
         return Subject(network, pruner.graph, images, self.recipe.seed, pruner.aim)
 
     def _keep_scored(self) -> None:
-        """Write down the dense network and its scores when the last cycle is over, for `sbf frontier`.
+        """Save the dense network and its scores after the last cycle, for `sbf frontier`.
 
-        Fine-tuning changes these very weights where it goes on in the gated network.
+        Fine-tuning changes these weights if it trains the gated network.
         """
         if self.done == cycles_end(self.recipe):
             save_checkpoint(self.folder.checkpoints, self.networks.scored(), SCORED)
@@ -451,7 +445,7 @@ class Run:
         self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
     def _save(self, descent: Descent | None, *, closed: bool, begun: Begun = BEGINNING) -> None:
-        """Write a checkpoint, but not so often that it takes a noticeable part of the run's time."""
+        """Write a checkpoint, but unless `closed` only if that takes a small part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
             return
@@ -486,12 +480,12 @@ class Run:
         }
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
-        """Accuracy after the last epoch; none of the validation split where there is no such split."""
-        test, held_out = judge(make_engine(network, self.machine, team=Team()), self.feed)  # the others are waiting
+        """Return the accuracy on the test split and, if there is one, on the validation split."""
+        test, held_out = judge(make_engine(network, self.machine, team=Team()), self.feed)  # The other ranks wait.
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
-        """One engine per network, from phase to phase: what it has compiled stays valid."""
+        """Return the engine of a network, the same from phase to phase because its compiled steps stay valid."""
         key = id(network), pruner is not None
         if key not in self.engines:
             self._forget_engines()
@@ -502,7 +496,7 @@ class Run:
         held = bool(self.engines)
         self.engines.clear()
         if held and self.machine.captured:
-            gc.collect()  # an engine refers to itself, and its graphs hold on to the device's memory
+            gc.collect()  # Engines are in reference cycles, and their CUDA graphs hold device memory.
 
     def _seconds(self) -> float:
         return self.spent + time.perf_counter() - self.started
@@ -512,10 +506,11 @@ _USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, 
 
 
 class Signals:
-    """While entered, the first signal is noted inside `deferred()` and raises `Stopped` elsewhere.
+    """Handle SIGINT and SIGTERM: inside `deferred()` the first one is stored, elsewhere it raises `Stopped`.
 
-    A second signal ends the process at once, because the first one puts the usual handlers back.  Handlers other
-    than the usual ones (a user's own, an ignored SIGINT) stay, and only in the main thread are any replaced.
+    Terminals send SIGINT; schedulers send SIGTERM and some 30 seconds later SIGKILL. A second signal ends the
+    process at once, because the first one restores the default handlers. Only default handlers are replaced (not a
+    user's own, nor an ignored SIGINT), and only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -535,7 +530,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While entered, a signal is only noted in `received`."""
+        """While entered, only store a signal in `received`."""
         self._deferred = True
         try:
             yield
@@ -555,7 +550,7 @@ class Signals:
 
 
 def join() -> Team:
-    """All processes of this run, found by what torchrun has written in the environment."""
+    """Return the team of all processes; initialize the process group if torchrun started several of them."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         on_gpus = torch.cuda.is_available()
         if on_gpus:
@@ -566,12 +561,12 @@ def join() -> Team:
 
 
 def _leave() -> None:
-    gc.collect()  # first the graphs that hold messages: the group waits for them
+    gc.collect()  # Frees CUDA graphs with captured collectives, which the group would wait for.
     dist.destroy_process_group()
 
 
 def check_shared(recipe: Recipe, images: int, team: Team) -> None:
-    """Raise a RunError where a run cannot be shared among all processes."""
+    """Raise a RunError if a run cannot be divided among the processes of the team."""
     if team.alone:
         return
     if recipe.budget.latency != 1:
@@ -588,7 +583,7 @@ def check_shared(recipe: Recipe, images: int, team: Team) -> None:
 
 
 def same_weights(model: nn.Module, team: Team) -> nn.Module:
-    """The model with the weights that the first process has; a copy, where there are other processes."""
+    """Return the model itself if this process is alone, else a copy with the weights of rank 0."""
     if not team.alone:
         model = real_copy(model)
         team.follow([held for held in model.state_dict().values() if isinstance(held, Tensor)])
@@ -597,7 +592,11 @@ def same_weights(model: nn.Module, team: Team) -> nn.Module:
 
 @contextmanager
 def books(team: Team, folder: RunFolder, check: Callable[[], None], *, resume: bool) -> Iterator[RunFolder]:
-    """The folder this process writes to, once the first one has found that the run may begin or go on."""
+    """Yield the folder that this process writes to, after rank 0 has passed `check`.
+
+    Rank 0 gets `folder`. Every other rank gets a temporary one, which is deleted in the end; with `resume` it
+    starts with a copy of the run's files.
+    """
 
     def found() -> dict[str, bytes]:
         check()
@@ -615,6 +614,6 @@ def books(team: Team, folder: RunFolder, check: Callable[[], None], *, resume: b
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    """What a run needs to go on, or to be read when it is finished."""
+    """Read the files that are needed to resume a run, or to read a finished one."""
     names: Sequence[str] = ("*.toml", "*.json", "*.jsonl", "*.safetensors", "checkpoints/*.safetensors")
     return {str(file.relative_to(path)): file.read_bytes() for name in names for file in path.glob(name)}

@@ -1,24 +1,9 @@
-"""The state of a run, in a file, and back.
+"""Run folders: write and check their files, save and load checkpoints, read finished runs and their dense stages.
 
-A nest of dicts, lists, tuples, tensors, numbers, text and None enters and comes back equal; `torch.optim`
-state_dicts are such nests.  It is one safetensors file, and the old one stays until the new one is complete.
-A file that is cut short or was changed is refused.
-
-The run folder: what is in it, and when it may be written.
-
-A path and a recipe enter; a folder leaves that holds `recipe.toml`, `network.json`, `metrics.jsonl`,
-`scores.jsonl`, `checkpoints/`, `latency.json` where a time was asked for, and at the end `plan.json`,
-`model.safetensors`, `report.html` and `summary.json`, which comes last: a run with a summary is finished.  What
-holds: `check` writes nothing; a folder that is not a run's is never touched, and of a run's folder only the files
-named here are, and what `sbf export` wrote into it.
-
-A finished run, read back from its folder: its recipe, its summary, and both networks.
-
-The dense stage of another run, taken over instead of trained again: many sizes from one warm-up.
-
-A recipe and the folder of a run that is past its warm-up enter; the weights the warm-up left and its records leave.
-What holds: the two recipes agree in all that a warm-up depends on, so a run that takes one over ends as if it had
-trained it itself, on the CPU to the last bit; nothing is written here.
+A folder holds `recipe.toml`, `network.json`, `metrics.jsonl`, `scores.jsonl`, `checkpoints/`, with a latency target
+`latency.json`, and at the end `plan.json`, `model.safetensors`, `report.html` and `summary.json`. The summary is
+written last: a run that has one is finished. A folder that is not a run's is never changed, and in a run's folder
+only its own files are, and those that `sbf export` wrote there.
 """
 
 from __future__ import annotations
@@ -63,7 +48,10 @@ REMEDY = f"put the file back, {ELSEWHERE}"
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Path:
-    """Write `state` to the checkpoint in `folder`, in one step, and return its path.
+    """Write `state` to the checkpoint `name` in `folder` and return its path.
+
+    A state is a nest of dicts, lists, tuples, tensors, numbers, strings and None, as are `torch.optim` state dicts.
+    The checkpoint is one safetensors file; an existing one is replaced only when the new one is complete.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +63,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Pa
 
     def store(at: str, tensor: Tensor) -> str:
         name = at
-        while name in tensors:  # a key that holds a dot may look like a path
+        while name in tensors:  # A key that contains a dot can give the path of another entry.
             name += "'"
         tensors[name] = tensor
         return name
@@ -87,7 +75,10 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Pa
 
 
 def load_checkpoint(folder: Path, name: str = NAME, remedy: str = REMEDY) -> dict[str, Any]:
-    """Read the checkpoint in `folder`; a RunError that names the remedy if it is missing or not whole."""
+    """Return the state in the checkpoint `name` in `folder`.
+
+    Raises a RunError that ends with `remedy` if the file is missing, cut short or was changed.
+    """
     path = Path(folder) / name
     tensors, header = read_tensors(path, remedy)
     if header.get("format") != _FORMAT:
@@ -98,15 +89,15 @@ def load_checkpoint(folder: Path, name: str = NAME, remedy: str = REMEDY) -> dic
 
 
 INITIAL = "initial.safetensors"
-DENSE = "dense.safetensors"  # as the warm-up left it: the teacher, and what other runs may begin from
+DENSE = "dense.safetensors"  # as the warm-up left it: for the teacher, and for `dense_from` of other runs
 SCORED = "scored.safetensors"
-STARTS_OVER = "starting-over.partial"  # while an earlier run is removed: what is missing is not lost then
-EXPORT = "export"  # where `sbf export` writes to, unless it is told
+STARTS_OVER = "starting-over.partial"  # exists while an earlier run is removed, to tell that from lost files
+EXPORT = "export"  # default folder of `sbf export`
 PUT_BACK = f"put back the run's own, {ELSEWHERE}"
 
 
 class RunFolder:
-    """The files of one run."""
+    """The files of one run in its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,7 +111,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, recipe: Recipe, path: str | Path | None) -> RunFolder:
-        """The folder given, or runs/NAME-seedN below the current one."""
+        """Return the folder at `path`, by default runs/NAME-seedN in the current directory."""
         if path is not None:
             return cls(Path(path))
         if not recipe.name.strip() or Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
@@ -128,29 +119,30 @@ class RunFolder:
         return cls(Path("runs") / f"{recipe.name}-seed{recipe.seed}")
 
     def origin(self, *others: Path, trust: bool, resume: bool = False) -> Origin:
-        """The origin of a recipe that is used with this folder: nothing is imported from in here, or from `others`.
+        """Return what a recipe used with this folder may import: nothing from inside it or `others`.
 
-        `trust` says that the recipe was named by the user, who may name it again to `resume`, or trusts this one.
+        `trust` is True if the user named the recipe or trusts it. Otherwise its code is refused; with `resume` the
+        message suggests naming the recipe again.
         """
         named = f", or name the recipe that you began it with (sbf run RECIPE --run {self.path} --resume)"
         return Origin(trust, (self.path, *others), named if resume else "")
 
     @property
     def begun(self) -> bool:
-        """Is there a run in it?"""
+        """True if the folder contains a run."""
         return is_there(self.recipe)
 
     @property
     def finished(self) -> bool:
-        """Has the run in it come to its end?"""
+        """True if the run in the folder is finished."""
         return is_there(self.summary)
 
     def has_checkpoint(self, name: str = NAME) -> bool:
-        """Is there a checkpoint of this name?"""
+        """Return True if there is a checkpoint of this name."""
         return is_there(self.checkpoints / name)
 
     def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
-        """Raise a RunError unless a run of `recipe` may start, start over, or go on here."""
+        """Raise a RunError unless a run of `recipe` may start, start over or continue here. Writes nothing."""
         if resume and force:
             raise RunError("a run either goes on (--resume) or starts over (--force), not both; choose one")
         if self.path.exists() and not self.path.is_dir():
@@ -178,29 +170,33 @@ class RunFolder:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Keep every other process out, with a lock that goes with this process however it ends."""
+        """Create the folder and lock it against other processes; the lock ends with this process at the latest.
+
+        Removes temporary files of killed processes. After an error, new folders that are still empty are removed.
+        """
         new = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
         otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
             with locked(self.path, RunError(otherwise)):
-                for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):  # by one killed
-                    if not left.is_dir():  # an export's, which the next export removes
+                for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
+                    if not left.is_dir():  # A folder is that of an export; the next export removes it.
                         left.unlink(missing_ok=True)
                 yield
         except BaseException:
-            with suppress(OSError):  # only if nothing came of the run
+            with suppress(OSError):  # A folder that is not empty stays.
                 for path in new:
                     path.rmdir()
             raise
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what an earlier run left here and write the recipe."""
+        """Remove the files of an earlier run and write the recipe."""
         self._check_links()
         self.path.mkdir(parents=True, exist_ok=True)
         starts_over = self.path / STARTS_OVER
         starts_over.touch()
-        # First what says that a run is finished, or can go on: killed here, a run has at worst to begin.
+        # Files that mark a run as finished or resumable go first, so that if the process is killed here, the run at
+        # worst starts over.
         stale = ["summary.json", *(f"checkpoints/{name}" for name in (NAME, INITIAL, DENSE, SCORED))]
         stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["report.html", "bench.json", "latency.json"]
@@ -212,23 +208,23 @@ class RunFolder:
         starts_over.unlink()
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records to the metrics, safely on disk before the checkpoint that counts them."""
+        """Append records to `metrics.jsonl`, flushed to disk before the checkpoint that counts them is written."""
         append_text(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records written so far."""
+        """Return the records written so far."""
         return read_lines(self.metrics, REMEDY)
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
-        """Add the scores of one epoch."""
+        """Append the scores of one epoch to `scores.jsonl`."""
         append_text(self.scores, json.dumps(line, separators=(",", ":")) + "\n")
 
     def read_scores(self) -> list[dict[str, Any]]:
-        """The scores written so far; a run begun by an older version has none of its first epochs."""
+        """Return the scores written so far; a run begun by an older version lacks those of its first epochs."""
         return read_lines(self.scores, REMEDY)
 
     def rewind(self, records: int) -> None:
-        """Forget metrics and scores written after the checkpoint, so that no epoch stands there twice."""
+        """Drop metrics and scores written after epoch `records`, the checkpoint's, so that none appears twice."""
         written = read_lines(self.metrics, REMEDY, records)
         if len(written) < records:
             raise RunError(
@@ -245,7 +241,7 @@ class RunFolder:
         write_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """The summary of a finished run."""
+        """Return the summary of a finished run; raise a RunError if it is damaged."""
         try:
             summary = json.loads(read_text(self.summary))
         except ValueError:
@@ -255,7 +251,10 @@ class RunFolder:
         return summary
 
     def read_recipe(self) -> Recipe:
-        """The recipe of the run in it, which was written whole: what is missing was not left out."""
+        """Return the recipe of the run; raise a RunError if it is damaged, or lacks the last setting.
+
+        A run writes every setting, so a missing one means that the file was cut short.
+        """
         try:
             text = read_text(self.recipe)
             recipe = load_recipe(self.recipe)
@@ -268,7 +267,7 @@ class RunFolder:
         return recipe
 
     def _is_run(self) -> bool:
-        """Return True if a run wrote the recipe here: it is whole, or something else of a run lies beside it."""
+        """Return True if a run wrote the recipe here: it is complete, or there are other files of a run."""
         if any(path.exists() for path in (self.network, self.metrics, self.path / STARTS_OVER)):
             return True
         try:
@@ -278,7 +277,7 @@ class RunFolder:
         return True
 
     def _check_links(self) -> None:
-        """Files are removed from these folders when a run starts over, which must not happen somewhere else."""
+        """Raise a RunError if a folder from which starting over removes files is a link to somewhere else."""
         for path in (self.checkpoints, self.path / "tensorboard", self.path / EXPORT):
             if path.is_symlink():
                 raise RunError(
@@ -287,7 +286,7 @@ class RunFolder:
                 )
 
     def _check_goes_on(self, recipe: Recipe) -> None:
-        """A run that is past its first phase has a checkpoint: without one it would begin again, and lose all."""
+        """Raise a RunError if a run past its first phase has no checkpoint: resuming would start it over."""
         if self.finished or self.has_checkpoint() or (self.path / STARTS_OVER).is_file():
             return
         records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
@@ -307,14 +306,17 @@ class RunFolder:
                     f"as it is (sbf run --run {self.path} --resume), {ELSEWHERE}"
                 )
         if _patterns(before) != _patterns(now):
-            # Equal as settings, but of the patterns that match a layer the last one counts.
+            # The settings are equal, but of the patterns that match a layer the last one applies.
             raise RunError(
                 f"{self.path} was run with the patterns of its guards in another order; resume it as it is "
                 f"(sbf run --run {self.path} --resume), {ELSEWHERE}"
             )
 
     def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
-        """Refuse to go on with another recipe than a checkpoint's; settings that it does not know are new ones."""
+        """Raise a RunError if the recipe differs from that of the checkpoint.
+
+        Settings that the checkpoint lacks were introduced after it was written and are ignored.
+        """
         now = flat(recipe.to_dict())
         for key, before in flat(trained_with).items():
             if now.get(key) != before:
@@ -324,7 +326,7 @@ class RunFolder:
                 )
 
     def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Refuse to go on with more or fewer images than a checkpoint's."""
+        """Raise a RunError if the number of images differs from that of the checkpoint."""
         for part, before in trained_with.items():
             if counts[part] != before:
                 raise RunError(
@@ -334,26 +336,26 @@ class RunFolder:
 
 
 def _patterns(settings: Mapping[str, Any]) -> list[str]:
-    """The keys of the guards, in their order."""
+    """Return the keys of the guards in their order."""
     return [key for key in settings if key.startswith("guards.")]
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left behind."""
+    """A finished run, read from its folder."""
 
     path: Path
     origin: Origin
     recipe: Recipe
     summary: dict[str, Any]
     build: Callable[[], nn.Module]
-    """makes the dense network, with fresh weights"""
+    """builds the dense network with fresh weights"""
     small: nn.Module
     """the pruned network, in evaluation mode"""
 
 
 def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
-    """Read a finished run; `otherwise` ends the sentence that says there is none.
+    """Read a finished run; raise a RunError if there is none, with a message that ends with `otherwise`.
 
     Code that its recipe names is imported only with `trust`.
     """
@@ -370,40 +372,47 @@ def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> F
 
 
 def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
-    """Build the dense network of a recipe, with fresh weights; code of the user's only if `origin` is trusted."""
+    """Build the dense network of a recipe with fresh weights; import user code only if `origin` is trusted.
+
+    Sets the seed of torch's global generator.
+    """
     config = recipe.model
     torch.manual_seed(recipe.seed)
     given = {"num_classes": config.num_classes, "in_channels": config.in_channels, **config.options}
     return build_network(config.name, given, origin)
 
 
-DECIDES = ("seed", "model.", "data.", "warmup.", "phases.warmup")  # settings that the dense stage follows from
+DECIDES = ("seed", "model.", "data.", "warmup.", "phases.warmup")  # prefixes of what determines the dense stage
 
 
 @dataclass(frozen=True)
 class DenseStage:
-    """What a warm-up came to."""
+    """Result of the warm-up of another run, to be taken over instead of trained again."""
 
     run: str
-    """the folder of the run that trained it"""
+    """folder of the run that trained it"""
     weights: dict[str, Tensor]
     records: list[dict[str, Any]]
 
     @property
     def accuracy(self) -> float:
-        """On the test images, after its last epoch."""
+        """Test accuracy after its last epoch."""
         accuracy = self.records[-1]["test_accuracy"]
         assert isinstance(accuracy, float)
         return accuracy
 
     @property
     def seconds(self) -> float:
-        """What its training took."""
+        """Training time."""
         return float(sum(record["seconds"] for record in self.records))
 
 
 def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
-    """The dense stage of the run in `path`, as `recipe` would train it; a RunError where it would train another."""
+    """Read the dense stage of the run in `path`; raise a RunError if `recipe` would train a different one.
+
+    The recipes must agree in all settings that determine the warm-up. A run that takes it over then ends as if it
+    had trained it itself, on the CPU with bit-identical weights. Nothing is written.
+    """
     source = RunFolder(Path(path))
     if not source.begun:
         raise RunError(f"there is no run in {path} to take the dense stage from; name the folder of a run")

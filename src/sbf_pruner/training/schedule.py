@@ -1,7 +1,7 @@
-"""When what is trained: the recipe's phases, and the learning rate at every step.
+"""Phases of a run, their batch sizes, learning rates and distillation weights, as pure functions of its recipe.
 
-A `Recipe` enters; a list of `Phase`s leaves, in the order they run, with every epoch of the run numbered from
-0.  Pure functions: the same recipe gives the same schedule, which is what makes a run resumable.
+Epochs are numbered from 0 across the whole run. The same recipe always gives the same schedule, which makes a run
+resumable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .sections import OptimizerConfig
 
 
 def phases(recipe: Recipe) -> list[Phase]:
-    """The phases of a run in order; those without epochs are left out.
+    """Return the phases of a run in order, without those that have no epochs.
 
     >>> from .recipe import load_recipe
     >>> short = load_recipe("digits", ["phases.cycles=1"])
@@ -26,17 +26,17 @@ def phases(recipe: Recipe) -> list[Phase]:
 
 
 def is_scored(recipe: Recipe) -> bool:
-    """Are scores learned?  Else another method chooses filters, before fine-tuning."""
+    """Return True if scores are learned; otherwise another method chooses the filters before fine-tuning."""
     return recipe.method == OWN or METHODS[recipe.method].learned
 
 
 def is_soft(recipe: Recipe) -> bool:
-    """Are filters emptied after every epoch of the cycles?"""
+    """Return True if the method prunes softly: it sets filters to zero after every epoch of the cycles."""
     return not is_scored(recipe) and METHODS[recipe.method].soft
 
 
 def cycles_end(recipe: Recipe) -> int | None:
-    """Number of the first epoch after filters are chosen for the last time; None where none are.
+    """Return the number of the first epoch after the final choice of filters, or None if none are chosen.
 
     >>> from .recipe import load_recipe
     >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
@@ -47,7 +47,7 @@ def cycles_end(recipe: Recipe) -> int | None:
 
 
 def closing_cycles(recipe: Recipe) -> int:
-    """In how many cycles the limits of a budget close in: all but those that are to be settled, at least half.
+    """Return in how many cycles the limits tighten to the budget: all but `budget.settled`, at least half of them.
 
     >>> from .recipe import load_recipe
     >>> [closing_cycles(load_recipe("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
@@ -58,12 +58,14 @@ def closing_cycles(recipe: Recipe) -> int:
 
 
 def total_epochs(recipe: Recipe) -> int:
-    """All epochs of a run, the control's included."""
+    """Return the number of epochs of a run, including those of the dense control."""
     return sum(phase.epochs for phase in phases(recipe))
 
 
 def score_rate(recipe: Recipe) -> str:
-    """The setting that says how fast scores move: where there is a speed, the learning rate says nothing.
+    """Return the key of the setting that controls how fast scores move.
+
+    `scores.lr` has no effect if `scores.speed` is set or derived from the budget.
 
     >>> from .recipe import load_recipe
     >>> score_rate(load_recipe("digits")), score_rate(load_recipe("digits", ["budget.steer=true"]))
@@ -73,7 +75,10 @@ def score_rate(recipe: Recipe) -> str:
 
 
 def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
-    """How a phase trains the weights; the control is trained as the warm-up is, over all its epochs."""
+    """Return the optimizer settings of a phase that trains weights.
+
+    The dense control uses those of the warm-up, with the schedule stretched over all its epochs.
+    """
     return {
         "warmup": recipe.warmup,
         "weights": recipe.weights,
@@ -84,13 +89,13 @@ def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
 
 
 def batch_size(recipe: Recipe, phase: Phase) -> int:
-    """Images per step of a phase."""
+    """Return the number of images per step of a phase."""
     section = optimizer_config(recipe, phase) if phase.trains_weights else recipe.scores
     return section.batch_size or recipe.data.batch_size
 
 
 def is_taught(recipe: Recipe, phase: Phase) -> bool:
-    """Does a phase learn from the dense network as well?"""
+    """Return True if the loss of a phase includes distillation from the dense network."""
     during = recipe.distill.during
     kinds = {
         "finetune": ("finetune",),
@@ -101,7 +106,9 @@ def is_taught(recipe: Recipe, phase: Phase) -> bool:
 
 
 def taught_part(recipe: Recipe, phase: Phase, epoch: int) -> float:
-    """The teacher's part of the loss in an epoch, counted from 0, of a phase that is taught.
+    """Return the weight of the distillation loss in epoch `epoch` of a phase, counted from 0.
+
+    With `distill.fade` it decreases along a cosine toward 0 over fine-tuning.
 
     >>> from .recipe import load_recipe
     >>> fading = load_recipe("digits", ["distill.alpha=0.8", "distill.fade=true"])
@@ -113,7 +120,7 @@ def taught_part(recipe: Recipe, phase: Phase, epoch: int) -> float:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, each: int = 1) -> float:
-    """The learning rate at a step of a phase that has `steps` of them, `each` of them an epoch.
+    """Return the learning rate at `step` of a phase of `steps` steps, `each` of them per epoch.
 
     >>> [learning_rate(OptimizerConfig(lr=1.0), step, 4) for step in (0, 2)]
     [1.0, 0.5]
@@ -131,5 +138,5 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, each: int = 1)
 
 
 def _cosine(passed: float) -> float:
-    """From 1 to 0 along half a wave."""
+    """Decrease from 1 to 0 along half a cosine wave as `passed` goes from 0 to 1."""
     return (1 + math.cos(math.pi * passed)) / 2

@@ -1,10 +1,7 @@
-"""The sections of a recipe that say how: every setting with its default (the paper's), its limits, its meaning.
+"""Sections of a recipe: frozen dataclasses of settings with their defaults, bounds and help texts.
 
-Nothing enters; frozen dataclasses leave, which check what they are given.  `recipe` puts them together.
-
-The sections of a recipe that say what a run is given: the network it starts from, and the images.
-
-Nothing enters; frozen dataclasses leave, which check what they are given.  `recipe` puts them together.
+The defaults are those of the paper where it states any. A section validates its fields when it is built; `recipe`
+combines the sections into a `Recipe`.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from ..utils.settings import BOUNDS, Section, about
 
 @dataclass(frozen=True)
 class PhasesConfig(Section):
-    """How many epochs each phase lasts."""
+    """Number of epochs of each phase, and number of cycles."""
 
     warmup: int = field(default=50, metadata=about("epochs of dense training before any pruning", least=0))
     cycles: int = field(default=10, metadata=about("times that scores and weights take turns", least=0))
@@ -31,7 +28,7 @@ class PhasesConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """How one phase trains the weights."""
+    """Optimizer, learning rate schedule and regularization of a phase that trains weights."""
 
     optimizer: str = field(default="sgd", metadata=about("the optimiser", choices=("sgd", "adam")))
     lr: float = field(default=0.1, metadata=about("learning rate at the start of the phase", above=0))
@@ -92,13 +89,13 @@ class OptimizerConfig(Section):
 
 
 def adam() -> OptimizerConfig:
-    """What the paper trains gated weights with."""
+    """Return the optimizer settings of the paper for the gated weight phases."""
     return OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, schedule="constant")
 
 
 @dataclass(frozen=True)
 class ScoresConfig(Section):
-    """How filters earn their scores."""
+    """How the scores of filters are computed and trained."""
 
     projection: str = field(
         default="factored",
@@ -169,9 +166,9 @@ class ScoresConfig(Section):
 
 @dataclass(frozen=True)
 class BudgetConfig(Section):
-    """What may be left of the network: up to 1 a part of it, above 1 a number, or either as text with its unit.
+    """Target size of the pruned network: up to 1 a fraction of the dense one, above 1 an amount; text has a unit.
 
-    With all at 1 the scores decide.
+    If all targets are 1, there is no budget and the scores alone decide how many filters are kept.
 
     >>> BudgetConfig(size="1MB", latency="5ms")
     BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2, steer=False)
@@ -202,19 +199,19 @@ class BudgetConfig(Section):
 
     @property
     def limits(self) -> Budget:
-        """What it limits, as a pruner is given it."""
+        """The targets as the `Budget` that a `Pruner` takes."""
         return Budget(**{each.name: getattr(self, each.name) for each in fields(Budget)})
 
     def __post_init__(self) -> None:
         for key in (each.name for each in fields(Budget)):
-            if isinstance(written := getattr(self, key), str):  # as on the command line: "50%", "1MB", "5ms"
+            if isinstance(written := getattr(self, key), str):  # Text with a unit: "50%", "1MB", "5ms".
                 object.__setattr__(self, key, getattr(Budget(**{key: written}), key))
         super().__post_init__()
 
 
 @dataclass(frozen=True)
 class GuardsConfig(Section):
-    """What no score may take away."""
+    """Constraints on which filters may be removed, whatever their scores."""
 
     min_filters: int | dict[str, int] = field(
         default=0, metadata=about("filters that a layer keeps at least", least=0)
@@ -243,7 +240,7 @@ class GuardsConfig(Section):
 
 @dataclass(frozen=True)
 class LatencyConfig(Section):
-    """Whose time budget.latency means."""
+    """Conditions under which `budget.latency` holds, and the way filters are removed to meet it."""
 
     runtime: str = field(
         default="onnxruntime",
@@ -269,7 +266,7 @@ class LatencyConfig(Section):
 
 @dataclass(frozen=True)
 class DistillConfig(Section):
-    """What the network learns from its own dense stage, besides the labels."""
+    """Distillation from the dense network as the warm-up left it."""
 
     alpha: float = field(
         default=0.0,
@@ -297,7 +294,7 @@ class DistillConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """The network a run starts from."""
+    """The network that a run starts from."""
 
     name: str = field(
         metadata=about('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
@@ -322,7 +319,7 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """The images a run learns from and is judged on."""
+    """The images for training and evaluation, their preprocessing and augmentation."""
 
     name: str = field(
         metadata=about('a data set: digits, cifar10, synthetic, npz, folder or "package.module:callable"')
