@@ -28,7 +28,6 @@ from sbf_pruner.compare import (
     outputs,
     read_settings,
     run_bench,
-    runtimes,
 )
 from sbf_pruner.errors import PruningError
 from sbf_pruner.measurement import measure
@@ -309,7 +308,7 @@ def test_a_network_by_name_with_a_plan(tmp_path: Path) -> None:
     assert subject.compact.layer1[0].conv1.out_channels == 2
     assert outputs(lambda: call(subject.compact, subject.inputs(4)))[0].shape == (4, 3)
     assert not subject.dense.training and not subject.compact.training
-    assert runtimes.RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
+    assert BENCH_RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
     assert resolve("resnet20").training
 
 

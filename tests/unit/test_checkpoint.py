@@ -243,7 +243,7 @@ def test_writers_of_one_file_do_not_disturb_one_another(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from sbf_pruner.files import write_text
+from sbf_pruner.utils import write_text
 for turn in range(200):
     write_text(Path(sys.argv[1]), sys.argv[2] * 50_000)
 """

@@ -244,7 +244,7 @@ def test_a_report_that_cannot_be_drawn_does_not_cost_the_run(
         raise ZeroDivisionError("no pen")
 
     monkeypatch.setattr("sbf_pruner.report.run_page", broken)
-    monkeypatch.setattr("sbf_pruner.training.recording.inspect", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.inspect_model", broken)
     monkeypatch.setattr("sbf_pruner.training.recording.under_scores", broken)
     monkeypatch.setattr("sbf_pruner.training.recording.when_pruned", broken)
     result = fit(model(), recipe(dense_control=False, phases__cycles=1), run=tmp_path / "run")

@@ -620,19 +620,19 @@ def assert_harmless(text: str, script: str = "") -> None:
         assert allowed == f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def script_of(package: str) -> str:
-    return resources.files(package).joinpath("page.js").read_text("utf-8")
+def script(name: str) -> str:
+    return resources.files("sbf_pruner.report").joinpath(name).read_text("utf-8")
 
 
 def test_a_page_holds_no_element_that_a_foreign_folder_put_there(foreign: Path, tmp_path: Path) -> None:
-    page, script = run_page(read_run(foreign)), script_of("sbf_pruner.report")
-    assert_harmless(page, script)
+    page, code = run_page(read_run(foreign)), script("page.js")
+    assert_harmless(page, code)
     assert page.count("&lt;script&gt;alert(1)") > 200
-    assert_harmless(comparison_page([read_run(foreign), read_run(foreign)]), script)
+    assert_harmless(comparison_page([read_run(foreign), read_run(foreign)]), code)
     going = copy_of(foreign, tmp_path / FOLDER, "summary.json")
-    assert_harmless(run_page(read_run(going)), script)
+    assert_harmless(run_page(read_run(going)), code)
     view = _View(going, 0.0)
-    assert_harmless(view.page(), script)
+    assert_harmless(view.page(), code)
     for part in view.news("")["parts"].values():
         assert_harmless(part)
     (going / "recipe.toml").write_text("name = [")
@@ -643,13 +643,13 @@ def test_a_page_holds_no_element_that_a_foreign_folder_put_there(foreign: Path, 
 
 def test_a_box_of_an_unknown_kind_is_drawn_like_any(folder: Path, tmp_path: Path) -> None:
     path = copy_of(folder, tmp_path / "run")
-    network, script = json.loads((path / "network.json").read_text()), script_of("sbf_pruner.report")
+    network, code = json.loads((path / "network.json").read_text()), script("page.js")
     for key in ("kind", "label", "note", "gate", "layer"):
         box = {**network["boxes"][1], key: HOSTILE}
         (path / "network.json").write_text(
             json.dumps({**network, "boxes": [network["boxes"][0], box, *network["boxes"][2:]]})
         )
-        assert_harmless(run_page(read_run(path)), script)
+        assert_harmless(run_page(read_run(path)), code)
 
 
 def test_pictures_hold_no_element_that_a_name_put_there() -> None:
@@ -666,7 +666,7 @@ def test_pictures_hold_no_element_that_a_name_put_there() -> None:
         "dense": {**point, "control_accuracy": 60.0, "warmup_accuracy": None},
         "own": {**point, "finetuned_accuracy": 55.0},
     }
-    assert_harmless(draw_frontier(result, ".html"), script_of("sbf_pruner.report"))
+    assert_harmless(draw_frontier(result, ".html"), script("page.js"))
     assert_harmless(draw_frontier(result, ".svg"))
     ElementTree.fromstring(draw_frontier(result, ".svg"))
     net = torch.nn.Sequential()
@@ -674,7 +674,7 @@ def test_pictures_hold_no_element_that_a_name_put_there() -> None:
     net.add_module("last", torch.nn.Conv2d(4, 2, 1))
     seen = inspect_model(net, torch.zeros(1, 3, 8, 8))
     seen.facts["model"] = HOSTILE
-    assert_harmless(draw(seen, ".html"), script_of("sbf_pruner.report.graph_drawing"))
+    assert_harmless(draw(seen, ".html"), script("graph_page.js"))
     assert_harmless(draw(seen, ".svg"))
     ElementTree.fromstring(draw(seen, ".svg"))
 

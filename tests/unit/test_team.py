@@ -212,8 +212,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
     import signal
     from sbf_pruner import fit
     from sbf_pruner.errors import Stopped
-    from sbf_pruner.training.folder import RunFolder
-    from sbf_pruner.training.recipe import load_recipe
+    from sbf_pruner.training import RunFolder, load_recipe
     from sbf_pruner.training.run import Run
     from test_team import SHORT, plain_net
 
