@@ -264,7 +264,7 @@ _VERSION = re.compile(r"[A-Za-z0-9_.+]{1,80}")
 _ALLOWED = """
 conv1d conv2d conv2d.padding conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution linear matmul mm bmm addmm baddbmm mv dot vdot outer einsum
-scaled_dot_product_attention gru.input rnn_tanh.input rnn_relu.input embedding one_hot
+gru.input rnn_tanh.input rnn_relu.input embedding one_hot
 batch_norm instance_norm group_norm layer_norm rms_norm linalg_vector_norm norm.ScalarOpt_dim
 relu relu_ relu6 relu6_ leaky_relu leaky_relu_ prelu elu elu_ selu selu_ celu celu_ gelu gelu_ silu silu_ mish
 mish_ hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ sigmoid sigmoid_ tanh tanh_ softplus
@@ -325,9 +325,10 @@ _IN_EXPRESSIONS = {
     "CleanDiv",
 }
 _LONGEST_EXPRESSION = 500  # characters
-_EXPRESSION = re.compile(rb'"expr_str":\s*"[^"]*"')
 _MOST_TERMS = 32  # of one expression, when multiplied out
-_MOST_EXPRESSIONS = 500  # distinct ones in one file
+# sympy is slow with these operations, so each counts as several terms.
+_SLOW_TERMS = {"Max": 8, "Min": 8, "Mod": 8, "FloorDiv": 8, "CleanDiv": 8}
+_MOST_EXPRESSIONS = 200  # distinct ones in one file
 _SMALL_POWER = re.compile(r"Pow\((Symbol|Integer)\([^()]*\), Integer\(-?[1-4]\)\)")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _DEEPEST = 100  # Programs are nested about ten levels deep.
@@ -373,11 +374,34 @@ def _lstm(
     return torch.lstm(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    heads = -3 if enable_gqa else -2  # grouped queries have more heads than keys and values
+    agree = key.shape[:-1] == value.shape[:-1] and query.shape[:heads] == key.shape[:heads]
+    scores = (*query.shape[:-1], key.shape[-2])
+    if attn_mask is not None:
+        agree = agree and torch.broadcast_shapes(attn_mask.shape, scores) == scores
+    if not agree or query.shape[-1] != key.shape[-1]:
+        raise RuntimeError("query, key, value and mask of an attention do not fit each other")
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 _CHECKED = {
     "_native_batch_norm_legit_no_training": _batch_norm,
     "_native_batch_norm_legit.no_stats": _batch_norm_without_statistics,
     "_weight_norm": _weight_norm,
     "lstm.input": _lstm,
+    "scaled_dot_product_attention": _attention,
 }
 
 
@@ -480,10 +504,8 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
             pickled = not isinstance(entry, Mapping) or entry.get("use_pickle") is not False
             if pickled or not _NAME.fullmatch(name) or not re.fullmatch(r"\w+", str(entry.get("path_name"))):
                 raise _Refused(path, f"its tensor {name!r} is pickled")
-    if len(set(_EXPRESSION.findall(records.get("models/model.json", b"")))) > _MOST_EXPRESSIONS:
-        raise _Refused(path, f"it has more than {_MOST_EXPRESSIONS} expressions")
     try:
-        _check(_parsed(records, "models/model.json", path))
+        _check(_parsed(records, "models/model.json", path), set())
     except ValueError as error:
         raise _Refused(path, str(error)) from error
     return records
@@ -504,8 +526,11 @@ def _parsed(records: Mapping[str, bytes], name: str, path: Path) -> dict[str, An
     return held
 
 
-def _check(value: Any, key: str = "", depth: int = 0) -> None:
-    """Raise a ValueError, naming the key, if a string anywhere in the program has an unexpected form."""
+def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> None:
+    """Raise a ValueError, naming the key, if a string anywhere in the program has an unexpected form.
+
+    `expressions` collects the distinct size expressions, whose number is limited.
+    """
     if depth > _DEEPEST:
         raise ValueError("it is nested deeper than any network")
     if isinstance(value, dict):
@@ -514,11 +539,15 @@ def _check(value: Any, key: str = "", depth: int = 0) -> None:
                 raise ValueError(f"{name!r} in it is no name")
             if name in ("metadata", "guards_code", "custom_obj_values", "extra_files") and inner:
                 raise ValueError(f"it has {name}, which no network needs")
-            _check(inner, name, depth + 1)
+            _check(inner, expressions, name, depth + 1)
     elif isinstance(value, list):
         for inner in value:
-            _check(inner, key, depth + 1)
+            _check(inner, expressions, key, depth + 1)
     elif isinstance(value, str):
+        if key == "expr_str":
+            expressions.add(value)
+            if len(expressions) > _MOST_EXPRESSIONS:
+                raise ValueError(f"it has more than {_MOST_EXPRESSIONS} expressions")
         kinds = {"target": _is_operator, "expr_str": _is_expression, "in_spec": _is_spec, "out_spec": _is_spec}
         kinds["torch_version"] = lambda text: bool(_VERSION.fullmatch(text))
         if not kinds.get(key, lambda text: bool(_NAME.fullmatch(text)))(value):
@@ -577,7 +606,7 @@ def _terms(node: ast.AST) -> float:
     if kind == "Pow":
         return 1 if _SMALL_POWER.fullmatch(ast.unparse(node)) else math.inf
     terms = list(map(_terms, node.args))
-    return math.prod(terms) if kind == "Mul" else sum(terms)
+    return math.prod(terms) if kind == "Mul" else sum(terms) + _SLOW_TERMS.get(kind, 0)
 
 
 def _is_spec(text: str) -> bool:
