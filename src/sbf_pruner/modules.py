@@ -1,9 +1,9 @@
-"""The few small modules that stand in an extracted network beside the user's own.
+"""Modules that an extracted network contains beside the user's own.
 
-Layers of one residual stage may keep different filters, so somewhere their outputs must be put into a
-common layout.  `Remap` does that (gather, scatter with zeros, or both), `Zeros` stands where a layer has
-vanished, and `Adapted` holds a user's module together with the remaps before and after it.  None of them
-has parameters; the index tables are buffers, so they follow the network to any device.
+Layers of one residual stage may keep different filters, so their outputs must be brought into a common layout.
+`Remap` does that (gather, scatter into zeros, or both), `Zeros` replaces a layer without filters, and `Adapted`
+wraps a user's module with the remaps before and after it. None of them has parameters; index tables are buffers, so
+they move with the network to any device.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Remap(nn.Module):
         self.inputs = inputs if inputs is not None else max(kept, default=-1) + 1
         take = torch.tensor(kept, dtype=torch.int64)
         put = torch.tensor([o for o, i in enumerate(self.source) if i >= 0], dtype=torch.int64)
-        # Not persistent: which channels are where is structure, rebuilt from the plan, not a trained state.
+        # Not persistent: indices are structure that is rebuilt from the plan, not trained state.
         self.register_buffer("take", take, persistent=False)
         self.register_buffer("put", put, persistent=False)
-        # The same moves as tables of where each channel comes from, in either direction; -1 is zero.
+        # The same mapping as lookup tables in both directions; -1 stands for zero.
         self.register_buffer("forth", torch.tensor(self.source, dtype=torch.int64), persistent=False)
         back = torch.full((self.inputs,), -1).index_copy_(0, take, put)
         self.register_buffer("back", back, persistent=False)
@@ -50,13 +50,13 @@ class Remap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._moves and self.dim == 1 and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            # What is turned here comes out with its channels last, which is what a GPU wants.
+            # The result is in channels-last memory format, which is the fastest on a GPU.
             return _Moved.apply(x.movedim(1, -1), self.forth, self.back).movedim(-1, 1)
-        # A map with one channel or one pixel is both; it must stay plain, because the model may call view on it.
+        # A map of one channel or one pixel fits both memory formats; it must stay contiguous for calls of view().
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         if last and self.dim == 1:
-            # With the channels last a pixel is a row, and moving columns of a matrix is far quicker than the
-            # same on a map whose strides are out of order.
+            # In channels-last memory format a pixel is a row, and selecting columns of a matrix is much faster
+            # than selecting channels of a feature map with permuted strides.
             images, channels, height, width = x.shape
             rows = self._move(x.permute(0, 2, 3, 1).reshape(-1, channels), 1)
             return rows.view(images, height, width, -1).permute(0, 3, 1, 2)
@@ -77,10 +77,10 @@ class Remap(nn.Module):
 
 
 class GatePlace(Remap):
-    """Set behind a sum by a model that wants the gate of the layer which goes into it there, and not before it.
+    """Identity that a model puts behind a sum to have a layer's gate applied there, not before the addition.
 
-    It hands on what it is given.  A closed gate then takes the whole channel of the sum away, also what the other
-    side brought.  In a network that was cut a remap stands in its place, and no gate.
+    A closed gate then removes the whole channel of the sum, including what the other operand adds to it. In an
+    extracted network a plain remap takes its place.
     """
 
     def __init__(self, channels: int) -> None:
@@ -91,10 +91,10 @@ class GatePlace(Remap):
 
 
 class _Moved(torch.autograd.Function):
-    """A remap of the last dimension as a look-up in both directions, which a compiler fuses with its neighbours.
+    """Remap of the last dimension as a table lookup in forward and backward, which a compiler can fuse.
 
-    An addition at an index, which is what either direction's gradient would be otherwise, it cannot fuse.  It must
-    not give a view: the model may write over what comes out (`x += shortcut`).
+    The gradient of plain indexing would be an index_add, which it cannot fuse. The result must not be a view,
+    because the model may modify it in place (`x += shortcut`).
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def _looked_up(x: Tensor, table: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """How one spatial dimension changes in a convolution."""
+    """Output size of one spatial dimension of a convolution."""
 
     kernel: int
     stride: int
@@ -122,7 +122,7 @@ class Window:
     dilation: int
     output_padding: int = 0
     transposed: bool = False
-    extra: int = 0  # what the module itself pads on before it (both ends together)
+    extra: int = 0  # padding that the module itself adds before the convolution (both ends together)
 
     def __call__(self, size: int) -> int:
         size += self.extra
@@ -133,9 +133,10 @@ class Window:
 
 
 class Zeros(nn.Module):
-    """What is left of a layer with no filters: zeros in the shape it used to give, and no arithmetic.
+    """Replacement of a layer without filters: returns zeros in the shape of its output, without arithmetic.
 
-    Code that reads the settings of the layer it replaces, or the type of its weight, goes on working.
+    Attributes of the layer are copied and its parameters become empty buffers, so that code that reads its settings
+    or the dtype of its weight keeps working.
     """
 
     def __init__(
@@ -171,13 +172,14 @@ class Zeros(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A user's module between the remaps that fit it to its neighbours.
+    """A user's module with the remaps that fit it to its neighbors.
 
-    Attributes of the module itself can be read, set and deleted here: code that reads `block.conv1.stride`, or
-    assigns `block.conv1.weight`, goes on working.
+    Attributes of the module can be read, set and deleted here, so code that reads `block.conv1.stride` or assigns
+    `block.conv1.weight` keeps working.
 
-    `folded` is for a layer without a bias in front of a batch norm that has a remap behind it.  Folding the norm
-    into the layer removes the norm with its remap, and gives the layer a bias; from then on `folded` runs instead.
+    `folded` is set for a layer without a bias whose batch norm has a remap behind it. Folding the norm into the
+    layer removes the norm and its remap, and gives the layer a bias; from then on `folded` runs in place of that
+    remap.
     """
 
     INNER = "module"
@@ -191,8 +193,8 @@ class Adapted(nn.Module):
         self.folded: Remap | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parts: dict[str, Any] = self._modules  # looking each up by __getattr__ would take longer than calling it
-        # One tensor goes in, but perhaps by its name (`input=`), or with settings beside it (`output_size=`).
+        parts: dict[str, Any] = self._modules  # __getattr__ would take longer than the calls
+        # The tensor may also be a keyword argument (`input=`), or have settings beside it (`output_size=`).
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             result = parts["after"](parts["module"](parts["before"](args[0])))
         else:
@@ -206,7 +208,7 @@ class Adapted(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name == self.INNER or name.startswith("__"):
-                raise  # still under construction or being unpickled; and it must be copied as what it is
+                raise  # not constructed or unpickled yet; and dunders of the module are not for copy and pickle
             return getattr(super().__getattr__(self.INNER), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,7 +224,7 @@ class Adapted(nn.Module):
             delattr(self.module, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter of the module inside."""
+        """Register a parameter on the wrapped module."""
         self.module.register_parameter(name, param)
 
     def _owns(self, name: str) -> bool:
@@ -230,7 +232,7 @@ class Adapted(nn.Module):
 
 
 def plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Qualified names as they were before an earlier pruning put a module into an `Adapted`."""
+    """Map the qualified name of every module to that before an earlier pruning wrapped modules in `Adapted`."""
     names: dict[str, str] = {}
     for path in modules:
         head, _, tail = path.rpartition(".")

@@ -1,7 +1,7 @@
-"""The hinge between training and surgery: which filters each layer keeps.
+"""Plan: which filters each layer keeps.
 
-A `Plan` is plain data.  Training makes one, surgery applies it, reports print it, files store it as JSON.
-It names only layers that lose filters or could; a layer it does not name keeps them all.
+A `Plan` is plain data: training makes one, surgery applies it, reports print it, files store it as JSON. It names
+only prunable layers; a layer that it does not name keeps all its filters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRITTEN = "sbf.Plan({'conv': [0, 2]}), with the filters that each layer keeps"
 
 @dataclass(frozen=True)
 class Plan:
-    """The filters each layer keeps.
+    """Filters that each layer keeps.
 
     >>> plan = Plan({"conv1": [0, 2, 3]})
     >>> plan.widths()
@@ -55,16 +55,16 @@ class Plan:
         return Plan, (dict(self.keep),)
 
     def widths(self) -> dict[str, int]:
-        """How many filters each layer keeps."""
+        """Return how many filters each layer keeps."""
         return {name: len(kept) for name, kept in self.keep.items()}
 
     @classmethod
     def from_masks(cls, masks: Mapping[str, NDArray[np.bool_]]) -> Plan:
-        """A plan from one boolean mask per layer."""
+        """Make a plan from one boolean mask per layer."""
         return cls({name: tuple(np.flatnonzero(mask).tolist()) for name, mask in masks.items()})
 
     def masks(self, graph: ChannelGraph) -> dict[str, NDArray[np.bool_]]:
-        """One boolean mask per layer of a network; raises PlanError if the plan does not fit it."""
+        """Return one boolean mask per layer of a network; raise PlanError if the plan does not fit it."""
         for name, kept in self.keep.items():
             if name in graph.unscored:
                 raise PlanError(f"{name} cannot be pruned: {graph.unscored[name]}; leave it out of the plan")
@@ -85,7 +85,7 @@ class Plan:
         return masks
 
     def then(self, later: Plan) -> Plan:
-        """This plan followed by one made for the network it gave, as one plan for the first network.
+        """Compose with a plan made for the network that this one gives; the result applies to the original network.
 
         >>> Plan({"conv1": [1, 4, 6]}).then(Plan({"conv1": [0, 2]})).keep["conv1"]
         (1, 6)
@@ -102,13 +102,13 @@ class Plan:
         return Plan(keep)
 
     def to_json(self) -> str:
-        """The plan as text, one line per layer."""
+        """Return the plan as JSON, one line per layer."""
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(list(k))}" for name, k in self.keep.items())
         return f'{{\n  "format": "{_FORMAT}",\n  "keep": {{\n{lines}\n  }}\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan back; raises PlanError if the text is not one."""
+        """Read a plan from JSON; raise PlanError if the text is not one."""
         try:
             held = json.loads(text)
         except json.JSONDecodeError as error:
@@ -118,12 +118,12 @@ class Plan:
         return cls(held["keep"])
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, in one step."""
+        """Write the plan to a JSON file, atomically."""
         write_text(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a JSON file; raises PlanError if it holds none."""
+        """Read a plan from a JSON file; raise PlanError if it holds none."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -132,7 +132,7 @@ class Plan:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan, the dict of one say."""
+    """Raise a PlanError if the argument is not a Plan (but its dict, for example)."""
     if not isinstance(plan, Plan):
         raise PlanError(f"a plan is an sbf.Plan, not {type(plan).__name__}; write {_WRITTEN}")
 
@@ -142,7 +142,7 @@ def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
         given = list(kept)
         masked = any(map(_is_bool, given))
         numbers = [int(i) for i in given if int(i) == i]
-    except (TypeError, ValueError, OverflowError):  # of which the last is an infinite one
+    except (TypeError, ValueError, OverflowError):  # OverflowError: an infinite number
         raise PlanError(f"the plan's entry for {name} is not a list of filter numbers") from None
     if masked:
         raise PlanError(
@@ -160,5 +160,5 @@ def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
 
 
 def _is_bool(given: object) -> bool:
-    """Also one of an array's, which is no bool of Python's."""
+    """Return True for a bool of Python, NumPy or PyTorch."""
     return isinstance(given, bool | np.bool_) or (isinstance(given, Tensor) and given.dtype == torch.bool)

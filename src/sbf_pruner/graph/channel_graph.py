@@ -1,25 +1,9 @@
-"""What ties the layouts of tensors to each other, and how they grow until every tie holds.
+"""The channel graph: prunable layers, where each is gated, and all other layers with reasons.
 
-The nodes of a graph enter; a layout that is grown leaves content each of them.  Nodes are asked in turn, forth and
-back, because what a convolution in groups adds depends on what is there by then; but one whose tensors have not
-grown since it was asked has nothing to add and is passed over.
-
-Which channels are alive under a choice of filters: pushed forward through the nodes of a graph.
-
-Masks by layer enter; what is alive of every tensor leaves, and which of them the network's inputs reach.  Choices
-that are asked about one after the other are much alike, so the last answer is kept: a node whose gate and inputs
-are as they were then is passed over.
-
-The channel graph: the layers that can be pruned, where each is gated, and the rest with reasons.
-
-`flow` runs liveness forward and need backward for any choice of filters; `settle` says which filters really
-survive it; `lifelines` names the layers that must keep one.  `build.trace` makes a graph from a model.
-
-A channel graph in; its residual blocks out: additions of a branch of layers with a way around it.
-
-The two tensors an addition joins have a last common origin; the one with more layers on its way from there
-is the branch `f(x)`, the other the shortcut `x`.  Where both sides have equally many layers (parallel
-branches) there is no way around, and the addition is no residual block.  Names play no part in it.
+`ChannelGraph.flow` propagates liveness forward and need backward for any choice of filters; `settle` returns the
+filters that survive it; `lifelines` names the layers that must keep at least one. `build.trace` makes a graph from
+a model. `Ties` holds the constraints between the layouts of tensors, and `residual_blocks` finds the additions of
+a branch and a shortcut.
 """
 
 from __future__ import annotations
@@ -39,7 +23,11 @@ from .relations import Relations
 
 
 class Ties:
-    """All ties of one graph: those of its nodes, and one layout for the several calls of one module."""
+    """Layout constraints of one graph: those of its nodes, and one layout for all calls of a module.
+
+    Nodes are visited forward and then backward until nothing grows, because the channels that a grouped convolution
+    adds depend on those already there. A node none of whose tensors has grown since its last visit is skipped.
+    """
 
     def __init__(self, nodes: Sequence[Node], grids: Grids) -> None:
         nodes, shared = [node for node in nodes if node.tied], _calls_of_one_module(nodes, grids)
@@ -54,8 +42,10 @@ class Ties:
                 self._at[value].add(place)
 
     def grow(self, layout: Layout, begun: bool = False) -> None:
-        """Let every tie add what it must have, until none adds anything; all hold already in one that has `begun`,
-        but for what has changed since."""
+        """Add channels to a layout until every constraint holds.
+
+        `begun` means that all of them held before the changes recorded in `layout.changed`.
+        """
         waiting = set() if begun else set(self._turns)
         waiting.update(*map(self._at.__getitem__, layout.changed))
         while waiting:
@@ -69,7 +59,7 @@ class Ties:
 
 
 def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
-    """What goes into (and comes out of) one module in its several calls, and must have one layout."""
+    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
     ends: dict[tuple[str, str], list[End]] = defaultdict(list)
     for node in nodes:
         if isinstance(node, Boundary):
@@ -82,7 +72,11 @@ def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]
 
 
 class Liveness:
-    """Asks the nodes of one graph; `given` is what is alive from the start, `inputs` what the network is fed."""
+    """Liveness of all tensors of one graph, computed incrementally.
+
+    `given` holds the masks of tensors that no node computes, `inputs` the inputs of the network. Consecutive calls
+    of `of` usually differ little: the last result is kept, and nodes with unchanged gate and inputs are skipped.
+    """
 
     def __init__(self, nodes: Sequence[Node], given: Mapping[Value, Mask], inputs: Iterable[Value]) -> None:
         self._nodes = [(node, node.inputs, node.layer if isinstance(node, Boundary) else "") for node in nodes]
@@ -91,7 +85,10 @@ class Liveness:
         self._last = self.of({}, anew=True)
 
     def of(self, keep: Mapping[str, Mask], *, anew: bool = False) -> Flow:
-        """What is alive, and reached from the inputs, when each layer has only the given filters."""
+        """Return what is alive, and what the inputs reach, when each layer has only the given filters.
+
+        `anew` recomputes every node.
+        """
         before, gates = self._gates, {name: mask.tobytes() for name, mask in keep.items()}
         moved = {name for name in gates.keys() | before.keys() if gates.get(name) != before.get(name)}
         last, changed = self._last, set[Value]()
@@ -119,12 +116,12 @@ class Liveness:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the model where a gate stands.
+    """Where in the model a gate is applied.
 
-    "affine": folded into the module's scale and shift; "map": multiplied into its output; "bias": into its
-    bias; "sum": into a sum that the layer's output goes into, where the model has a `GatePlace`.  `layer` owns the
-    gate; a site without one only follows: it closes where nothing alive arrives, so that a norm or a bias does
-    not bring a dead channel back.
+    `kind` is "affine" (multiplied into the module's scale and shift), "map" (into its output), "bias" (into its
+    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePlace`). `layer` owns
+    the gate. A site without a layer has no score: its gate closes where no live channel arrives, so that a norm or
+    a bias does not turn a dead channel into a constant.
     """
 
     module: str
@@ -135,7 +132,7 @@ class Site:
     edges: tuple[Boundary, ...] = field(default=(), repr=False, compare=False)
 
     def open(self, flow: Flow) -> Mask:
-        """Which gates are open under the given flow."""
+        """Return the mask of the gates that are open under the given flow."""
         masks = [flow.alive[e.out].reshape(-1) for e in self.edges]
         return np.logical_or.reduce(masks)
 
@@ -148,16 +145,16 @@ class Layer:
     filters: int
     kind: str  # the module's class
     weight: str  # the parameter's qualified name
-    map_size: tuple[int, ...]  # height and width of the input map; () for a linear layer
+    map_size: tuple[int, ...]  # spatial size of the input; () for a linear layer
     groups: int
     site: Site
-    unit: int = 1  # filters that go together, because a norm shares their statistics
+    unit: int = 1  # filters removed only together, because a norm shares their statistics
     nodes: tuple[Contract, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass
 class Pinned:
-    """Where the model's own code insists on sizes: operators, and calls of modules, that get all their channels."""
+    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
 
     positions: set[int] = field(default_factory=set)
     whole: set[Call] = field(default_factory=set)
@@ -165,39 +162,39 @@ class Pinned:
 
 @dataclass
 class ChannelGraph:
-    """What is connected to what; see `trace`.
+    """What the operators of a model do to channels, and which layers can be pruned; made by `trace`.
 
     Every convolution and linear layer of the model is in exactly one of `layers`, which can be pruned, `followers`,
-    which lose filters when others do, and `skipped`, which are left alone.
+    which lose filters when others do, and `skipped`, which keep all their filters.
     """
 
     layers: dict[str, Layer]
-    unscored: dict[str, str]  # every other layer -> why it has no score of its own
+    unscored: dict[str, str]  # all other layers -> why they have no score of their own
     sites: list[Site]
     nodes: list[Node] = field(repr=False)
     grids: Grids = field(repr=False)
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
-    entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # what goes into every call of a module
-    pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # as far as cuts have shown it
+    entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # inputs of every module call
+    pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # found by earlier extractions
 
     @cached_property
     def relations(self) -> Relations:
-        """How the layers hang together."""
+        """How the layers are coupled."""
         return Relations(self)
 
     @property
     def followers(self) -> dict[str, tuple[str, ...]]:
-        """The layers without scores that lose filters when others do, each with those others."""
+        """Layers without scores that lose filters when others do, each with those others."""
         return self.relations.followers
 
     @cached_property
     def skipped(self) -> dict[str, str]:
-        """The layers that keep all their filters, each with the reason."""
+        """Layers that keep all their filters, each with the reason."""
         return {name: reason for name, reason in self.unscored.items() if name not in self.followers}
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
-        """Liveness and need of every channel when each layer has only the given filters."""
+        """Compute liveness and need of every channel when each layer has only the given filters."""
         flow = self._liveness.of(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
@@ -206,7 +203,10 @@ class ChannelGraph:
         return flow
 
     def carried(self, origin: Mapping[str, Mask]) -> Flow:
-        """How far the channels of some layers get, whatever those are fed, while no other layer gives anything."""
+        """Compute which channels the given filters reach.
+
+        They count as alive whatever their input, and all other gated layers as dead.
+        """
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
@@ -217,7 +217,10 @@ class ChannelGraph:
         return flow
 
     def thinned(self, layers: Collection[str]) -> Flow:
-        """What is alive whichever filters the given layers lose, if what adds up channels still gets some."""
+        """Compute what stays alive whichever filters the given layers lose.
+
+        Their gates are closed, but every convolution, linear layer and sum over channels is taken to keep an input.
+        """
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
@@ -229,7 +232,7 @@ class ChannelGraph:
         return flow
 
     def undefined(self, flow: Flow) -> list[Elementwise]:
-        """The operators given a zero where they have no value, or no gradient, though all filters give none."""
+        """Return the operators that get a zero where they have no value or gradient, but not with all filters."""
         return [
             node
             for node in self.avoiding
@@ -238,7 +241,7 @@ class ChannelGraph:
 
     @cached_property
     def avoiding(self) -> list[Elementwise]:
-        """The operators that must not be given a zero."""
+        """Operators with operands that must not become zero, such as divisors."""
         return [node for node in self.nodes if isinstance(node, Elementwise) and node.avoiding]
 
     @cached_property
@@ -247,7 +250,7 @@ class ChannelGraph:
 
     @cached_property
     def _given(self) -> dict[Value, Mask]:
-        """Inputs, parameters and constants: all of them is alive."""
+        """Masks of inputs, parameters and constants, which are all alive."""
         return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
 
     @cached_property
@@ -256,23 +259,23 @@ class ChannelGraph:
 
     @cached_property
     def ties(self) -> Ties:
-        """What the layouts of its tensors have to do with each other."""
+        """Constraints between the layouts of the tensors."""
         return Ties(self.nodes, self.grids)
 
     def all_filters(self) -> dict[str, Mask]:
-        """Every filter of every layer."""
+        """Return masks that keep every filter of every layer."""
         return {name: np.ones(layer.filters, bool) for name, layer in self.layers.items()}
 
     def settle(self, keep: Mapping[str, Mask]) -> dict[str, Mask]:
-        """The filters that are left once those without live input, or that nothing needs, are gone too.
+        """Return the filters that remain once those without live input, and those that nothing needs, are removed.
 
-        A grouped convolution keeps equal numbers in the groups it keeps: the fullest decides.  Filters that
-        a group norm looks at together stay together.
+        A grouped convolution keeps equally many filters in each remaining group, as many as the fullest one.
+        Filters that share the statistics of a group norm stay together.
         """
         return self.settled(keep)[0]
 
     def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
-        """What `settle` leaves, and the flow under it."""
+        """Return the result of `settle` and the flow under it."""
         held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
             flow = self.flow(held)
@@ -289,35 +292,35 @@ class ChannelGraph:
             if wanted is not None:
                 left |= wanted.reshape(-1)
         left = whole_groups(left & held, layer.unit)
-        if layer.site.kind != "sum":  # there a channel may be alive without its filter
+        if layer.site.kind != "sum":  # else the sum may be alive without this filter
             left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
-            # Where all inputs stay, as those of the network do, no group can go.
+            # Where the inputs cannot be removed, such as those of the network, no group can.
             whole = any(self.grids[n.x][1] < n.x.shape[1] for n in layer.nodes)
             left = level(rows, some(rows, 1) | whole).reshape(-1)
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
-        """Does every output still depend on the inputs, as it does with all filters, and is it a number?"""
+        """Return True if outputs depend on the inputs as with all filters, and no operator is undefined."""
         flow = self._liveness.of(keep)
         return self._led <= flow.reached and not self.undefined(flow)
 
     @cached_property
     def _led(self) -> set[Value]:
-        """The outputs that depend on the inputs."""
+        """Outputs that depend on the inputs when all filters are kept."""
         return self._whole.reached & set(self.outputs)
 
     def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
-        """The layers that cut the network: a smallest set that must keep more filters to connect it again.
+        """Return a minimal set of layers that must keep more filters for the network to be connected.
 
-        Layers early in `order` are given up first.
+        Layers early in `order` are dropped from the set first.
         """
         if self.connected(keep):
             return []
         short = [n for n, m in keep.items() if not m.any()]
         restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
-        if not self.connected(restored):  # no layer is empty, but what is left meets nothing: a * b, groups
+        if not self.connected(restored):  # kept channels do not meet: a * b, groups
             short = [n for n, m in keep.items() if not m.all()]
             restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
         for name in (n for n in (order or short) if n in short):
@@ -327,7 +330,7 @@ class ChannelGraph:
         return [n for n in short if restored[n] is not keep[n]]
 
     def check_connected(self, keep: Mapping[str, Mask]) -> None:
-        """Raise a PlanError that names the culprits if the input is cut from an output, or a divisor is."""
+        """Raise a PlanError naming the layers if an output is cut off or an operator is undefined."""
         culprits = self.lifelines(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
@@ -349,17 +352,21 @@ ADDITIONS = ("aten.add", "aten.add_")
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """One addition of a branch and a shortcut."""
+    """An addition of a branch and a shortcut."""
 
-    name: str  # the module in whose forward the addition stands
-    addition: int  # its place among all additions of two tensors, in the order in which they run
+    name: str  # the module whose forward runs the addition
+    addition: int  # index among `additions`, in the order of execution
     branch: int  # which operand is the branch: 0 or 1
-    layer: str  # the prunable layer whose filters the branch's channels are; "" where there is no single one
-    layers: tuple[str, ...] = ()  # all prunable layers of the branch, in the order in which they run
+    layer: str  # the prunable layer whose filters are the channels of the branch, or ""
+    layers: tuple[str, ...] = ()  # all prunable layers of the branch, in the order of execution
 
 
 def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
-    """The residual blocks of a network, in the order in which they run.
+    """Return the residual blocks of a network, in the order of execution.
+
+    The operand of an addition with more layers since the last common origin of both is the branch `f(x)`, the other
+    the shortcut `x`. With equally many (parallel branches) there is no shortcut, and the addition is no residual
+    block. Module names are not used.
 
     >>> import torch
     >>> from .build import trace
@@ -390,17 +397,17 @@ def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
 
 
 def additions(ops: list[Op]) -> list[Op]:
-    """The operators that add two feature maps, as `is_addition` knows them when they run."""
+    """Return the operators that add two feature maps, by the test that is used at run time (`is_addition`)."""
     return [op for op in ops if len(op.inputs) == 2 and is_addition(op.name, *(v.shape for v in op.inputs))]
 
 
 def is_addition(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Is it the addition of two maps with as many pixels?"""
+    """Return True for an addition of two feature maps of equal spatial size."""
     return name in ADDITIONS and len(first) == len(second) > 2 and first[2:] == second[2:]
 
 
 class _Walk:
-    """Ways back through the graph."""
+    """Backward traversal of a graph."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
@@ -410,7 +417,7 @@ class _Walk:
                 self.maker.setdefault(value, place)
 
     def layers_since_fork(self, first: Value, second: Value) -> tuple[int, int] | None:
-        """How many layers either tensor has passed since both were one; None if they never were."""
+        """Return how many layers lie between each tensor and their last common origin; None if there is none."""
         above = [self._above(value) for value in (first, second)]
         shared = above[0] & above[1]
         fork = max(shared, default=None)
@@ -422,13 +429,13 @@ class _Walk:
         return one, two
 
     def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
-        """The prunable layers a branch has passed that the shortcut has not."""
+        """Return the prunable layers of a branch that the shortcut has not passed."""
         places = sorted(self._above(branch) - self._above(shortcut))
         names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], Contract)]
         return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
 
     def owner(self, value: Value) -> str:
-        """The prunable layer whose filters a tensor's channels are, with nothing but per-channel steps since."""
+        """Return the prunable layer whose filters are the channels of a tensor, each in its own place, or ""."""
         while value in self.maker:
             node: Node = self.graph.nodes[self.maker[value]]
             if isinstance(node, Contract):
@@ -445,7 +452,7 @@ class _Walk:
         return ""
 
     def _above(self, value: Value) -> set[int]:
-        """The places of all nodes a tensor comes from."""
+        """Return the indices of all nodes that a tensor depends on."""
         found: set[int] = set()
         todo = [value]
         while todo:

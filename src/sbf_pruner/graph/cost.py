@@ -1,16 +1,8 @@
-"""What a network would cost if it kept the given filters, without extracting it.
+"""Parameters, MACs and bytes of a network that keeps the given filters, and of one filter, without extracting it.
 
-A channel graph and masks enter; parameters, multiply-accumulates and stored bytes leave, counted on the layout
-that surgery would cut, so that they are those of the extracted network: with products of activations, and with
-parameters that nothing reads.  Where the model's own code insists on sizes, surgery
-keeps more than that: how much, is known from the cuts that were made in this graph before.
-
-What one filter is worth: the multiply-accumulates and parameters that go when it alone goes.
-
-A channel graph and the filters it keeps enter; numbers leave: the difference between the network extracted with
-these filters and with all of them but one (modules that surgery has to leave as they are, and products of
-activations whose result is added to others, count here as liveness sees them).  A filter's absence changes little,
-so only what it changes is computed: liveness from its gate downwards, then need upwards from there.
+Costs are counted on the layout that surgery would cut, so they equal those of the extracted network, including
+products of activations and parameters that nothing reads. Where the model's own code fixes sizes, surgery keeps
+more channels; how many is known only from earlier extractions with the same graph (`ChannelGraph.pinned`).
 """
 
 from __future__ import annotations
@@ -36,8 +28,8 @@ from .records import Op, Trace, Value
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, multiply-accumulates of one pass on the example inputs in evaluation mode, and the bytes of
-    the parameters and buffers that are used."""
+    """Number of parameters, MACs of one pass over the example inputs in evaluation mode, and bytes of the
+    parameters and buffers that are used."""
 
     params: int
     macs: int
@@ -45,7 +37,7 @@ class Cost:
 
 
 def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
-    """What is left when each layer keeps only the given filters.
+    """Return the cost of the network when each layer keeps only the given filters.
 
     >>> import numpy as np, torch
     >>> from torch import nn
@@ -59,7 +51,7 @@ def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
 
 @dataclass(frozen=True)
 class Laid:
-    """What a choice of filters would leave: filters, channels alive, channels there, and modules that are not."""
+    """Result of a choice of filters: filters kept, liveness and need, layout, and modules that vanish."""
 
     keep: dict[str, Mask]
     flow: Flow
@@ -68,14 +60,14 @@ class Laid:
 
 
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
-    """Lay a network out as surgery would cut it, or larger: what a cut insisted on before counts for all."""
+    """Lay a network out as surgery would, or larger: sizes that any earlier extraction found fixed stay fixed."""
     left, flow = graph.settled(keep)
     layout = solve(graph, flow, graph.pinned.positions, graph.pinned.whole)
     return Laid(left, flow, layout, vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
-    """What a network that is laid out costs."""
+    """Return the cost of a network that was laid out."""
     macs = _fixed_macs(graph)
     for node in graph.nodes:
         if node.op.position in graph.trace.added:
@@ -94,7 +86,7 @@ def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
 
 
 def whole_cost(graph: ChannelGraph) -> Cost:
-    """What the network costs as it is, with layers that lead nowhere, which a cut leaves out.
+    """Return the cost of the unpruned network, with layers that lead to no output, which surgery leaves out.
 
     >>> import torch
     >>> from torch import nn
@@ -112,7 +104,7 @@ def whole_cost(graph: ChannelGraph) -> Cost:
 
 
 def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
-    """How many numbers there are in every parameter and buffer that is left."""
+    """Return the number of entries of every parameter and buffer that is left."""
     grouped = {
         node.weight: node
         for node in graph.nodes
@@ -126,19 +118,19 @@ def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
 
 
 def _products(node: Contract, layout: Layout) -> int:
-    """The products that a layer sums up for one pixel of all its outputs: the entries of its weight."""
+    """Products that a layer computes per pixel of its output, which are the entries of its weight."""
     per_group = layout.sizes(node.x)[1] // groups_left(node, layout)
     return per_group * layout.sizes(node.out)[1] * math.prod(node.weight.shape[2:])
 
 
-# Of the operators that torch can count, those that are counted by their shapes alone.
+# Operators that torch's FLOP counter counts by their shapes alone.
 _PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
 _PRODUCTS |= {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn")}
 _FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 
 
 def _fixed_macs(graph: ChannelGraph) -> int:
-    """Multiply-accumulates of what all channels stay for, such as attention head by head."""
+    """MACs of operators that keep all channels, such as attention over several heads."""
     if graph.trace not in _FIXED:
         counted = {node.op.position for node in graph.nodes if isinstance(node, (Contract, Product))}
         counted |= graph.trace.added
@@ -159,25 +151,30 @@ def _macs(op: Op) -> int:
 
 
 def _size(value: Value, layout: Layout) -> int:
-    # A dimension that nothing refers to, like those of a kernel, is as it was.
+    # A dimension to which no constraint refers, such as a kernel's, has an empty mask and keeps its size.
     return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
 
 
 def groups_left(node: Contract, layout: Layout) -> int:
-    """How many of its groups a convolution still has."""
+    """Return the number of groups that a convolution keeps."""
     return int(node.grouped(layout.line(node.x, 1)).any(1).sum())
 
 
 @dataclass(frozen=True)
 class Worth:
-    """What goes with a filter."""
+    """MACs and parameters that removing a filter saves."""
 
     macs: int
     params: int
 
 
 class Appraiser:
-    """Asks a channel graph what goes when a layer loses one filter.
+    """Compute what removing a single filter saves.
+
+    That is the difference between the networks extracted with the filters `keep` and with all of them but one.
+    Modules that surgery leaves unchanged, and products of activations whose result is added to others, are counted
+    by liveness alone. A single filter changes few masks, so only those are recomputed: liveness downstream of its
+    gate, then need upstream of what died.
 
     >>> import torch
     >>> from torch import nn
@@ -209,21 +206,21 @@ class Appraiser:
                 self.gates[node.layer].append(place)
 
     def first_filter(self, name: str) -> Worth:
-        """What goes when the layer loses its first filter and nothing else changes."""
+        """Return what removing the first filter of a layer saves, other layers unchanged."""
         return self.filter(name, 0)
 
     def filter(self, name: str, place: int) -> Worth:
-        """What goes when the layer loses one filter and nothing else changes."""
+        """Return what removing one filter of a layer saves, other layers unchanged."""
         layer = self.graph.layers[name]
         in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
-        if in_group or layer.unit > 1:  # groups keep equal numbers, or share statistics: none goes alone
+        if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
             return Worth(0, 0)
         flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
         died = self._push(flow, name, place)
         idle = self._pull(flow, died)
         places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
         nodes = [self.graph.nodes[place] for place in places if place >= 0]
-        # A module that runs several times holds its weight once, with what any of its calls asks for.
+        # A module that is called several times has one weight, with the channels that any of its calls needs.
         macs = params = 0
         for module in {self._owner(node) for node in nodes}:
             runs = self.runs[module]
@@ -268,13 +265,13 @@ class Appraiser:
         changed: list[Value] = []
         todo: list[int] = []
         for place in {self.maker[value] for value in died}:
-            # Elsewhere a channel is dead behind a node because it was dead before it: nobody asks for it.
+            # At other nodes a channel dies because the same channel of the input died, so need changes nothing.
             node = self.graph.nodes[place]
             product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.zero != "any")
             if product or (isinstance(node, Boundary) and node.layer):
                 heappush(todo, -place)
         for place in {reader for value in died for reader in self.readers[value]}:
-            if isinstance(self.graph.nodes[place], Product):  # of the other side what it met is not asked for
+            if isinstance(self.graph.nodes[place], Product):  # the other operand's counterpart is not needed
                 heappush(todo, -place)
         for place in _in_order(todo):
             node = self.graph.nodes[-place]
@@ -295,7 +292,7 @@ class Appraiser:
 
 
 class _Heard(dict[Value, Mask]):
-    """What is needed of one value, gathered anew; of all others as it is known."""
+    """Masks of need: that of the target is collected again, all others are read from `known`."""
 
     def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
         super().__init__()
@@ -312,7 +309,7 @@ class _Heard(dict[Value, Mask]):
 
 
 def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Worth:
-    """What is left of one layer, norm or bare parameter: all it holds for the channels alive and needed."""
+    """Return the cost of one layer, norm or bare parameter over all its calls, for channels alive and needed."""
     first = runs[0]
     if isinstance(first, Elementwise):
         wanted = first.wanted(flow)
@@ -330,40 +327,40 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Worth:
     calls = [run for run in runs if isinstance(run, Contract)]
     read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
     rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
-    # All groups that are left have equal numbers; the fullest decides.
+    # All groups that are left are as wide as the fullest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
-    # A weight that is computed, from what it is normalised over say, keeps all its inputs.
+    # A computed weight keeps all its inputs, because it may be normalized over them.
     inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
     entries = filters * inputs * math.prod(first.weight.shape[2:])
     pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
     moves = sum(math.prod(shape) // shape[1] for shape in pixels)
     own = entries if first.weight.trained else 0
-    if not first.stored:  # what it is made of has one part per filter
+    if not first.stored:  # its parameters have one slice per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
     biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
     return Worth(entries * moves, own + biases)
 
 
 def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Worth:
-    """What is left of products of matrices, and of what is stored for them."""
+    """Return the cost of matrix products and of the parameters that they multiply by."""
     macs, stored = 0, dict[Value, int]()
     for node in nodes:
         sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
         (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
         macs += node.out.shape[0] * rows * min(terms, others) * columns
-        for root, value in _stored(node):  # which may be laid out anew, and once for every sample
+        for root, value in _stored(node):  # the operand may be reshaped, or repeated for every sample
             left = math.prod(root.shape) * math.prod(sides[value]) // math.prod(value.shape)
             stored[root] = max(stored.get(root, 0), left)
     return Worth(macs, sum(stored.values()))
 
 
 def _stored(node: Product) -> list[tuple[Value, Value]]:
-    """The parameters that a product multiplies by, and what stands for each."""
+    """Return the parameters that a product multiplies by, each with the operand computed from it."""
     return [(root, value) for value in (node.left, node.right) for root in value.roots or () if root.trained]
 
 
 def _sizes(value: Value, flow: Flow) -> list[int]:
-    """How much of a tensor is asked for, along each dimension."""
+    """Return how many entries of a tensor are alive and needed along each dimension."""
     asked = _asked(value, flow)
     if asked is None or not asked.any():
         return [0] * len(value.shape)
@@ -377,7 +374,7 @@ def _asked(value: Value, flow: Flow) -> Mask | None:
 
 
 def _line(mask: Mask | None, value: Value) -> Mask:
-    """One entry per channel."""
+    """Reduce a mask to one entry per channel."""
     if mask is None:
         return np.zeros(value.shape[1], bool)
     grid = along(1, value.shape)
@@ -385,7 +382,7 @@ def _line(mask: Mask | None, value: Value) -> Mask:
 
 
 def _in_order(todo: list[int]) -> Iterator[int]:
-    """The places of a heap that may grow on the way, each once."""
+    """Pop the entries of a heap in order, each once; the heap may grow in the meantime."""
     last: int | None = None
     while todo:
         place = heappop(todo)
@@ -395,7 +392,7 @@ def _in_order(todo: list[int]) -> Iterator[int]:
 
 
 def _same(masks: Mapping[Value, Mask], value: Value) -> bool:
-    """Is a mask what it was?  If so, the note of it is taken back."""
+    """Return True if a mask is unchanged; a new copy equal to the old one is dropped."""
     assert isinstance(masks, ChainMap)
     now, before = masks.maps
     if value in now and value in before and np.array_equal(now[value], before[value]):

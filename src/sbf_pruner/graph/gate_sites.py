@@ -1,7 +1,6 @@
-"""Where the gate of each layer stands: at the first norm behind it, behind a sum, or at the layer itself.
+"""Choose where each layer's gate is applied: at the first norm behind it, behind a sum, or at the layer itself.
 
-A wired network enters; the `Site` of a layer leaves, and those of the norms and biases that have no score of their
-own but would bring a removed channel back; their nodes are told that they no longer do.
+Norms and biases without a score that would turn a removed channel into a constant get a gate as well.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from .wiring import Wiring
 
 
 class Places:
-    """The places for gates in one network."""
+    """Finds the gate sites of one network."""
 
     def __init__(self, net: Wiring) -> None:
         self.net = net
         self._norms = {id(n): module for module, mains in net.main.items() for n in mains if isinstance(n, Norm)}
 
     def of(self, module: str, layer: str) -> Site:
-        """The first norm after the layer if nothing but it reads the layer's output, else the layer itself.
+        """Return a layer's site: the first norm behind it if that alone reads its output, else the layer itself.
 
-        If the model has a place for it behind the sum that comes next, it is there.
+        If the model has a `GatePlace` behind the sum that comes next, the gate is applied there instead.
         """
         norm = self.norm_after(module)
         behind = self._behind_sum(norm or module)
@@ -40,14 +39,17 @@ class Places:
         return self._norm_site(norm, layer)
 
     def followers(self, taken: set[str]) -> list[Site]:
-        """Gates without a score: norms (and biases of depthwise convolutions) that dead channels may reach."""
+        """Return sites without a score: norms and biases of depthwise convolutions that dead channels may reach.
+
+        Sets `revives` of their nodes to False.
+        """
         sites = []
         for module, mains in self.net.main.items():
             if module in taken or len(mains) > 1 or module in self.net.busy:
                 continue
             main = mains[0]
             edges = tuple(self.net.edges[module, "out"])
-            told_apart = self.net.grids[main.x][1] == main.x.shape[1]  # not so where the input itself is normalised
+            told_apart = self.net.grids[main.x][1] == main.x.shape[1]  # False if the network's input is normalized
             if isinstance(main, Norm) and main.revives and told_apart:
                 sites.append(self._norm_site(module, ""))
                 main.revives = False
@@ -64,16 +66,17 @@ class Places:
         pair = [v for v in main.op.args[1:3] if isinstance(v, Value)]
         names = tuple(v.name.rpartition(".")[2] for v in pair)
         has_running = isinstance(main.op.args[3], Value)
-        # Without a stored scale there is nothing to fold a gate into, and without a shift (but with running
-        # statistics) zero would still come back.
+        # Without a stored scale there is nothing to fold a gate into. Running statistics without a shift would
+        # still turn a zero into a constant.
         stored = all(v.name == f"{module}.{name}".lstrip(".") for v, name in zip(pair, names, strict=True))
         foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
-        foldable = foldable and module not in self.net.busy  # what it does behind the norm, it does before the gate
+        # A busy module makes something of a zero behind its norm, so the gate must come after that.
+        foldable = foldable and module not in self.net.busy
         kind = "affine" if foldable else "map"
         return Site(module, kind, layer, names if foldable else (), _dim(edges), edges)
 
     def norm_after(self, module: str) -> str | None:
-        """The norm that alone reads what a layer gives, in all of its calls."""
+        """Return the norm that is the only reader of a layer's output in all of its calls, or None."""
         given = [edge.out for edge in self.net.edges[module, "out"]] if module in self.net.main else []
         found = {self._follow_to_norm(value) for value in given or [node.out for node in self._mains(module)]}
         norm = found.pop() if len(found) == 1 else None
@@ -83,7 +86,7 @@ class Places:
         return self.net.main.get(module) or self.net.inner[module]
 
     def _behind_sum(self, module: str) -> Boundary | None:
-        """The place a model has set behind the sum that a module's output goes into, if no layer has it yet."""
+        """Return the `GatePlace` behind the sum that a module's output goes into, if it is not taken yet."""
         edges = self.net.edges[module, "out"]
         node: Node | None = edges[0] if len(edges) == 1 else None
         while node is not None:
@@ -116,7 +119,7 @@ class Places:
 
 def _dim(edges: Sequence[Boundary]) -> int:
     dim = common_dim(edges)
-    assert dim is not None  # a module without one has no edges
+    assert dim is not None  # modules without a common dimension have no edges
     return dim
 
 

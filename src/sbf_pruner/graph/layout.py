@@ -1,8 +1,8 @@
-"""Which channels of every tensor are physically there in the extracted network.
+"""Solve for the layout: which channels of every tensor exist in the extracted network.
 
-A channel is there if it is alive and needed, or if an operator that meets it could not run without it: the
-two sides of an addition share one layout, the parts of a view are whole boxes, a chunk's halves are equal.
-Starting from what must be there, layouts grow along the graph until every operator is content.
+A channel exists if it is alive and needed, or if an operator could not run without it: both operands of an
+addition share one layout, operand and result of a view are boxes, the halves of a chunk are equally large. Layouts
+start with the channels that must exist and grow along the graph until every operator can run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .records import Call, Value
 
 
 def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:
-    """The smallest layout in which every operator can run.
+    """Return the smallest layout in which every operator can run.
 
-    Operators at `pinned` positions get everything; so do the module calls named `whole`: what goes in, and the
-    operators that the module runs itself.
+    Operators at the positions `pinned` keep all channels. So do the module calls in `whole`: their inputs, and the
+    operators that the module runs itself rather than in its children.
     """
     layout = Layout(graph.grids)
     for value in graph.grids:
@@ -35,7 +35,7 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
     if pinned or whole:
         _fill_pinned(graph, layout, pinned, whole)
     graph.ties.grow(layout)
-    for value in graph.grids:  # only now: a place held too early would stay where ties bring other channels
+    for value in graph.grids:  # only now, or it would remain beside channels that constraints add
         if value.kind == "result":
             _hold_place(layout, value)
     graph.ties.grow(layout, begun=True)
@@ -43,10 +43,10 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
 
 
 def _fill_pinned(graph: ChannelGraph, layout: Layout, pinned: Collection[int], whole: Collection[Call]) -> None:
-    """All channels are there where the model's own code insists on it."""
+    """Keep all channels where the model's own code fixes sizes."""
     calls = {node.op.call for node in graph.nodes if node.op.position in pinned} - {None}
     for node in graph.nodes:
-        # With an operator the edges of its module get everything: what it sees may depend on what is outside.
+        # The edges of a pinned operator's module are filled too: what it gets may depend on channels outside.
         edge = isinstance(node, Boundary) and node.op.call in calls
         if node.op.position in pinned or edge or (node.op.position >= 0 and node.op.call in whole):
             for value in _inside(node):
@@ -57,14 +57,14 @@ def _fill_pinned(graph: ChannelGraph, layout: Layout, pinned: Collection[int], w
 
 
 def _inside(node: Node) -> tuple[Value, ...]:
-    """The tensors of an operator; of an edge that is a wall only the inner one."""
+    """Return the tensors of a node; for a walled edge of a module only the one inside."""
     if isinstance(node, Boundary) and node.walled:
         return (node.out,) if node.side == "in" else (node.x,)
     return (*node.inputs, *node.outputs)
 
 
 def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
-    """The modules of which nothing is wanted any more, in any of their calls."""
+    """Return the modules whose outputs are dead or not needed in all of their calls."""
     wanted: dict[str, bool] = defaultdict(bool)
     for node in graph.nodes:
         if isinstance(node, Boundary) and node.side == "out":
@@ -74,7 +74,7 @@ def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
 
 
 def _hold_place(layout: Layout, value: Value) -> None:
-    """Where all channels are gone one stays, as zeros: no tensor ever has width zero."""
+    """Keep one channel, as zeros, where all are gone, because no tensor may have width zero."""
     for dim, mask in enumerate(layout.masks[value]):
         if mask is not None and not np.count_nonzero(mask):
             layout.add(value, dim, np.arange(len(mask)) == 0)

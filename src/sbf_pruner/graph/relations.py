@@ -1,9 +1,8 @@
-"""How the layers of a channel graph hang together: what shares a layout, what follows, where more gates stand.
+"""Coupling between the layers of a channel graph: shared layouts, followers and gates further on.
 
-A ChannelGraph enters; its `Relations` leave.  Tensors whose channels are the same ones, seen before and after
-a norm, an activation or a sum, form one *stream*; layers that write into one stream share its layout.  That
-is one pass over the operators, and one pass of liveness tells the followers: layers that own no scores but
-lose filters when others do.
+Tensors that carry the same channels, such as those before and after a norm, an activation or a sum, form one
+*stream*; layers that write into one stream share its layout. Streams take one pass over the operators. One pass of
+liveness finds the followers: layers without scores that lose filters when others do.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that meet.
+    """Layers whose outputs are added, multiplied or concatenated.
 
-    Where they are added or multiplied they write the same channels and share one layout; where they are
-    concatenated they keep places of their own, side by side.
+    Outputs that are added or multiplied have the same channels and share one layout. Concatenated outputs keep
+    channels of their own, side by side.
     """
 
     meet: tuple[str, ...]  # "add", "multiply" or "concatenate"
@@ -40,27 +39,27 @@ class Group:
 
 
 class Streams:
-    """Which tensors carry the same channels: a forest, one tree per stream."""
+    """Disjoint sets of tensors that carry the same channels, one set per stream (union-find)."""
 
     def __init__(self) -> None:
         self._parent: dict[Value, Value] = {}
 
     def of(self, value: Value) -> Value:
-        """The tensor that stands for the stream."""
+        """Return the tensor that represents the stream of a tensor."""
         while (above := self._parent.get(value, value)) is not value:
             self._parent[value] = self._parent.get(above, above)
             value = above
         return value
 
     def unite(self, values: Iterable[Value]) -> None:
-        """These tensors carry the same channels."""
+        """Merge the streams of the given tensors."""
         roots = [self.of(v) for v in values]
         for root in roots[1:]:
             self._parent[self.of(root)] = self.of(roots[0])
 
 
 class Relations:
-    """What is coupled to what in a channel graph.
+    """Which layers of a channel graph are coupled, and how.
 
     >>> import torch
     >>> from torch import nn
@@ -82,7 +81,7 @@ class Relations:
         self.later_gates = self._find_later_gates()
 
     def origins(self, value: Value) -> tuple[str, ...]:
-        """The prunable layers whose filters a tensor's channels are."""
+        """Return the prunable layers whose filters are the channels of a tensor."""
         found: set[str] = set()
         seen: set[Value] = set()
         todo = [self.streams.of(value)]
@@ -95,7 +94,7 @@ class Relations:
         return self._sorted(found)
 
     def group_of(self, value: Value) -> int | None:
-        """The place in `groups` of the layers that write into a tensor's stream."""
+        """Return the index in `groups` of the layers that write into the stream of a tensor, or None."""
         return self._group_at.get(self.streams.of(value))
 
     def _sorted(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -109,7 +108,7 @@ class Relations:
         return writers
 
     def _find_parts(self) -> dict[Value, list[Value]]:
-        """The streams whose channels were moved into another one: cut, padded, shuffled, concatenated."""
+        """For every stream, those whose channels are moved into it: sliced, padded, shuffled or concatenated."""
         parts: dict[Value, list[Value]] = {}
         for node in self.graph.nodes:
             if isinstance(node, Map):
@@ -119,14 +118,14 @@ class Relations:
         return parts
 
     def _find_followers(self) -> dict[str, tuple[str, ...]]:
-        """Layers without scores that lose filters when every other layer keeps only its last ones."""
+        """Layers without scores that lose filters when every other layer keeps only the second half of its own."""
         whole = self.graph.flow({})
         part = self.graph.flow({name: _last_half(layer.filters) for name, layer in self.graph.layers.items()})
         found: dict[str, tuple[str, ...]] = {}
         for node in self.graph.nodes:
             if not isinstance(node, Contract) or (name := node.layer) in self.graph.layers:
                 continue
-            if node.weight.name in self._by_weight:  # another module that runs with a layer's weight
+            if node.weight.name in self._by_weight:  # it shares its weight with a prunable layer
                 found[name] = (self._by_weight[node.weight.name],)
             elif node.depthwise or node.fed(part).all():
                 before, after = node.wanted(whole), node.wanted(part)
@@ -144,7 +143,7 @@ class Relations:
             met = [
                 v for v in dict.fromkeys(node.inputs) if v in computed and max(self.graph.grids[v], default=1) > 1
             ]
-            if computed.intersection(node.inputs):  # what is made of stored tensors alone is nobody's filters
+            if computed.intersection(node.inputs):  # stored tensors alone are no layer's filters
                 computed.update(node.outputs)
             if len(met) > 1 and isinstance(node, Elementwise) and node.zero in _MEETING:
                 meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.zero])
@@ -156,12 +155,12 @@ class Relations:
         self._group_at: dict[Value, int] = {}
         for stream, kinds in meetings.items():
             layers = self._sorted(n for n in self._writers.get(stream, ()) if n not in self.followers)
-            if len(layers) < 2:  # what is added was concatenated or padded before: GhostNet
+            if len(layers) < 2:  # the operands were concatenated or padded, as in GhostNet
                 layers = self._sorted((*layers, *self.origins(stream)))
             if len(layers) > 1 and any(n in self.graph.layers for n in layers):
                 self._group_at[stream] = len(groups)
                 groups.append(Group(tuple(sorted(kinds)), layers))
-        # A dense block concatenates again and again; the last time says it all.
+        # A dense block concatenates repeatedly; the last, largest set contains the others.
         sets = [set(side) for side in sides]
         for side in sides:
             if len(side) > 1 and not any(set(side) < other for other in sets):
@@ -169,7 +168,7 @@ class Relations:
         return groups
 
     def _find_later_gates(self) -> dict[str, tuple[str, ...]]:
-        """The gates without a score that a layer's channels pass on their way."""
+        """For every layer, the modules with gates without a score that its channels pass."""
         found: dict[str, list[str]] = {}
         for site in self.graph.sites:
             if not site.layer:
@@ -186,13 +185,13 @@ def _streams(graph: ChannelGraph) -> Streams:
 
 
 def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
-    """The tensors at a node that carry the same channels."""
+    """Return the tensors at a node that carry the same channels."""
     if isinstance(node, (Norm, Boundary)):
         return [node.x, node.out]
     if isinstance(node, Contract):
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Product):
-        # What is summed over is one and the same on both sides; what is not, is the result's as well.
+        # Channels that are summed over are the same on both sides; all others are also those of the result.
         ended = [v for v in (node.left, node.right) if node.ends(v)]
         if len(ended) == 2:
             return ended if math.prod(graph.grids[node.left]) == math.prod(graph.grids[node.right]) > 1 else []
@@ -210,7 +209,7 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
 
 
 def _passes_on(node: Contract) -> bool:
-    """Depthwise, one filter per channel: what comes out are the channels that went in."""
+    """Return True for a depthwise convolution with one filter per channel: its channels are those of its input."""
     return node.depthwise and node.filters == node.x.shape[1]
 
 

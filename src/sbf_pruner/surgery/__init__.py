@@ -1,4 +1,4 @@
-"""A smaller module from a model, its channel graph and a plan."""
+"""Extract a smaller module from a model, its channel graph and a plan."""
 
 from .extract import extract
 from .verify import cut_error, prove

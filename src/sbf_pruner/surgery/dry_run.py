@@ -1,27 +1,8 @@
-"""Does a network that was cut run as its layout promises?
+"""Dry run of an extracted network, compared operator by operator with the trace of the original model.
 
-The small network, the large one with its graph and the layout enter; the first operator that did something else
-leaves, if there is one: another shape, another literal, channels moved elsewhere.  It runs on the meta device,
-so it costs no arithmetic, and what the model's own code insists on shows before anyone trains the result.
-
-Does one operator of a network that was cut do what the whole network's operator did?
-
-An operator of either network, the node that stands for the second and the layout enter; yes or no leaves.  What
-holds: channels that are left go where the layout expects them, and nothing else may depend on their number,
-neither what is computed nor which pixels it is computed from.
-
-Does an operator of a network that was cut read what it read in the whole one?
-
-Two recordings of the same code enter, operator by operator; a mismatch leaves.  Shapes alone do not tell: a
-forward that chooses by a width (`a if a.shape[1] > 8 else b`) may do the same to another tensor, or with another
-module's weights.
-
-What of a network depends on the numbers it sees: sizes of tensors, and numbers read off them.
-
-Two recordings of the same code enter, of the whole network and of what was cut from it; whether a size or a
-number that differs may do so leaves.  Without a channel the numbers are others, so other boxes pass a threshold
-and another maximum is divided by; neither says anything about widths.  What holds: a dimension that was cut has
-to be as wide as the layout promises, wherever it is.
+The small network runs on the meta device where the model can, so that sizes fixed by the model's own code show
+without arithmetic, before anyone trains the result. Remaining channels must go where the layout expects them, and
+nothing else may depend on their number: neither operators, operands and literals, nor the pixels that are read.
 """
 
 from __future__ import annotations
@@ -51,14 +32,14 @@ from ..modules import Remap, Zeros, plain_names
 from ..utils.user_code import failing_line
 from ..utils.user_model import call, map_tensors, meta_copy, real_copy, without_attached
 
-# Whether these appear depends on strides, not on what is computed.
+# Whether these operators run depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
 _PUT_IN = {REMAP, ZEROS}
 _QUIET |= _PUT_IN
 
 
 class Rehearsal:
-    """Runs of a network that was cut, beside the recordings of the whole one."""
+    """Dry runs of an extracted network, compared with the traces of the original model."""
 
     def __init__(
         self,
@@ -74,7 +55,10 @@ class Rehearsal:
         self._names = names_of(small), names_of(model)
 
     def first_surprise(self) -> Op | None:
-        """Run the small network as the large one was; the first operator that differs from what is promised."""
+        """Run the small network as the original was traced; return the first operator that differs, or None.
+
+        Raises PruningError if a module that surgery put in did not run.
+        """
         trace = self.graph.trace
         found = ops_again(self.small, self.inputs, trace)
         promised = [node.op for node in self.graph.nodes]
@@ -93,15 +77,16 @@ class Rehearsal:
             ):
                 return op
             at, last = at + 1, op
-        if at < len(actual):  # a step more at the end, which a width decides on
+        if at < len(actual):  # more operators at the end, depending on a width
             return last
         _check_seen(self.small, found, self.graph)
         return None
 
     def kept_difference(self) -> Op | None:
-        """The first operator of a first call, of which something is kept, that does otherwise with fewer channels.
+        """Return the first operator of a model's first call that depends on a number of channels, or None.
 
-        A model that has run since has what it keeps, and the small network has that from it.
+        Applies to models that keep tensors from their first call. A model that has run since it was traced holds
+        these already, and the small network has copied them.
         """
         first = self.graph.trace.first
         if first is None or [op.name for op in ops_again(self.model, self.inputs, first)] != [
@@ -111,10 +96,11 @@ class Rehearsal:
         return self.first_difference(first)
 
     def first_difference(self, other: Trace | None) -> Op | None:
-        """The first operator that does something else with fewer channels in a recording the graph does not follow.
+        """Return the first operator of a trace without a graph that depends on a number of channels, or None.
 
-        That is one of the other mode, or of a first call.  There are no nodes for it and so no layout; but the same
-        code runs, with numbers that depend on no width, and what runs in that mode alone sees all its channels.
+        That is a trace of the other mode (training or evaluation), or of a first call. It has no nodes and so no
+        layout; but the same code runs, with numbers that must not depend on a width, and operators that run in that
+        mode alone must see all their channels.
         """
         if other is None:
             return None
@@ -141,7 +127,7 @@ class Rehearsal:
         return _quiet(op) or op.inside(self.vanished)
 
     def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: Decided) -> bool:
-        """Does it move channels and pixels as the same line does in the recording that the graph follows?"""
+        """Return True if an operator moves channels and pixels as the same line does in the graph's trace."""
         nodes = movers.get(_mover(promised), []) if not decided.touches(promised) else []
         return not nodes or any(moves_alike(actual, node, self.layout) for node in nodes)
 
@@ -154,7 +140,7 @@ def _mover(op: Op) -> tuple[Any, ...]:
 
 
 def _movers(graph: ChannelGraph) -> _Movers:
-    """What moves channels, by what tells it from others."""
+    """Group the nodes that move channels by operator, line, settings and shapes."""
     found: _Movers = defaultdict(list)
     for node in graph.nodes:
         if isinstance(node, Map):
@@ -166,20 +152,20 @@ def _does_the_same(actual: Op, promised: Op, other: Trace, decided: Decided) -> 
     if not same_kind(actual, promised):
         return False
     if promised.position in other.apart and not decided.touches(promised):
-        # What is made of weights alone, a transpose say, has as many rows as its layer has filters.
+        # Tensors computed from weights alone, such as transposes, may differ: they have one row per filter.
         shapes = [[v.shape for v in op.inputs if not v.roots] for op in (actual, promised)]
         if shapes[0] != shapes[1]:
             return False
-    if promised.position in other.drawn:  # what scales random numbers may ask how many there are
+    if promised.position in other.drawn:  # the scale of random numbers may depend on their count
         return True
-    if other.cold and not promised.inputs:  # what is made of numbers alone may be kept
+    if other.cold and not promised.inputs:  # the model may keep such a tensor, so its size counts
         return decided.same(promised, settings(actual), settings(promised))
     moves = tells_places(promised)
     return decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves))
 
 
 def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
-    """Of what a quiet operator, or an edge, gives: what it was given."""
+    """Map the result of every operator that is not compared, and of every module edge, to its operand."""
     found: dict[Value, Value] = {}
     for op in ops:
         quiet = op.name in _QUIET - {ZEROS} or op.name.startswith("edge.") or _adds_bias(op)
@@ -190,7 +176,10 @@ def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
 
 
 def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
-    """Did everything run that was put in?  Not so where some object still holds the module it was put around."""
+    """Raise a PruningError if a module that surgery put in did not run.
+
+    That is the case if some object holds a reference to the module it was put around.
+    """
     ran = {op.call.module for op in found if op.name in _PUT_IN and op.call is not None}
     gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
     for path, module in small.named_modules():
@@ -203,12 +192,12 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
 
 
 def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
-    """Why the small network does not run in training mode, if the large one does."""
+    """Return where the small network fails in training mode, or None if it runs or the original fails too."""
     if not any(map(asks_for_its_mode, small.modules())):
         return None
     chance = random.getstate()
     try:
-        # As in recording: without numbers, or with them where it cannot do without.
+        # As in tracing: on the meta device, or with real tensors if the model needs them.
         for copied, moved in ((meta_copy, lambda t: t.to("meta")), (real_copy, torch.clone)):
             inputs = map_tensors(example_inputs, moved)
             error = _error_in_training(copied(small), inputs)
@@ -231,7 +220,7 @@ def _error_in_training(model: nn.Module, inputs: Any) -> Exception | None:
 
 
 def _adds_bias(op: Op) -> bool:
-    # A linear layer adds its bias in the product or after it, as the strides of its input decide.
+    # The strides of its input decide whether a linear layer adds its bias in the product or afterwards.
     return (
         op.name == "aten.add" and not op.kwargs and any(v.kind == "state" and len(v.shape) == 1 for v in op.inputs)
     )
@@ -243,12 +232,12 @@ def _quiet(op: Op) -> bool:
 
 _SAME = {f"aten.{n}": "aten.view" for n in ("_unsafe_view", "reshape", "_reshape_alias")}
 _SAME["aten.addmm"] = "aten.mm"
-# Arguments that are widths: the groups of a convolution; the channels and groups of a group norm.
+# Positions of arguments that are widths: groups of a convolution; channels and groups of a group norm.
 _WIDTHS = {"aten.convolution": (8,), GROUP_NORM: (4, 6)}
 
 
 def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
-    """Does an operator of the small network do what the layout promises?"""
+    """Return True if an operator of the small network does what the layout promises."""
     promised = node.op
     if not same_kind(actual, promised) or len(actual.outputs) < len(promised.outputs):
         return False
@@ -264,40 +253,40 @@ def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
 
 
 def same_kind(actual: Op, promised: Op) -> bool:
-    """Is it the same operator, with the same literals of the forward?"""
+    """Return True for the same operator, with the same literals of the forward."""
     names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
     return names[0] == names[1] and all(map(_same_literal, actual.inputs, promised.inputs))
 
 
 def _same_literal(now: Value, then: Value) -> bool:
-    """A literal of the forward must not depend on a width (torch.tensor(x.shape[1]))."""
+    """Return False for a literal that depends on a width, as `torch.tensor(x.shape[1])` does."""
     literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
     return not literal or same_numbers(now.data, then.data)  # type: ignore[arg-type]
 
 
 def settings(op: Op) -> list[Any]:
-    """All numbers and words among an operator's arguments."""
+    """Return all numbers and strings among an operator's arguments."""
     return _plain(pytree.tree_leaves((op.args, op.kwargs)))
 
 
 def fixed_settings(op: Op, moves: bool) -> list[Any]:
-    """Those that must not depend on a width, as x / x.shape[1] does.
+    """Return the arguments of an operator that must not depend on a width, as that of `x / x.shape[1]` does.
 
-    Of what moves channels, whole numbers may be sizes and places of channels; `moves_alike` looks at them.
+    With `moves`, integers are left out: they may be sizes and positions of channels, which `moves_alike` checks.
     """
     given = (*op.args, *op.kwargs.values())
     if moves:
         return [a for a in _plain(given) if not isinstance(a, int)]
-    if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # it is told its sizes in a list, and has them
+    if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # its sizes are in a list, and compared as shapes
         return _plain(given)
     kept = [a for place, a in enumerate(op.args) if place not in _WIDTHS.get(op.name, ())]
-    if op.name == "aten.affine_grid_generator":  # told the size of a map, of which it makes no use of the channels
+    if op.name == "aten.affine_grid_generator":  # the size of a map, whose channels it does not use
         kept[1] = [n for place, n in enumerate(kept[1]) if place != 1]
     return _plain(pytree.tree_leaves((kept, op.kwargs)))
 
 
 def tells_places(op: Op) -> bool:
-    """May the numbers of an operator be sizes and places of channels?"""
+    """Return True if integer arguments of an operator may be sizes and positions of channels."""
     rule = rule_of(op)
     return rule in (moved, indexed, padded) or (rule is not None and is_custom(rule))
 
@@ -307,17 +296,17 @@ def _plain(given: Iterable[Any]) -> list[Any]:
 
 
 def _shares_alike(actual: Op, node: Norm) -> bool:
-    """Do as many channels share statistics?  A number of groups that is written down may fit fewer channels too."""
+    """Return True if as many channels share statistics: a literal number of groups may fit fewer channels too."""
     return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
 
 
 def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
-    """Does the operator move each channel that is left, and each pixel, where the layout expects it?
+    """Return True if an operator moves each remaining channel, and each pixel, where the layout expects it.
 
-    Not always, although the shapes are right: half of the channels are others when fewer are there.
+    Equal shapes are not enough: the first half of the channels is a different one when fewer are left.
     """
     tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
-    joins = actual.name == "aten.cat"  # which passes over what has no size at all
+    joins = actual.name == "aten.cat"  # which ignores operands of shape (0,)
     operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and not (joins and v.shape == (0,))]
     if len(operands) != len(node.operands):
         return False
@@ -339,9 +328,9 @@ def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
 
 
 def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: Map, layout: Layout) -> bool:
-    """The same for the dimensions along which channels do not differ: a shift there must not be by a width.
+    """Check the same for dimensions along which channels do not differ: a shift there must not be by a width.
 
-    A view of the right shape keeps the order of what it is given, whatever numbers say so.
+    A reshape to the right shape keeps the order of its elements, whatever its arguments.
     """
     if actual.name in RESHAPES or settings(actual) == settings(node.op):
         return True
@@ -357,33 +346,37 @@ def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: Map, layout
 
 
 def _left(labels: NDArray[np.int64], out: Value, layout: Layout) -> NDArray[np.int64]:
-    """What a table over an output says of the channels that are left."""
+    """Select the entries of a table over an output that belong to remaining channels."""
     places = [layout.indices(out, d) if n != 1 else [0] for d, n in enumerate(labels.shape)]
     return labels[np.ix_(*places)]
 
 
 def _equal(now: NDArray[np.int64], then: NDArray[np.int64]) -> bool:
-    """Are two tables the same, where either may leave out what does not differ?"""
+    """Return True if two tables are equal, where either may have size 1 in dimensions without differences."""
     fits = now.ndim == then.ndim and all(a == b or 1 in (a, b) for a, b in zip(now.shape, then.shape, strict=True))
     return fits and bool(np.all(now == then))
 
 
-Names = Mapping[str, Set[str]]  # of a stored tensor, by one of them
+Names = Mapping[str, Set[str]]  # one name of a stored tensor -> all its names
 
 
 class Operands:
-    """Which tensor of the small network is which of the large one, as far as both are known."""
+    """Correspondence between tensors of the small network and of the original, as far as both are known.
+
+    Shapes alone are not enough: a forward that chooses by a width (`a if a.shape[1] > 8 else b`) may run the same
+    operator on another tensor, or with another module's weights.
+    """
 
     def __init__(
         self, now: Mapping[Value, Value], then: Mapping[Value, Value], names: tuple[Names, Names] = ({}, {})
     ) -> None:
-        self._now, self._then = now, then  # what only hands a tensor on, in either network: result -> operand
+        self._now, self._then = now, then  # operators not compared: result -> operand
         self._names = names
         self._same: dict[Value, Value] = {}  # small -> large
         self._paired: set[Value] = set()
 
     def agree(self, now: Op, then: Op) -> bool:
-        """Do two operators read the same tensors?  If so, what they give is the same from now on."""
+        """Return True if two operators read corresponding tensors; their results correspond from then on."""
         for mine, other in zip(now.inputs, then.inputs, strict=False):
             mine, other = _origin(mine, self._now), _origin(other, self._then)
             if mine.kind == other.kind == "state" and not self._same_name(mine, other):
@@ -404,9 +397,9 @@ class Operands:
 
 
 def names_of(model: nn.Module) -> Names:
-    """All names of every parameter and buffer, by the one that it is recorded under.
+    """Map the traced name of every parameter and buffer to all its names.
 
-    They are those that it had before a module was put between remaps.
+    The latter are those before an earlier pruning wrapped modules in `Adapted`.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -428,7 +421,7 @@ def _origin(value: Value, handed_on: Mapping[Value, Value]) -> Value:
     return value
 
 
-# Operators whose results are as large as the numbers make them.
+# Operators whose output size depends on values.
 _BY_VALUE = {
     f"aten.{name}"
     for name in (
@@ -436,11 +429,15 @@ _BY_VALUE = {
         *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
     )
 } | {"torchvision.nms"}
-_COMMON = (-1, 0, 1)  # dimensions and flags are such numbers, too
+_COMMON = (-1, 0, 1)  # too common to identify a value: dimensions and flags use them, too
 
 
 class Decided:
-    """What may differ between the small network (now) and the large one (then)."""
+    """Sizes and numbers that depend on tensor values, and so may differ between the small network and the original.
+
+    With fewer channels values differ, so other boxes pass a threshold and a maximum to divide by is another one;
+    neither says anything about widths. A dimension that was cut must have the promised size all the same.
+    """
 
     def __init__(self, now: Sequence[Op], then: Sequence[Op]) -> None:
         self._now, self._then = _told(now), _told(then)
@@ -450,11 +447,11 @@ class Decided:
                 self._sizes.update(value for value in op.outputs if value is not None)
 
     def touches(self, op: Op) -> bool:
-        """Does an operator of the large network read or give a tensor whose size the numbers decide?"""
+        """Return True if an operator of the original has an operand or result whose size depends on values."""
         return any(value in self._sizes for value in (*op.inputs, *op.outputs) if value is not None)
 
     def fits(self, now: Value, then: Value, promised: tuple[int, ...]) -> bool:
-        """Has a tensor the promised size, but for dimensions that were not cut and depend on numbers?"""
+        """Return True if a tensor has the promised size, except in uncut dimensions that depend on values."""
         if now.shape == promised:
             return True
         if then not in self._sizes or len(now.shape) != len(promised):
@@ -463,14 +460,14 @@ class Decided:
         return all(found == asked or asked == whole for found, asked, whole in sizes)
 
     def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
-        """Are an operator's numbers the same, but for those that were read off tensors?
+        """Return True if an operator's numbers are equal, except for numbers read off tensors.
 
-        Beside a tensor whose size depends on numbers, whole numbers may be such a size.
+        If the operator touches a tensor whose size depends on values, integers may be such a size.
         """
         free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
             a == b
-            or (a != a and b != b)  # neither is a number
+            or (a != a and b != b)  # both are NaN
             or (a in self._now and b in self._then)
             or (isinstance(a, free) and isinstance(b, free))
             for a, b in zip(now, then, strict=True)
@@ -478,7 +475,7 @@ class Decided:
 
 
 def _told(ops: Sequence[Op]) -> set[float]:
-    """The numbers that were read off tensors, and what is left of them as whole numbers."""
+    """Return the numbers that were read off tensors, and their integer parts."""
     found = {op.told for op in ops if op.told is not None and math.isfinite(op.told)}
     return (found | {int(number) for number in found}) - set(_COMMON)
 

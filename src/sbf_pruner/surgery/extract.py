@@ -1,14 +1,9 @@
-"""A model, its channel graph and a plan in; a new, smaller module that computes the same function out.
+"""Extract a smaller module from a model, its channel graph and a plan.
 
-Surgery works on a deep copy: stored tensors are sliced to the layout, modules keep their classes, and only
-where two layouts must meet is a module put between remaps.  The result is then run once on the meta device
-and compared, operator by operator, with what the layout promises; where the model's own code insists on a
-size, that operator gets all its channels and surgery starts again.  The user's model is never touched.
-
-The stored tensors of a smaller network: what a layout leaves of every weight, bias and statistic.
-
-A model, its graph and a layout enter; the slices leave, by the identity of the tensor each is taken from.  What
-holds: nothing of the model is changed, and a slice lies in memory as the whole tensor did.
+Surgery works on a deep copy and never changes the user's model: parameters and buffers are sliced to the layout,
+modules keep their classes, and only where two layouts meet is a module wrapped with remaps. A dry run then compares
+the result, operator by operator, with what the layout promises. Where the model's own code fixes a size, that
+operator keeps all its channels and surgery starts again.
 """
 
 from __future__ import annotations
@@ -42,17 +37,17 @@ from .dry_run import Rehearsal, failure_in_training
 
 _log = logging.getLogger("sbf_pruner")
 
-_FIRST_OF_RNN = ("weight_ih_l0", "weight_ih")  # the weights that read what a recurrent layer is given
+_FIRST_OF_RNN = ("weight_ih_l0", "weight_ih")  # weights that multiply the input of a recurrent layer
 
 
 def extract(
     model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph | None = None, *, prove: bool = False
 ) -> nn.Module:
-    """A new module without the filters the plan drops, that computes what the model with those gated off does.
+    """Return a new module without the filters that the plan drops, equal to the model with those filters gated off.
 
-    Where the model's own code writes sizes down (a view, a split), the channels it counts on stay there as zeros;
-    the result's `sbf_fixed_sizes` names those lines.  With `prove`, both networks run in float64: on the example
-    inputs in both modes, and on inputs of another size.  A cut that changes a number is refused.
+    Where the model's own code fixes sizes (a view, a split), the channels it relies on stay as zeros; the result's
+    `sbf_fixed_sizes` names those lines. With `prove`, both networks run in float64, on the example inputs in both
+    modes and on inputs of another size, and a PruningError is raised if their outputs differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
@@ -68,13 +63,13 @@ def extract(
 
 
 def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> Pinned:
-    """Where the model's own code keeps more channels than the plan leaves: cut, and thrown away."""
+    """Return where the model's own code keeps more channels than the plan, by an extraction that is discarded."""
     pins = _cut(model, example_inputs, plan, graph)[1]
     return Pinned(pins.positions, pins.whole)
 
 
 @uncollected()
-@torch.inference_mode(False)  # the result is to be trained, and operators have other names there
+@torch.inference_mode(False)  # the result must be trainable, and inference mode renames operators
 def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
     example_inputs = inputs_now(example_inputs, model, graph)
     masks = plan.masks(graph)
@@ -116,7 +111,7 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
         try:
             pins.add(odd)
         except PruningError:
-            # Widths are not to blame for what something else did: a hook, or anchors for inputs of another size.
+            # Widths may not be the cause, but a hook added since, or anchors kept for inputs of another size.
             if runs_as_traced(model, example_inputs, graph):
                 raise
             model, pins = after_a_run(model, example_inputs), _Pins(graph)
@@ -124,7 +119,7 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
 
 
 class _Pins:
-    """Where the model's own code insists on sizes: operators, and module calls, that get all their channels."""
+    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
@@ -133,11 +128,11 @@ class _Pins:
         self.whole: set[Call] = set()
 
     def add(self, odd: Op) -> None:
-        """Give an operator all its channels; if it has them, the call it runs in; else the one around that."""
+        """Keep all channels of an operator; if it has them, of the call it runs in, then of the one around that."""
         self.lines[f"{odd.where} ({odd.name})"] = None
         like = [op for op in self.graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)]
         if odd.position not in self.positions:
-            # What one line of the model insists on, it insists on wherever that line runs.
+            # Where one line of the model fixes a size, it does so every time it runs.
             self.positions |= {op.position for op in like}
             return
         more = {call for op in like if (call := self._around(op)) is not None}
@@ -159,7 +154,7 @@ class _Pins:
 
 
 def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
-    """Note on the network what made it, which is all that saving and loading it needs."""
+    """Store the plans and input shapes on the network, which is all that saving and loading it needs."""
     small.sbf_plans = (*getattr(model, "sbf_plans", ()), plan)  # type: ignore[assignment]
     small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
     return small
@@ -168,7 +163,7 @@ def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan)
 class _Surgeon:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
-        # The copy is made with the sliced tensors in the place of the whole ones, which are never copied.
+        # The copy is made with sliced tensors in place of the whole ones, which are never copied.
         self.small = without_attached(real_copy(model, sliced(model, graph, layout)))
         self.modules = dict(self.small.named_modules())
         self._unwanted = vanished(graph, flow)
@@ -182,7 +177,7 @@ class _Surgeon:
                 self.main[holder].append(node)
 
     def _holder(self, node: Contract | Norm) -> str | None:
-        """The module that a layer or norm runs in, also a norm that holds nothing."""
+        """Return the module that a layer or norm belongs to, also for norms without parameters."""
         holder, call = owner(node.op), node.op.call
         if holder is None and call is not None:
             norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
@@ -212,14 +207,14 @@ class _Surgeon:
     # -- modules -------------------------------------------------------------------------------------------
 
     def _rename_sizes(self, module: nn.Module, nodes: list[Contract | Norm]) -> None:
-        """Keep `out_channels` and friends equal to what is really there."""
+        """Set `out_channels` and similar attributes to the sizes that are left."""
         node = nodes[0]
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks what it is given
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks the size of its input
             first = (n for n in nodes if isinstance(n, Contract) and n.weight.name.endswith(_FIRST_OF_RNN))
             module.input_size = next((self.layout.sizes(n.x)[1] for n in first), module.input_size)
             return
         if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
-            return  # a norm that holds nothing serves any width
+            return  # a norm without parameters, used with several widths
         width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
         sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
         sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
@@ -229,11 +224,11 @@ class _Surgeon:
         else:
             sizes["num_groups"] = node.x.shape[1] // node.per_group, width_out // node.per_group
         for name, (before, after) in sizes.items():
-            if getattr(module, name, None) == before:  # of something else, perhaps
+            if getattr(module, name, None) == before:  # else it means something else
                 setattr(module, name, after)
 
     def _fitted(self, path: str, nodes: list[Contract | Norm]) -> nn.Module:
-        """The module as it stands in the small network: itself, between remaps, or gone."""
+        """Return what takes the place of a module in the small network: itself, with remaps, or `Zeros`."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
         if path in self._unwanted and ahead[0].free:
@@ -245,7 +240,10 @@ class _Surgeon:
         return self._adapted(path)
 
     def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
-        """Is a map of any size changed so?  Code of the user's own may pad what it needs, as TensorFlow does."""
+        """Return True if the windows predict the output size of a module for inputs of any size.
+
+        Custom forwards and hooks may pad by the input size, as TensorFlow does, so those are run at three sizes.
+        """
         own = not type(module).forward.__module__.startswith("torch.nn.modules")
         if not (own or module._forward_hooks or module._forward_pre_hooks):
             return True
@@ -257,7 +255,7 @@ class _Surgeon:
             x = torch.empty(sizes, dtype=tensor.dtype, device="meta")
             try:
                 given = meta_copy(module).eval()(x).shape
-            except Exception:  # it needs more than a map, or another one
+            except Exception:  # it takes other arguments
                 return False
             expected = [sizes[axis] for axis in axes]
             if windows:
@@ -267,7 +265,7 @@ class _Surgeon:
         return True
 
     def _adapted(self, path: str) -> nn.Module:
-        """The module between the remaps that it needs."""
+        """Return the module, wrapped with the remaps that it needs."""
         before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
         module = self.modules[path]
         return module if before is None and after is None else Adapted(module, before, after)
@@ -276,10 +274,10 @@ class _Surgeon:
         edge = edges[0]
         if not edge.free:
             return None
-        # One remap serves all calls of the module: a channel passes if it is alive in any of them.
+        # One remap serves all calls of the module: it passes channels that are alive in any of them.
         masks = [shrink(self.flow.alive[e.out], e.line(e.out)).reshape(-1) for e in edges]
         alive = np.logical_or.reduce(masks)
-        if edge.walled:  # no gate closes here: what is dead arrives as zeros
+        if edge.walled:  # no gate here: dead channels arrive as zeros
             alive = np.ones_like(alive)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
@@ -288,17 +286,17 @@ class _Surgeon:
         return None if source == list(range(width)) else Remap(source, dim, width)
 
     def _prepare_folding(self, swaps: dict[int, nn.Module]) -> None:
-        """Give layers the remaps behind their batch norms, so that folding a norm into its layer changes nothing.
+        """Give layers the remaps behind their batch norms, so that folding a norm into its layer stays exact.
 
-        Folding (`fuse_conv_bn_eval`, `fuse()` of YOLO) removes the norm together with the remap around it.
+        Folding (`fuse_conv_bn_eval`, YOLO's `fuse()`) removes the norm together with the remap that wraps it.
         """
         for path, module in self.modules.items():
-            # A remap in use belongs to a norm that was folded before this cut; it is swapped like any other.
+            # A remap in use belongs to a norm that was folded before this extraction; it is swapped like any other.
             if isinstance(module, Adapted) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
                 module.folded = None
         for layer, norm in self._foldable():
             if self._remaps(layer, "after", swaps) or self._remaps(norm, "before", swaps):
-                continue  # the norm has channels that the layer has not, so nobody can fold it
+                continue  # the norm has channels that the layer lacks, so it cannot be folded
             behind = self._remaps(norm, "after", swaps)
             gone = [held for p in (layer, norm) if isinstance(held := swaps.get(id(self.modules[p])), Zeros)]
             if len(gone) == 2:
@@ -309,14 +307,14 @@ class _Surgeon:
                 around = [self._wrapped(p, swaps) for p in (layer, norm)]
                 if around[0].bias is None:
                     around[0].folded = moved
-                else:  # it has a bias, folded or not: it always moves its channels, and the norm moves them back
+                else:  # with a bias, folding does not show: the layer always remaps, and the norm undoes it
                     around[0].after = moved
                     back = [source.index(i) if i in source else -1 for i in range(moved.inputs)]
                     around[1].before = Remap(back, moved.dim, len(source))
                 self._settle(around)
 
     def _foldable(self) -> Iterator[tuple[str, str]]:
-        """Layers whose output only a batch norm reads, each with the norm."""
+        """Yield the layers whose output only a batch norm reads, each with its norm."""
         made = {edge.out: edge for edges in self.edges.values() for edge in edges}
         readers = Counter(value for node in self.graph.nodes for value in node.inputs)
         readers.update(self.graph.outputs)
@@ -333,7 +331,7 @@ class _Surgeon:
                 yield layer, norm
 
     def _remaps(self, path: str, side: str, swaps: dict[int, nn.Module]) -> list[Remap]:
-        """The remaps that stand on one side of a module, from the module on."""
+        """Return the remaps on one side of a module, innermost first."""
         module = swaps.get(id(self.modules[path]), self.modules[path])
         found = [getattr(module, side)] if isinstance(module, Adapted) else []
         for outer in self._wrappers(path):
@@ -342,7 +340,7 @@ class _Surgeon:
         return [remap for remap in found if isinstance(remap, Remap)]
 
     def _wrappers(self, path: str) -> Iterator[Adapted]:
-        """What an earlier cut put around a module, from the inside out."""
+        """Yield the `Adapted` modules of earlier extractions around a module, innermost first."""
         while path:
             path, _, name = path.rpartition(".")
             outer = self.modules[path]
@@ -351,7 +349,7 @@ class _Surgeon:
             yield outer
 
     def _wrapped(self, path: str, swaps: dict[int, nn.Module]) -> Adapted:
-        """The outermost module that holds a module between remaps; a new one where there is none."""
+        """Return the outermost `Adapted` around a module; a new one if there is none."""
         module = self.modules[path]
         *_, outer = None, swaps.get(id(module)), *self._wrappers(path)
         if not isinstance(outer, Adapted):
@@ -370,7 +368,7 @@ class _Surgeon:
         return self.small
 
     def _settle(self, put_in: Iterable[nn.Module]) -> None:
-        """Move remaps, which alone are new, to the device of the module they stand beside."""
+        """Move remaps, the only new modules, to the device of the module that they belong to."""
         first = next(self.small.parameters(), torch.empty(0))
         for module in put_in:
             device = next(module.parameters(), first).device
@@ -380,15 +378,15 @@ class _Surgeon:
 
 
 def _then(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """The source of one remap after another."""
+    """Compose the sources of two remaps that run one after the other."""
     return tuple(first[i] if i >= 0 else -1 for i in second)
 
 
 def _call_what_was_changed(network: nn.Module) -> None:
-    """Where a layer of a transformer is between remaps or gone, have torch call it.
+    """Disable the fast path of transformers that contain `Adapted` or `Zeros`.
 
-    Without gradients torch's transformers give the weights of their layers to one operator and call none of them;
-    a weight alone is not what such a layer computes.
+    Without gradients PyTorch's transformers pass the weights of their layers to one fused operator and do not call
+    the layers, so that remaps would not run.
     """
     for module in network.modules():
         if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
@@ -397,11 +395,11 @@ def _call_what_was_changed(network: nn.Module) -> None:
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
             else:
-                module.activation_relu_or_gelu = 0  # read for nothing else: "of a kind that operator does not know"
+                module.activation_relu_or_gelu = 0  # only the fast path reads it; 0: unsupported
 
 
 def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
-    """How a module changes the size of a map; None if that is not known."""
+    """Return how a module changes the spatial size of its input; None if that is not known."""
     if ahead.dim != behind.dim or len(ahead.x.shape) != len(behind.x.shape):
         return None
     if isinstance(node, Norm) or node.op.name != "aten.convolution":
@@ -426,7 +424,10 @@ def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[W
 
 
 def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
-    """What is left of every stored tensor that loses something, by the identity of the whole one."""
+    """Slice every parameter and buffer that loses entries; keys are the ids of the original tensors.
+
+    The model is not changed, and slices keep the memory format of the original.
+    """
     held = tensors_of(model, graph)
     grouped = {n.weight: n for n in graph.nodes if isinstance(n, Contract) and n.groups > 1}
     found: dict[int, Tensor] = {}
@@ -448,14 +449,14 @@ def _boxed(tensor: Tensor, value: Value, layout: Layout) -> Tensor:
 
 
 def _grouped(tensor: Tensor, node: Contract, layout: Layout) -> Tensor:
-    """Slice the weight of a grouped convolution, whose groups may keep different channels each."""
+    """Slice the weight of a grouped convolution, each of whose groups may keep different channels."""
     ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
     rows, columns = (node.grouped(layout.line(value, 1)) for value in ends)
     there = some(rows, 1) & some(columns, 1)
     kept = np.flatnonzero(rows & there[:, None])
     if not kept.size or (kept.size == rows.size and columns.all()):
         return tensor
-    # Every group that is there has as many columns as the others, but perhaps not the same.
+    # All groups that are left have equally many columns, but maybe different ones.
     of_group = np.nonzero(columns[there])[1].reshape(int(there.sum()), -1)
     group = (np.cumsum(there) - 1)[kept // rows.shape[1]]
     places = [torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group])]
@@ -463,7 +464,7 @@ def _grouped(tensor: Tensor, node: Contract, layout: Layout) -> Tensor:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.contiguous(memory_format=memory_format(old))  # slicing gives plain layouts whatever the tensor had
+    new = new.contiguous(memory_format=memory_format(old))  # index_select does not keep it
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new

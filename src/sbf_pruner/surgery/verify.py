@@ -1,8 +1,8 @@
-"""Do a gated network and the one that was cut from it give the same numbers?
+"""Verify that a gated network and the network extracted from it compute the same function.
 
-Copies run in float64, where rounding is all that a right cut changes.  Differences are parts of the largest output.
-A network that is not sure of its own outputs (random numbers, numbers rounded on the way, a path that a rounding
-decides) is not accused.
+Copies run in float64, where a correct extraction changes outputs by rounding only. Differences are relative to the
+largest output. A difference does not count if the gated network alone differs as much with another seed and
+slightly changed inputs, because of random operators, rounding in the forward, or branches that rounding decides.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..utils.user_model import call, map_tensors, one_more, other_sizes, real_co
 
 _log = logging.getLogger("sbf_pruner")
 
-_TOLERANCE = 1e-9  # of the largest output
-_NUDGE = 1e-10  # of every input
-_UNSURE = 100.0  # times as far as a nudge moves them, outputs may lie apart
+_TOLERANCE = 1e-9  # relative to the largest output
+_NUDGE = 1e-10  # relative change of every input
+_UNSURE = 100.0  # differences up to this multiple of the effect of a nudge are accepted
 
 
 def gated_copy(model: nn.Module, graph: ChannelGraph, flow: Flow) -> nn.Module:
-    """A copy of a model with gates on it, set as a choice of filters sets them."""
+    """Return a copy of a model with hard gates, set as in the given flow."""
     twin = without_attached(real_copy(model))
     gates = Gates(twin, graph.sites, {name: layer.filters for name, layer in graph.layers.items()})
     if graph.sites:
@@ -47,10 +47,10 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
     """Raise a PruningError if the outputs of the two networks differ.
 
     They are compared in both modes on the example inputs and, in evaluation mode, on inputs of another size with
-    one more sample.  If the gated network takes no other size, as one that flattens its maps, the log says so and
-    only the number of samples changes.
+    one more sample. If the gated network takes no other size, for example because it flattens its feature maps,
+    this is logged and only the number of samples changes.
 
-    Returns the largest difference in evaluation mode, or None if that cannot be told; the log then says why.
+    Returns the largest difference in evaluation mode, or None, with the reason logged, if it cannot be computed.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1))
     >>> prove(net, net, torch.rand(1, 3, 5, 5))
@@ -100,10 +100,13 @@ def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, w
 
 
 def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training: bool = False) -> float | None:
-    """The largest difference of the outputs as a part of the largest one; None if the gated network gives none."""
+    """Return the largest difference between outputs, relative to the largest output.
+
+    None if the gated network gives no finite output or does not run; a PruningError if only the small one fails.
+    """
     try:
         expected = _outputs(gated, example_inputs, training)
-    except Exception:  # a norm wants more than one value, a type is written into the forward, memory is short
+    except Exception:  # one value per channel in a norm, a fixed dtype, out of memory
         return None
     if not any(bool(tensor.isfinite().any()) for tensor in expected):
         return None
@@ -118,13 +121,13 @@ def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training:
 def _why_none(gated: nn.Module, example_inputs: Any, training: bool) -> str:
     try:
         found = _outputs(gated, example_inputs, training)
-    except Exception as error:  # a norm wants more than one image, say
+    except Exception as error:  # for example a norm that needs more than one image
         return cause(error)
     return "none of its outputs is finite" if found else "it is on the meta device"
 
 
 def _unsure(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
-    """Does the gated network by itself give as different outputs, for other chances and inputs almost the same?"""
+    """Return True if the gated network alone differs as much with another seed and slightly changed inputs."""
     nudged = map_tensors(example_inputs, lambda t: t.double() * (1 + _NUDGE) if t.is_floating_point() else t)
     expected = _outputs(gated, example_inputs, training)
     return not apart > _UNSURE * _apart(_outputs(gated, nudged, training, seed=1), expected)
@@ -132,7 +135,7 @@ def _unsure(gated: nn.Module, example_inputs: Any, training: bool, apart: float)
 
 @torch.no_grad()
 def _outputs(network: nn.Module, inputs: Any, training: bool, seed: int = 0) -> list[Tensor]:
-    """What a copy gives in float64 and without dropout; nothing where there are no numbers."""
+    """Run a copy in float64 without dropout and return its outputs; an empty list for meta tensors."""
     given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers(), *given)):
         return []
@@ -146,7 +149,7 @@ def _outputs(network: nn.Module, inputs: Any, training: bool, seed: int = 0) -> 
 
 
 def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference; where no number was expected, a zero times infinity say, none is asked for."""
+    """Return the largest relative difference; entries expected to be infinite or NaN are not compared."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return math.inf
     worst = 0.0

@@ -1,9 +1,9 @@
-"""One row per operator: which kind of node it is.
+"""Rule registry: for each ATen operator, the function that builds its node in the channel graph.
 
-A rule takes the recorded operator and the grids known so far, and returns the node that stands for it; the
-grids of its outputs are set on the way.  An operator without a row is opaque: the layers that feed it are
-left alone and named.  A row holds for the in-place form too (`relu_` is looked up as `relu`).  The rules
-themselves stand in `pointwise`, `moves` and `layer_rules`.
+A rule takes a recorded operator and the grids known so far (see `nodes`), returns the node of the operator and
+sets the grids of its outputs. An operator without a rule is opaque: the layers that feed it are skipped, with
+the operator as the reason. In-place forms use the rule of the plain form (`relu_` that of `relu`). The rules are
+defined in `pointwise`, `layers` and `movement`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,21 @@ from .pointwise import (
 
 Rule = Callable[[Op, Grids], Node]
 
-# A stored tensor larger than this, if it is no layer's weight, is followed along its first dimension only.
+# A stored tensor with more elements than this that is no layer's weight has channels along dimension 0 only.
 _LARGE_STATE = 1 << 22
 
 
 def rule_of(op: Op) -> Rule | None:
-    """The row of an operator, which is that of its in-place form too."""
+    """Return the rule of an operator or of its plain form if it works in place; None if it has none."""
     return RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
 
 
 def build_node(op: Op, grids: Grids) -> Node:
-    """The node that stands for an operator; unknown ones are opaque, and only a user's own rule may fail."""
+    """Build the node of an operator and set the grids of its tensors.
+
+    Operators without a rule, or with an empty result, become opaque. Raises PruningError if a rule that the user
+    registered fails; exceptions of built-in rules are bugs and propagate.
+    """
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
     rule = rule_of(op) or opaque
@@ -86,7 +90,7 @@ def _gives_nothing(op: Op) -> bool:
 
 
 def _first_grid(value: Value) -> Grid:
-    # The channels of an input are the user's and never removed: no dimension of it varies.
+    # The channels of inputs and constants are never removed, so their grids have no dimension of channels.
     if value.kind != "state":
         return (1,) * len(value.shape)
     if math.prod(value.shape) <= _LARGE_STATE:
@@ -95,12 +99,12 @@ def _first_grid(value: Value) -> Grid:
 
 
 def fresh(op: Op, grids: Grids) -> Node:
-    """A tensor made from sizes and numbers."""
+    """Build the node of an operator that creates a tensor from sizes and numbers."""
     return Source(op, grids)
 
 
 def fresh_zeros(op: Op, grids: Grids) -> Node:
-    """A tensor of zeros made from sizes."""
+    """Build the node of an operator that creates zeros from sizes."""
     return Source(op, grids, zero=True)
 
 
@@ -182,9 +186,9 @@ POINTWISE = frozenset(
         *(quotient, restrided, root, softmax, threshold, unpooled, zero_kept, zero_lost, zero_made),
     )
 )
-"""Rules of operators that work element by element."""
+"""Rules of elementwise operators."""
 
-# The rules a user can name; each says what the operator does to a channel.
+# The rules that `register_rule` accepts by name.
 NAMED: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (zero_kept, zero_lost, addition, product, quotient, softmax, moved, joined, pooled, reduced)
@@ -195,17 +199,17 @@ _PROVIDED = frozenset((*RULES.values(), *NAMED.values()))
 
 
 def is_custom(rule: Rule) -> bool:
-    """Return True for a function that a user registered as a rule."""
+    """Return True if a rule is a function of the user's, not one of this package."""
     return rule not in _PROVIDED
 
 
 def register_rule(operator: str, rule: str | Rule) -> None:
-    """Tell how channels pass through an operator of your own, so that layers around it can be pruned.
+    """Declare how channels pass through a custom operator, so that the layers around it can be pruned.
 
-    `rule` is a name ("zero_kept": element by element with f(0) = 0; "zero_lost": element by element;
-    "addition", "product", "quotient", "softmax", "moved": channels change places; "joined": a concatenation;
-    "pooled": pixels change, channels do not; "reduced": a mean or maximum over other dimensions), or a function
-    from the recorded operator and the grids known so far to a node, as those in `pointwise` and `moves` are.
+    `rule` is one of the names "zero_kept" (elementwise with f(0) = 0), "zero_lost" (elementwise with f(0) != 0),
+    "addition", "product", "quotient", "softmax", "moved" (channels change position), "joined" (concatenation),
+    "pooled" (pixels change, channels do not) and "reduced" (mean or maximum over other dimensions); or a function
+    from the recorded operator and the grids known so far to a node, like those in `pointwise` and `movement`.
 
     >>> register_rule("shop::soft_step", "zero_kept")
     >>> register_rule("shop::soft_step", "smooth")

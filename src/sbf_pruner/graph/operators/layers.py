@@ -1,7 +1,7 @@
-"""Rules for operators with weights: convolutions, matrix products, and the norms behind them.
+"""Rules for convolutions, matrix products and normalization.
 
-An operator and the grids known so far enter; the node that `weighted` has for it leaves.  A product of two
-activations that is none for every sample, and a norm whose statistics all channels share, are opaque.
+Products of two activations that are not computed per sample, and norms whose statistics are shared by all
+channels, are opaque.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _contract(
 
 
 def convolution(op: Op, grids: Grids) -> Node:
-    """Plain, grouped, depthwise and transposed convolutions in one to three dimensions."""
+    """Convolutions in one to three dimensions: plain, grouped, depthwise and transposed."""
     x, weight, bias = op.args[:3]
     transposed, groups = op.args[6], op.args[8]
     if len(x.shape) != len(weight.shape):
@@ -44,7 +44,7 @@ def convolution(op: Op, grids: Grids) -> Node:
 
 
 def matrix_product(op: Op, grids: Grids) -> Node:
-    """A linear layer; a product of two activations, which is one of samples too, is opaque."""
+    """Linear layers (`mm`, `addmm`). A product of two activations also mixes samples, so it is opaque."""
     if op.name == "aten.addmm":
         bias, x, weight = op.args[:3]
         if len(bias.shape) != 1 or op.kwargs:
@@ -59,18 +59,18 @@ def matrix_product(op: Op, grids: Grids) -> Node:
 
 
 def batched_product(op: Op, grids: Grids) -> Node:
-    """A product of two activations for every sample: attention over pixels or channels, bilinear pooling."""
+    """Batched product of two activations: attention over pixels or channels, bilinear pooling."""
     left, right, out = *op.args[:2], op.outputs[0]
     assert out is not None
     if grids[left][0] > 1 or grids[right][0] > 1:
-        # What is left of a head is a box: all of them would have to lose the same channels.
+        # The heads are in the batch dimension: a tensor is a box, so all would have to lose the same channels.
         return Opaque(op, grids, f"{op.name} at {op.where} multiplies head by head, which must stay equally wide")
     grids[out] = 1, grids[left][1], grids[right][2]
     return Product(op, grids, left=left, right=right)
 
 
 def transpose(op: Op, grids: Grids) -> Node:
-    """The transpose of a stored weight, on its way into a linear layer, is the weight itself."""
+    """Transposes. A linear layer that reads a transposed weight refers to the stored weight itself."""
     out = op.outputs[0]
     if out is not None and out.transpose_of is not None and out.transpose_of.roots:
         return Source(op, grids)
@@ -78,21 +78,21 @@ def transpose(op: Op, grids: Grids) -> Node:
 
 
 def batch_norm(op: Op, grids: Grids) -> Node:
-    """Batch norm, and instance norm, which differs in whose statistics it takes and not in what they are for."""
+    """Batch norm and instance norm, whose effect on channels is the same: both normalize each channel by itself."""
     x = op.args[0]
     states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
-    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for its backward
+    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for the backward pass
     out = op.outputs[0]
     assert out is not None
     grids[out] = along(1, out.shape)
     by_batch = bool(op.args[5])
     shifts = isinstance(op.args[2], Value)
-    # By its own statistics a channel of zeros stays zero, unless a shift is added.
+    # With batch statistics a channel of zeros stays zero unless a shift is added.
     return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
 
 
 def weight_norm(op: Op, grids: Grids) -> Node:
-    """A weight as a direction and a length per filter: each filter by itself."""
+    """Weight norm over each filter by itself; opaque if channels differ along other dimensions."""
     value, length = op.args[:2]
     dim = int(op.number(2, "dim", 0) or 0)
     if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
@@ -101,7 +101,7 @@ def weight_norm(op: Op, grids: Grids) -> Node:
 
 
 def group_norm(op: Op, grids: Grids) -> Node:
-    """Group norm: channels that share statistics go together or not at all."""
+    """Group norm: channels that share statistics are kept or removed together."""
     x, groups = op.args[0], op.args[6]
     states = tuple(v for v in op.args[1:3] if isinstance(v, Value))
     op = dataclasses.replace(op, outputs=op.outputs[:1])
@@ -111,13 +111,13 @@ def group_norm(op: Op, grids: Grids) -> Node:
     per_group = x.shape[1] // groups
     if groups == 1:
         return _shared_statistics(op, grids)
-    # A channel of zeros among others is not zero after their mean has been taken off it.
+    # A channel of zeros among others is not zero after the mean of the group is subtracted.
     shifts = isinstance(op.args[2], Value) or per_group > 1
     return Norm(op, grids, x=x, states=states, revives=shifts, per_group=per_group)
 
 
 def layer_norm(op: Op, grids: Grids) -> Node:
-    """Layer norm shares its statistics among all channels, and removal would change them."""
+    """Layer norm: opaque, because all channels share its statistics and removing one would change them."""
     return _shared_statistics(op, grids)
 
 

@@ -1,8 +1,8 @@
-"""Rules for operators that move channels about: each output channel is one input channel, or zero.
+"""Rules for operators that move channels: each output channel is one input channel, or zero.
 
-Views, permutations, slices and shuffles are run themselves, on channel numbers instead of values; what comes
-out says where each channel went.  Dimensions along which channels do not differ are not laid out, so the
-numbers of a map take as much room as it has channels.
+Views, permutations, slices and shuffles run on a tensor of channel numbers instead of values; the result shows
+where each channel went. Channel numbers are expanded, not copied, along dimensions in which channels do not
+differ, so those of a feature map take as much memory as it has channels.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..nodes import Boundary, Elementwise, Grid, Grids, Halves, Located, Map, No
 from ..records import Op, Value
 
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
-_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # they tell where, too
+_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # which also return positions
 RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
-_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # they can put channels and pixels into one dimension
+_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # can merge channels and pixels into one dimension
 
 
 def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
@@ -33,7 +33,7 @@ def _numbered(value: Value, grid: Grid, start: int) -> Tensor:
 
 
 def _compact(numbers: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Drop the dimensions along which the channel numbers do not differ."""
+    """Reduce dimensions along which the channel numbers do not differ to size 1."""
     for dim in range(numbers.dim()):
         if numbers.shape[dim] > 1:
             first = numbers.narrow(dim, 0, 1)
@@ -51,16 +51,16 @@ def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any])
 
 
 def moved(op: Op, grids: Grids) -> Node:
-    """Views, permutations, slices, shuffles: the operator itself, run on channel numbers."""
+    """Views, permutations, slices and shuffles: run the operator itself on channel numbers."""
     if all(v.data is not None and not v.data.is_floating_point() for v in op.inputs):
-        return Source(op, grids)  # a table of indices on its way to where it is used
+        return Source(op, grids)  # an index table, processed before it is used
     numbers: dict[Value, Tensor] = {}
     start = 0
     for value in dict.fromkeys(op.inputs):
         if value.data is not None and not value.data.is_floating_point():
-            numbers[value] = value.data.cpu()  # an index table, which is used and not moved
+            numbers[value] = value.data.cpu()  # an index table, which is applied and not moved
             continue
-        if value.kind == "constant" or value in op.args[2:]:  # an index table that is not stored
+        if value.kind == "constant" or value in op.args[2:]:  # an index table with unknown values
             return Opaque(op, grids)
         numbers[value] = _numbered(value, grids[value], start)
         start += math.prod(grids[value])
@@ -74,14 +74,14 @@ def moved(op: Op, grids: Grids) -> Node:
             function = getattr(torch.ops.aten, op.name.removeprefix("aten.").removesuffix("_"))
         try:
             result = function(*args, **kwargs)
-        except (IndexError, RuntimeError):  # a table may count on channels that a network that was cut has not
+        except (IndexError, RuntimeError):  # a stored index may exceed the width of an extracted network
             return Opaque(op, grids)
     found = list(result) if isinstance(result, (list, tuple)) else [result]
     return _map(op, grids, operands, [_compact(t) for t in found])
 
 
 def indexed(op: Op, grids: Grids) -> Node:
-    """One dimension by a table that is stored, or written into the forward; any other index is unknown."""
+    """Indexing of one dimension by a stored table or a literal; any other index is opaque."""
     tables = [held for held in op.args[1] if held is not None]
     known = len(tables) == 1 and len(tables[0].shape) == 1 and tables[0].data is not None
     if not known or tables[0].data.dtype not in (torch.int32, torch.int64):
@@ -90,7 +90,10 @@ def indexed(op: Op, grids: Grids) -> Node:
 
 
 def halved(op: Op, grids: Grids) -> Node:
-    """A gated linear unit: one half of the channels opens and closes the other; or of something else, in each."""
+    """Gated linear unit (`glu`): the first half of a dimension times the sigmoid of the second half.
+
+    If channels do not differ along that dimension, every channel is halved by itself.
+    """
     x = op.args[0]
     dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", -1)) % len(x.shape)
     numbers = np.arange(math.prod(grids[x])).reshape(grids[x])
@@ -103,7 +106,7 @@ def halved(op: Op, grids: Grids) -> Node:
 
 
 def joined(op: Op, grids: Grids) -> Node:
-    """A concatenation, without laying the channel numbers out over the whole map."""
+    """Concatenation; channel numbers are not expanded to the size of the feature map."""
     values: list[Value] = list(op.args[0])
     dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0))
     values = [v for v in values if v.shape != (0,)]
@@ -123,18 +126,18 @@ def joined(op: Op, grids: Grids) -> Node:
 
 
 def padded(op: Op, grids: Grids) -> Node:
-    """Padding with zeros; channels that are padded on are dead."""
+    """Zero padding; channels that padding adds are dead."""
     x, pads = op.args[0], list(op.args[1])
     value = op.number(2, "value", 0)
     grid, rank = grids[x], len(x.shape)
     pixels_only = all(grid[rank - 1 - i // 2] == 1 for i, n in enumerate(pads) if n)
-    # Nothing but a maximum makes sense of minus infinity, and there it changes nothing.
+    # Padding with -inf is of use only before a maximum, which it does not change.
     if value not in (0, None) and not (value == -math.inf and pixels_only):
         return Opaque(op, grids)
     widths = [(0, 0)] * rank
     for i in range(len(pads) // 2):
         dim = rank - 1 - i
-        if grid[dim] > 1:  # along other dimensions nothing tells the padded part from the rest
+        if grid[dim] > 1:  # other dimensions have one label for padding and content
             widths[dim] = (pads[2 * i], pads[2 * i + 1])
     if any(w < 0 for pair in widths for w in pair):
         return Opaque(op, grids)
@@ -143,23 +146,23 @@ def padded(op: Op, grids: Grids) -> Node:
 
 
 class Joined:
-    """Dimensions in which a reshape has joined channels and pixels, and whether they are split as they were joined.
+    """Track dimensions in which a reshape merged channels with pixels, and check how they are split again.
 
-    The position of a channel in such a dimension depends on the image size.  That is harmless if the dimension goes
-    into a linear layer, or is split into the same channels and pixels again.  A reshape of `[batch, pixels,
-    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and other
-    ones at every image size, so what is found at one size does not hold at another.
+    The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
+    the input of a linear layer, or is split into the same channels and pixels again. A reshape of `[batch, pixels,
+    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and
+    different ones at every image size, so what holds at one size does not hold at another.
 
-    Joined dimensions are rare; a network without them costs one comparison of sizes for each operator.
+    Merged dimensions are rare; a network without them costs one comparison of sizes for each operator.
     """
 
     def __init__(self) -> None:
-        # For a tensor with a joined dimension: equal numbers are one channel, at several pixels.
+        # Tensors with a merged dimension: a number per entry, equal for the pixels of one channel.
         self._channels: dict[Value, NDArray[np.int64]] = {}
-        self._count = 0  # of the numbers given so far
+        self._count = 0  # numbers assigned so far
 
     def holds(self, node: Node) -> bool:
-        """Note what a node does with joined dimensions; return False if that depends on the image size."""
+        """Record what a node does to merged dimensions; return False if that depends on the image size."""
         if isinstance(node, Map):
             return self._moved(node)
         if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
@@ -183,7 +186,7 @@ class Joined:
             elif len(held) == 1 and _part_of_a_channel(held[0], after):
                 return False
             zeros = after < 0
-            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # none is the same channel as another
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # every zero is a channel of its own
             if len(np.unique(after)) < after.size:
                 joined[out] = after
         self._channels |= joined
@@ -201,10 +204,10 @@ class Joined:
 def _cut_elsewhere(
     shape: Sequence[int], into: Sequence[int], before: NDArray[np.int64], after: NDArray[np.int64]
 ) -> bool:
-    """Return True if a reshape cuts a dimension of channels, and leaves a part of it joined with pixels.
+    """Return True if a reshape splits a dimension of channels and leaves a part of it merged with pixels.
 
-    `before` and `after` say which entries are one channel.  Samples may be joined with channels, because groups and
-    heads are moved into the batch so.
+    `before` and `after` hold the channel number of each entry. Samples may be merged with channels, because that is
+    how groups and heads are moved into the batch dimension.
     """
     varying = [dim for dim, size in enumerate(before.shape) if size > 1 and np.ptp(before, dim).any()]
     if 0 not in varying and into[0] % shape[0] == 0 and len(after) == into[0]:
@@ -221,7 +224,7 @@ def _cut_elsewhere(
 
 
 def _part_of_a_channel(before: NDArray[np.int64], after: NDArray[np.int64]) -> bool:
-    """Return True if some channels keep another share of their pixels than others."""
+    """Return True if some channels keep a different share of their pixels than others."""
     channels, counts = np.unique(before, return_counts=True)
     places = np.searchsorted(channels, after[after >= 0])
     left = np.bincount(places, minlength=len(channels))
@@ -238,15 +241,15 @@ def _spatial(op: Op, grids: Grids, kept: int) -> Node:
 
 
 def pooled(op: Op, grids: Grids) -> Node:
-    """Pooling, interpolation and spatial padding: channels go through, pixels change."""
-    # The operator's name ends in its number of spatial dimensions: those are the last ones.
+    """Pooling, interpolation and spatial padding: channels are unchanged."""
+    # The last digit in the name is the number of spatial dimensions, which are the last ones of the shape.
     digits = [c for c in op.name if c in "123"]
     rank = len(op.args[0].shape)
     return _spatial(op, grids, rank - int(digits[-1]) if digits else 2)
 
 
 def sampled(op: Op, grids: Grids) -> Node:
-    """Pixels at places that a tensor tells: every channel at the same ones."""
+    """`grid_sample`: all channels are sampled at the same positions, which a second tensor holds."""
     x, places = op.args[:2]
     if any(n > 1 for n in grids[x][2:]):
         return Opaque(op, grids)
@@ -256,7 +259,11 @@ def sampled(op: Op, grids: Grids) -> Node:
 
 
 def reduced(op: Op, grids: Grids) -> Node:
-    """Mean, sum, maximum or norm; over the channels themselves a sum or a norm does without those that are gone."""
+    """Mean, sum, maximum or norm over some dimensions.
+
+    Over the channels themselves only sums and norms of positive order can be followed, because a removed channel
+    adds as little to them as a zero. Other reductions over channels are opaque.
+    """
     x = op.args[0]
     grid, rank = grids[x], len(x.shape)
     given: Any = next((a for a in op.args[1:] if isinstance(a, (list, tuple))), op.kwargs.get("dim"))
