@@ -1,20 +1,9 @@
-"""Cuts that are tried, and thrown away: before anything is trained, and where a budget was landed on.
+"""`Pruner`: learned filter scores on a model in any training loop, and extraction of the smaller network.
 
-A model, inputs and its channel graph enter.  What surgery would refuse is refused now, not when hours of training
-are over; where only the loss of whole layers is too much for the model's own code, the reason leaves.  What the
-code insists on is noted in the graph, for what is counted there.
-
-A model under gates: which filters they let through, and the smaller network that stands for.
-
-A model with its channel graph, and plans, enter; the same model, gated, leaves, and what `extract` cuts from it.
-How a filter earns its place is another matter (`pruner`).
-
-Scores on a model while it trains: the method itself, for any training loop.
-
-A model and example inputs enter; while the user alternates `scoring()` and `gated()`, one score per filter
-is learned from the filter weights; a plan, and the smaller network, leave.  What holds: the model keeps its
-class and computes what it did before until a score moves; what a phase freezes is really frozen, and an
-exception leaves the model as usable as before.
+The model keeps its class and computes the same as before until a score moves. What a phase freezes is really
+frozen, and an exception leaves the model as usable as before. Trial cuts, whose results are thrown away, find out
+before training what surgery would refuse, and record in the channel graph where the model's own code fixes channel
+counts.
 """
 
 from __future__ import annotations
@@ -58,9 +47,10 @@ _log = logging.getLogger("sbf_pruner")
 def prunable_graph(
     model: nn.Module, example_inputs: Any, graph: ChannelGraph | None, ignore: Sequence[str], *, sized: bool
 ) -> ChannelGraph:
-    """The graph of a model that has something to prune, as it was traced before or as it is now.
+    """Return the channel graph of a model: `graph` if it was traced before, otherwise a new trace.
 
-    For a pruner with a size to come to (`sized`), what is traced now is noted with what the code insists on.
+    With `sized`, for a pruner with a budget, a new graph also records where the model's code fixes channel counts.
+    Raises a PruningError if no layer can be pruned.
     """
     found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if graph is not None and ignore:
@@ -69,13 +59,15 @@ def prunable_graph(
         reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
         raise PruningError(f"no layer of the model can be pruned ({reasons})")
     if graph is None and sized:
-        with suppress(PruningError):  # which says no more than that nothing is known
+        with suppress(PruningError):  # if the trial cut fails, nothing is recorded
             note_insisted(model, example_inputs, found)
     return found
 
 
 def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str | None:
-    """Cut a filter off every layer, which must work; then all that can go: why not, if that fails.
+    """Trial cuts: remove some filters of every layer, then all that can go; return why the last one fails, or None.
+
+    Raises a PruningError if one of the others fails.
 
     >>> import torch
     >>> from .graph.build import trace
@@ -93,13 +85,14 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
 
 
 def note_insisted(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
-    """Cut filters off every layer and write down where the model's own code keeps its channels all the same.
+    """Run trial cuts and record in the graph where the model's own code keeps channels nevertheless.
 
-    What it insists on may depend on which filters go: a slice up to the fourth channel is another one only without
-    one of the first four.  So one goes, then the first, the last, and every other one.
+    Where it does may depend on which filters are removed: a slice up to the fourth channel changes only if one of
+    the first four goes. Therefore one filter of each layer is removed, then the first, the last, and every other
+    one.
     """
     layers = [(name, layer.filters) for name, layer in graph.layers.items() if layer.filters > 1]
-    # Not the same filter everywhere: layers that meet in an addition are to need different channels.
+    # A different filter in every layer, so that layers joined by an addition need different channels.
     some = {name: [i % size] for i, (name, size) in enumerate(layers)}
     first, last = {name: [0] for name, _ in layers}, {name: [size - 1] for name, size in layers}
     others = {name: list(range(i % 2, size, 2)) for i, (name, size) in enumerate(layers)}
@@ -110,9 +103,10 @@ def note_insisted(model: nn.Module, example_inputs: Any, graph: ChannelGraph) ->
 
 
 def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> Landing:
-    """What is chosen to fit into a budget, and does when it is cut.
+    """Return a selection that fits the budget also when the network is really cut.
 
-    If the model's own code insists on more than was reckoned with, the choice is made again.
+    If the model's own code fixes more channels than was known, `choose` runs again. A failing cut is logged as a
+    warning.
     """
     landing = choose()
     try:
@@ -124,7 +118,7 @@ def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any,
 
 
 def _note(found: Pinned, graph: ChannelGraph) -> bool:
-    """Write down what the model's own code insists on; whether that is more than was known."""
+    """Add fixed channels to those recorded in the graph; return True if any are new."""
     held = graph.pinned
     more = not (found.positions <= held.positions and found.whole <= held.whole)
     graph.pinned = Pinned(held.positions | found.positions, held.whole | found.whole)
@@ -142,15 +136,15 @@ class Gated:
         self._attached = True
 
     def plan(self) -> Plan:
-        """The filters the gates let through: those held since the last score phase or `gate`."""
+        """Return the filters that the gates let through, as set by the last score phase or by `gate`."""
         return Plan.from_masks(self._held)
 
     def alive(self) -> tuple[int, int]:
-        """How many filters the gates let through, and how many there are."""
+        """Return the number of filters that the gates let through, and the number of all."""
         return sum(int(m.sum()) for m in self._held.values()), sum(m.size for m in self._held.values())
 
     def gate(self, plan: Plan) -> None:
-        """Set the gates from any plan."""
+        """Set the gates from a plan."""
         self._check_ready("gate")
         check_plan(plan)
         masks = plan.masks(self.graph)
@@ -158,14 +152,15 @@ class Gated:
         self._hold(masks)
 
     def extract(self, *, prove: bool = False) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it."""
-        self._check_settled("extract")  # it would be frozen too, and cut by the gates of an earlier phase
+        """Return a new, smaller module that computes what the gated model does; with `prove`, run both to check."""
+        # Within a score phase the result would be frozen, and cut by the gates of an earlier phase.
+        self._check_settled("extract")
         if self._attached:
-            self.gates.check_reach(self.model)  # or what was trained without them is cut by them
+            self.gates.check_reach(self.model)  # weights trained without their gates do not fit the plan
         return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
 
     def detach(self) -> nn.Module:
-        """Take the gates off the model and return it as it was (with the weights it has now)."""
+        """Remove the gates from the model and return it, with the weights it has now."""
         self._check_settled("detach")
         self._attached = False
         return without_attached(self.model)
@@ -176,7 +171,7 @@ class Gated:
         self.gates.mode = "hard"
 
     def _check_ready(self, call: str) -> None:
-        """Refuse to set gates that are gone, or that a score phase is about to set."""
+        """Raise a PruningError if the gates are gone or a score phase is about to set them."""
         self._check_attached()
         self._check_settled(call)
 
@@ -192,28 +187,31 @@ class Gated:
 
 
 class Pruner(Gated):
-    """One score per filter, learned from the filter weights.  Example inputs are what `trace` takes.
+    """Learns one score per filter from the filter weights, while the user alternates `scoring()` and `gated()`.
 
-    How much goes: `penalty` is the weight of the scores' l1 norm (lambda), `budget` the most that may be left, to
-    which the penalty is steered unless `steer=False`; a budget of time needs a `clock` (a file of `sbf latency`).
-    `balance` weighs layers against each other in the penalty: by the "area" or "side" of their maps, "none", or by
-    what a filter costs of the budget ("cost", the default with one; else "area").
+    Inputs: `example_inputs` are those of `trace`; `graph` is what `trace` returned for this model before.
 
-    How scores move: by Adam with `lr` and `eps`, where a logit moves by about `lr` times the l1 norm of its layer's
-    weights in a step; or, with a `speed`, by that much in every layer alike.  The default `lr`, the paper's, is for
-    thousands of steps; a good speed is 3 / the score steps of all cycles.
+    How much to remove: `penalty` is the weight of the l1 norm of the scores (lambda). `budget` is the most that may
+    be left, to which the penalty is steered unless `steer=False`; a limit on latency needs a `clock` (a file
+    written by `sbf latency`). `balance` weighs layers against each other in the penalty: by the "area" or "side" of
+    their inputs, "none", or by what a filter costs of the budget ("cost", the default with a budget; otherwise
+    "area").
 
-    What a score is: `projection` is "factored" (the paper's matrix, in the few numbers it amounts to), "literal"
-    (the matrix itself) or "free" (a logit per filter that sees no weights); `activation` makes a score of a logit,
-    `leak` is the slope of the leaky exponential above 0, and a filter is kept from `threshold` on.  With `binary`
-    gates are open or closed in score phases too; with `blocks` residual branches have scores as well.
-    `freeze_norms=False` lets batch norms move in score phases.
+    How scores move: by Adam with `lr` and `eps`. A step moves a logit by about `lr` times the l1 norm of its
+    layer's weights or, with a `speed`, by that much in every layer. The default `lr`, the paper's, is for thousands
+    of steps; a good speed is 3 / the score steps of all cycles.
 
-    What must stay: layers that match a pattern of `ignore` keep all filters, the others at least `min_filters` and
-    all but the part `max_removed`, in multiples of `round_to`.  Each of the three is a number for all layers, or a
-    table of numbers by name pattern, `{"*": 0.9, "layer1.*": 0.3}`, of which the last that matches a layer counts.
-    `couple` names layers that keep the same filters (patterns, or "streams"), or lets residual branches stay or go
-    as a whole ("blocks").  `graph` is what `trace` gave for this model before.
+    What a score is: `projection` is "factored" (equivalent to the paper's matrix, in few numbers), "literal" (the
+    matrix itself) or "free" (one logit per filter, independent of the weights). `activation` maps a logit to a
+    score, `leak` is the slope of the leaky exponential above 0, and a filter is kept if its score is at least
+    `threshold`. With `binary`, gates are open or closed in score phases too; with `blocks`, residual branches have
+    scores as well; `freeze_norms=False` updates batch-norm statistics in score phases.
+
+    What to keep: layers that match a pattern of `ignore` keep all filters. The others keep at least `min_filters`,
+    lose at most the fraction `max_removed`, and keep multiples of `round_to`. Each of these three is a number for
+    all layers or a table by name pattern, `{"*": 0.9, "layer1.*": 0.3}`, in which the last pattern that matches a
+    layer counts. `couple` selects layers that keep the same filters (name patterns, or "streams"), or keeps and
+    removes residual branches as a whole ("blocks").
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images = torch.rand(2, 3, 16, 16)
@@ -272,15 +270,15 @@ class Pruner(Gated):
         stored = Stored(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
         guards = with_coupled(Guards(min_filters, max_removed, round_to), graph, couple)
         self.aim = Aim(graph, budget, guards, clock, stored)
-        self.progress = 1.0  # how far the limits of the budget have closed in
+        self.progress = 1.0  # moves the limits from the dense network (0) to the budget (1)
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         balance = balance or ("area" if self.aim.limits is None else "cost")
         self.pressure = Pressure(graph, self.aim, penalty, balance, steering)
         branches = [block.layer for block in residual_blocks(graph) if block.layer] if blocks else []
-        super().__init__(model, example_inputs, graph)  # last: what is refused leaves the model alone
+        super().__init__(model, example_inputs, graph)  # last, so that an error above leaves the model unchanged
         self.pressure.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
-        # Where gates are binary in score phases too, the scores behind them are kept beside them.
+        # With binary gates in score phases, the scores themselves are stored apart from the gates.
         self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
         self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
 
@@ -288,16 +286,16 @@ class Pruner(Gated):
 
     @contextmanager
     def scoring(self, *, tune: Callable[[], object] | None = None, joint: bool = False) -> Iterator[Pruner]:
-        """Train the scores: they are continuous; weights and batch-norm statistics are frozen.
+        """Train the scores, which are continuous; weights and batch-norm statistics are frozen.
 
-        One `with` block is one phase, with a fresh Adam.  When it ends the gates are set from the scores.
+        One `with` block is one phase, with a fresh Adam. When it ends, the gates are set from the scores.
 
-        `tune` passes some batches through the model as the phase begins, for new statistics of its norms.  With a
-        budget that is worth it: it closes filters whose scores are high, a score phase hears them again, and norms
-        that know the network without them blow the difference up, the more the deeper it is.
+        `tune` passes some batches through the model at the start of the phase, to recompute batch-norm statistics.
+        This helps with a budget, which closes filters with high scores: a score phase opens them again, and
+        batch-norm statistics collected without them amplify the difference, more so in a deeper network.
 
-        `joint` is there to compare with: nothing is frozen, and an optimiser of the weights may step beside
-        `step()`.  The scores read the weights as they were when the phase began.
+        `joint` is for comparison: nothing is frozen, and an optimizer of the weights may step beside `step()`. The
+        scores are computed from the weights at the start of the phase.
         """
         self._check_attached()
         if self.gates.soft.requires_grad:
@@ -308,9 +306,9 @@ class Pruner(Gated):
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
-            tune = None  # the phase goes on, and was tuned when it began
+            tune = None  # a resumed phase was tuned when it began
         self.gates.mode = "soft"
-        thaw = untune = ExitStack().close  # as long as there is nothing to undo
+        thaw = untune = ExitStack().close  # no-ops until there is something to undo
         try:
             if tune is not None:
                 with fresh_statistics(self.model) as untune:
@@ -319,56 +317,56 @@ class Pruner(Gated):
             self.gates.soft.requires_grad_()
             yield self
             self._hold(self._land().masks)
-            self.projection.end_phase()  # last: as long as the gates are not set, the phase can be cut short
+            self.projection.end_phase()  # last: until the gates are set, an error interrupts the phase
         finally:
-            thaw()  # first: whatever else fails, the model is the user's again
+            thaw()  # first, so that the model is usable even if something below fails
             self.gates.soft.requires_grad_(False)
             self.gates.mode = "hard"
             self.optimizer = None
             self.gradient.tell()
             self.zero_grad()
-            if self.projection.in_phase:  # cut short: gates and statistics stay as they were
+            if self.projection.in_phase:  # interrupted: hard gates and statistics are those from before
                 untune()
                 self.projection.end_phase()
 
     @contextmanager
     def gated(self) -> Iterator[Pruner]:
-        """Train the weights: scores are frozen, and every filter is either there or not."""
+        """Train the weights: scores are frozen, and every filter is fully on or off."""
         self._check_attached()
         before, self.gates.mode = self.gates.mode, "hard"
         try:
             yield self
-        finally:  # a score phase in which this was a look at the gates goes on
+        finally:  # a score phase, within which this evaluates hard gates, goes on afterwards
             self.gates.mode = "soft" if before == "soft" else "hard"
 
     def steer(self) -> None:
-        """Let the penalty follow the budget, a few times during a score phase; its end does it too."""
+        """Adapt the penalty to the budget. Call it a few times in a score phase; the end of one does it as well."""
         if self.pressure.steering is not None:
             self.pressure.steer(self.aim.level(self._score_values()), self.progress)
 
     def penalty(self) -> Tensor:
-        """The weighted l1 norm of the scores, to be added to the loss in a score phase."""
+        """Return the weighted l1 norm of the scores, to be added to the loss in a score phase."""
         return self.pressure.on(self.gates.soft)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Move the scores along the gradient that backward left, and forget it.
+        """Update the scores from the gradient of the last backward pass, and clear it.
 
-        Where `torch.distributed` is set up, along its mean over all processes.  A `scaler` that has scaled the loss
-        takes part as in a step of the weights; `scaler.update()` comes after it.
+        With `torch.distributed`, the gradient is averaged over all ranks. A `scaler` that has scaled the loss is
+        used as in a step of the weights; call `scaler.update()` afterwards.
         """
         if self.optimizer is None:
             raise PruningError("step() belongs inside `with pruner.scoring():`")
         gradient = self.gradient.take(scaler)
-        # The network's graph ends at the scores; from there on it is one small product for all layers.
+        # The autograd graph of the network ends at the scores. The rest is one small product for all layers.
         self.optimizer.zero_grad(set_to_none=True)
         self._soft_scores().backward(gradient)
         self.optimizer.step()
         self._refresh_scores()
 
     def zero_grad(self) -> None:
-        """Forget what earlier backward passes left on the scores, as an optimiser's `zero_grad` does of weights.
+        """Clear the gradient of the scores, as an optimizer's `zero_grad` does for weights.
 
-        `step()` does it too; it is for a batch that is skipped, or for a backward pass with another purpose.
+        `step()` does it as well; this is for a batch that is skipped, or a backward pass with another purpose.
         """
         self.gates.soft.grad = None
 
@@ -376,42 +374,42 @@ class Pruner(Gated):
 
     @property
     def score_parameters(self) -> list[Tensor]:
-        """All that a score phase trains."""
+        """All parameters that a score phase trains."""
         return [*self.projection.parameters, *([] if self.blocks is None else [self.blocks.logits])]
 
     def scores(self) -> dict[str, Tensor]:
-        """The continuous score of every filter, by layer."""
+        """Return the continuous score of every filter, by layer."""
         return {name: self.values[span].detach().clone() for name, span in self.gates.spans.items()}
 
     def rank(self, scores: Given) -> None:
-        """Take scores from elsewhere, one for each filter, the higher the better, and set the gates from them.
+        """Set the gates from scores computed elsewhere, one for each filter, the higher the better.
 
-        They say which filters go first; how many go is the budget's to say.
+        The scores decide which filters go first, and the budget decides how many.
         """
         self._check_ready("rank")
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
         values = comparable(scores, self.filters)
-        # As they came: what is held is of single precision, in which neighbours may become equal.
+        # In float64: stored scores may be float32, in which neighboring scores can become equal.
         landing = self._landed(values)
         self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
         self._hold(landing.masks)
 
     def land(self) -> None:
-        """Set the gates from the scores as they are, at the full budget.
+        """Set the gates from the current scores, at the full budget.
 
-        Use it when training was stopped before the limits had closed in, or when the limits or the clock have
-        changed, and train the weights afterwards.  Where no score has moved yet, every layer loses about the same
-        part of its filters.
+        Use it when training was stopped before the limits had reached the budget, or when the limits or the clock
+        have changed, and train the weights afterwards. If no score has moved yet, every layer loses about the same
+        fraction of its filters.
         """
         self._check_ready("land")
         self.progress = 1.0
         self._hold(self._chosen().masks)
 
     def extract(self, *, prove: bool = False) -> nn.Module:
-        """A new, smaller module that computes what the gated model computes; with `prove`, both run to show it.
+        """Return a new, smaller module that computes what the gated model does; with `prove`, run both to check.
 
-        Logs a warning if it exceeds the budget: before `progress` is 1, a score phase need not meet it.
+        Logs a warning if it exceeds the budget, which a score phase need not meet before `progress` is 1.
         """
         if (missed := self.missed()) is not None:
             why = "" if self.progress >= 1 else f" (pruner.progress is {self.progress:.0%})"
@@ -419,13 +417,16 @@ class Pruner(Gated):
         return super().extract(prove=prove)
 
     def missed(self) -> str | None:
-        """What the gates let through beyond the budget, in words; None if the plan meets it, or there is none."""
+        """Describe what exceeds the budget; None if the plan meets it or there is no budget."""
         return self.aim.missed(self._held)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, also in the middle of a score phase; the model's own has no gates."""
+        """Return all that is needed to resume, also within a score phase.
+
+        The model's own state dict does not contain the gates.
+        """
         return {
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
@@ -437,7 +438,7 @@ class Pruner(Gated):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken, also towards another budget."""
+        """Resume from a state, possibly with another budget."""
         self._check_ready("load_state_dict")
         check_saved(state, self.filters, blocks=self.blocks is not None)
         self.projection.load_state_dict(state["projection"])
@@ -470,13 +471,13 @@ class Pruner(Gated):
 
     @torch.no_grad()
     def _take(self, scores: Tensor) -> None:
-        """Let the network feel scores, or the gates they make; the gradient of a gate is passed on to its score."""
+        """Write scores into `gates.soft`; with `binary`, their gates, whose gradients are used for the scores."""
         self.values.copy_(scores)
         if self.binary:
             self.gates.soft.copy_(self.values >= self.threshold)
 
     def _chosen(self) -> Landing:
-        """What the scores make of the gates now."""
+        """Return the selection that the current scores make."""
         return self._landed(self._score_values(), self.threshold)
 
     def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Landing:
@@ -487,11 +488,11 @@ class Pruner(Gated):
         return landed(choose, self.model, self.example_inputs, self.graph) if settled else choose()
 
     def _land(self) -> Landing:
-        """The same as a score phase ends, where the penalty follows."""
+        """Select filters at the end of a score phase, and update the penalty."""
         landing = self._chosen()
         if self.progress < 1:
             self.steer()
-        else:  # then this landing is the one that steering would reckon once more
+        else:  # reuse this landing, which `steer()` would compute again
             self.pressure.steer(landing.level, self.progress)
             if self.aim.limits is not None:
                 self.gradient.tell_if_still(self.values)

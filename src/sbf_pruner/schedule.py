@@ -1,7 +1,7 @@
-"""The order of a run: which phase comes when, and how long it lasts.
+"""Phases of a run: their order and lengths.
 
-Lengths and the name of a method enter, as a recipe has them; the phases leave, with every epoch numbered from 0.
-Training goes by it, and so do reports, which know a recipe only as the file that a run keeps.
+Used by training and by reports. These have a recipe only as the table stored in the folder of a run, so a mapping
+is all that is needed here.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Any, Literal, NamedTuple
 from .criteria import METHODS, OWN
 
 Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
-SCORED = ("score", "joint")  # the kinds that train scores
+SCORED = ("score", "joint")  # kinds of phases that train scores
 
 
 class Phase(NamedTuple):
-    """A stretch of epochs in which the same thing is trained in the same way."""
+    """Consecutive epochs that train the same parameters in the same way."""
 
     kind: Kind
     cycle: int
-    """which cycle of scores and weights it belongs to, from 1; 0 outside the cycles"""
+    """Cycle of scores and weights that the phase belongs to, from 1; 0 outside the cycles."""
     epochs: int
     first: int
-    """number of its first epoch in the whole run, from 0"""
+    """Number of its first epoch in the whole run, from 0."""
 
     @property
     def end(self) -> int:
-        """Number of the first epoch after it."""
+        """Number of the first epoch after the phase."""
         return self.first + self.epochs
 
     @property
     def trains_scores(self) -> bool:
-        """Do its epochs move the scores?"""
+        """Return True if the phase trains scores."""
         return self.kind in SCORED
 
     @property
     def trains_weights(self) -> bool:
-        """Do its epochs move the weights?"""
+        """Return True if the phase trains weights."""
         return self.kind != "score"
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class Phase(NamedTuple):
 
 
 def planned(recipe: Mapping[str, Any]) -> list[Phase]:
-    """The phases of a run in order, from its recipe as a table; those without epochs are left out.
+    """Return the phases of a run in order, without those of no epochs, from its recipe as a table.
 
-    The control is trained for as many epochs as the pruned network in all its phases together.  Where another
-    method chooses filters, the epochs of the cycles are all of what it needs them for, or added to fine-tuning.
+    The control is trained for as many epochs as the pruned network in all its phases together. For a method other
+    than the default, the epochs of the cycles all train what the method needs, or are added to fine-tuning.
 
     >>> lengths = {"warmup": 2, "cycles": 2, "score": 1, "weights": 2, "finetune": 3}
     >>> [(phase.kind, phase.epochs) for phase in planned({"phases": lengths, "method": "l1"})]

@@ -1,4 +1,4 @@
-"""Sizes asked for: targets, constraints, the search for filters that fit, and the penalty's controller."""
+"""Pruning targets, constraints on layers, the search for filters that fit, and steering of the penalty."""
 
 from ..utils.lazy import lazy_exports
 

@@ -1,25 +1,9 @@
-"""The widths that a layer may have, told for all layers alike or by patterns of their names.
+"""Constraints on the width of layers (`Guards`), and how a selection of filters is extended until they hold.
 
-A number enters, or a table of numbers by pattern; for any layer, the widths it may have leave.  What holds: of
-several patterns that match a layer the last one counts, a layer that none matches has the default, and a pattern
-that counts for no layer is refused, since whoever wrote it meant one.
-
-What a network must not lose, whatever the scores say: the guards around a landing.
-
-Layers and wishes enter; `Guards` leave, which complete any choice of filters: a layer keeps its least number,
-widths are what hardware likes, layers that write into one stream keep the same filters.  What holds: a choice
-only ever grows, by the filters with the highest scores, so what was connected stays so.
-
-Which channels of one residual stream arrive in another: what coupled layers find there anyway.
-
-Groups of layers that each write into one stream enter; links leave.  Where a shortcut pads the channels of one
-stage for the next, a channel that the first stage keeps is in the next one's stream whether its layers write
-it or not; layers that choose it make the stream no wider, layers that choose another one do.
-
-Guards that hold for the widths a network really gets, not only for the filters that were chosen.
-
-A choice of filters and guards enter; a choice leaves that has grown until every layer has a width it may have.  The
-two differ because groups and norms fill layers up, and because filters that lead nowhere, or are fed nothing, go.
+A constraint is one number for all layers or a table by name pattern, in which the last pattern that matches a layer
+counts. A selection only grows, by the filters with the highest scores, so a connected network stays connected.
+`Widths` applies constraints to the widths that remain after dead filters are removed. These differ from those of
+the selection, because groups and norms fill layers up and filters without live inputs or readers disappear.
 """
 
 from __future__ import annotations
@@ -42,19 +26,19 @@ from ..graph.records import Value
 from ..graph.relations import ADD
 from .search import Masks, Values
 
-Counts = int | Mapping[str, int]  # for all layers, or by pattern
+Counts = int | Mapping[str, int]  # one number for all layers, or numbers by name pattern
 Parts = float | Mapping[str, float]
 
 
 class Allowed(NamedTuple):
-    """The widths that one layer may have."""
+    """Constraints on the width of one layer."""
 
     min_filters: int = 0
     max_removed: float = 1.0
     round_to: int = 1
 
     def lacking(self, count: int, size: int) -> int:
-        """How many more filters a layer must have that keeps `count` of `size`.
+        """Return how many filters to add to a layer that keeps `count` of `size`.
 
         >>> [Allowed(round_to=8).lacking(count, 20) for count in (0, 9, 17)]
         [0, 7, 3]
@@ -63,7 +47,7 @@ class Allowed(NamedTuple):
         return min(-(-wanted // self.round_to) * self.round_to, size) - count
 
     def both(self, other: Allowed) -> Allowed:
-        """What this one and another allow.
+        """Combine two sets of constraints into one that satisfies both.
 
         >>> Allowed(2, 0.5, 4).both(Allowed(3, 0.9, 6))
         Allowed(min_filters=3, max_removed=0.5, round_to=12)
@@ -79,7 +63,7 @@ UNSET: dict[str, Any] = Allowed()._asdict()
 
 
 def of_layer(asked: Parts, name: str, unset: float) -> Any:
-    """What is asked of one layer.
+    """Return the value that applies to a layer, or `unset` if no pattern matches its name.
 
     >>> [of_layer({"layer*": 8, "layer1.*": 4}, name, unset=1) for name in ("layer1.0", "layer2.0", "head")]
     [4, 8, 1]
@@ -91,20 +75,21 @@ def of_layer(asked: Parts, name: str, unset: float) -> Any:
 
 
 def raised(asked: Counts, least: int, names: Iterable[str]) -> Counts:
-    """The same, with nothing below `least`.
+    """Raise every value to at least `least`, for layers called `names`.
 
     >>> raised({"a": 4, "b": 0}, 1, ["a", "b", "c"])
     {'*': 1, 'a': 4, 'b': 1}
     """
     if not isinstance(asked, Mapping):
         return max(asked, least)
-    # A pattern for the rest stands only where there is a rest, and first, so that it counts for no more than that.
+    # "*" is added only if some layer matches no pattern, because a pattern that applies to no layer is an error. It
+    # comes first, so that it applies to no other layer.
     rest = any(_last_match(asked, name) is None for name in names)
     return {**({"*": least} if rest else {}), **{pattern: max(number, least) for pattern, number in asked.items()}}
 
 
 def told(asked: Parts) -> str:
-    """As it is written in a recipe.
+    """Format a value or a table as in a recipe.
 
     >>> told(0.5), told({"*": 0.9, "stem": 0.0})
     ('0.5', '{"*" = 0.9, "stem" = 0}')
@@ -115,7 +100,10 @@ def told(asked: Parts) -> str:
 
 
 def checked(key: str, asked: Any) -> Any:
-    """What is asked for under `key`, a table as one of its own; a PruningError where a number makes no sense."""
+    """Validate the value of the constraint `key` and return it, a table as a copy.
+
+    An empty table becomes the default. Raises a PruningError if a value or a pattern is invalid.
+    """
     if not isinstance(asked, Mapping):
         _check_number(key, key, asked)
         return asked
@@ -129,7 +117,7 @@ def checked(key: str, asked: Any) -> Any:
 
 
 def check_patterns(key: str, asked: Parts, graph: ChannelGraph) -> None:
-    """Raise a PruningError if a pattern counts for no layer."""
+    """Raise a PruningError if a pattern applies to no layer."""
     patterns = list(asked) if isinstance(asked, Mapping) else []
     counted = {_last_match(patterns, name) for name in graph.layers}
     for pattern in patterns:
@@ -148,7 +136,7 @@ def check_patterns(key: str, asked: Parts, graph: ChannelGraph) -> None:
 
 
 def _last_match(patterns: Iterable[str], name: str) -> str | None:
-    """The pattern that counts for a layer."""
+    """Return the pattern that applies to a layer: the last one that matches its name."""
     return next((pattern for pattern in reversed(list(patterns)) if fnmatchcase(name, pattern)), None)
 
 
@@ -165,15 +153,16 @@ def _check_number(key: str, place: str, number: Any) -> None:
         raise PruningError(f"{place}: widths are multiples of a number from 1 on, not of {number}")
 
 
-WITHIN = 1e-6  # of the difference of scores is left between the filters of one branch
+WITHIN = 1e-6  # factor on score differences within a branch: keeps their order, too small to split the branch
 Couple = Literal["none", "streams", "blocks"]
 
 
 @dataclass(frozen=True)
 class Guards:
-    """The least a layer keeps, the widths it may have, and the layers that share their filters.
+    """Constraints on a network: the width of each layer, and the layers that keep the same filters.
 
-    Widths are told for all layers, or by name: `{"*": 8, "head.*": 1}`, where the last pattern that matches counts.
+    Widths are given for all layers or by name pattern: `{"*": 8, "head.*": 1}`. The last pattern that matches a
+    layer counts.
 
     >>> guards = Guards(min_filters=2, round_to=4, groups=())
     >>> guards.complete({"conv": np.array([0, 1, 0, 0, 0, 0], bool)}, {"conv": np.arange(6.0)})["conv"]
@@ -181,50 +170,53 @@ class Guards:
     """
 
     min_filters: Counts = 0
-    """filters that a layer keeps at least"""
+    """Least number of filters that a layer keeps."""
     max_removed: Parts = 1.0
-    """part of a layer's filters that may go at most"""
+    """Largest fraction of a layer's filters that may be removed."""
     round_to: Counts = 1
-    """a layer keeps a multiple of this, or all it has"""
+    """A layer keeps a multiple of this number of filters, or all of them."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """layers that keep the same filters"""
+    """Groups of layers that keep the same filters."""
     links: tuple[Link, ...] = ()
-    """what arrives from one group's stream in another's"""
+    """Channels of one group's residual stream that reach another group's."""
     branches: tuple[tuple[str, ...], ...] = ()
-    """layers of one residual branch, which stays or goes as a whole, but for the one that the limits cut through"""
+    """Layers of each residual branch, kept or removed as a whole; a limit may still cut through one branch."""
 
     def __post_init__(self) -> None:
         for key in UNSET:
             object.__setattr__(self, key, checked(key, getattr(self, key)))
 
     def told(self) -> str:
-        """The guards that are set, as a user sets them."""
+        """Format the constraints that are set as in a recipe."""
         asked = ((key, getattr(self, key)) for key in UNSET)
         widths = [f"{key} = {told(value)}" for key, value in asked if value != UNSET[key]]
         return ", ".join([*widths, *("couple" for together in (self.groups, self.branches) if together)])
 
     def leveled(self, scores: Mapping[str, NDArray[np.floating]]) -> dict[str, NDArray[np.floating]]:
-        """The scores with those of filters that stay or go together replaced by their mean."""
+        """Replace the scores of filters that are kept or removed together by their mean."""
         found = dict(scores)
         for group in self.groups:
             mean = np.stack([scores[name] for name in group]).mean(axis=0)
             for name in group:
                 found[name] = mean
         for link in self.links:
-            # What arrives anyway is chosen before what would make the stream wider.
+            # Prefer channels that arrive through the link anyway: any other one makes the residual stream wider.
             arrives, places = np.array(link.places) >= 0, np.array(link.places)
             source, target = (found[self.groups[number][0]] for number in (link.source, link.target))
             raised = np.where(arrives, np.maximum(target, source[places]), target)
             found |= dict.fromkeys(self.groups[link.target], raised)
         for branch in self.branches:
-            # Among themselves the filters of a branch keep their order, for the one that is cut through.
+            # Filters of a branch keep their order, because a limit may be reached in the middle of one branch.
             mean = np.mean([found[name].mean() for name in branch])
             for name in branch:
                 found[name] = mean + WITHIN * (found[name] - mean)
         return found
 
     def complete(self, masks: Masks, scores: Mapping[str, NDArray[np.floating]]) -> Masks:
-        """A choice with what the guards add to it."""
+        """Add to a selection the filters that the constraints require.
+
+        Layers of a group get the union of their masks and of the channels that links bring in.
+        """
         found = dict(masks)
         for number, group in enumerate(self.groups):
             together = np.logical_or.reduce([found[name] for name in group])
@@ -237,11 +229,11 @@ class Guards:
 
     @property
     def of_widths(self) -> bool:
-        """Do they ask for anything of a layer's width?"""
+        """Return True if any constraint on the width of a layer is set."""
         return any(getattr(self, key) != unset for key, unset in UNSET.items())
 
     def allowed(self, name: str) -> Allowed:
-        """The widths a layer may have: those that it and all that keep the same filters may have."""
+        """Return the width constraints of a layer, combined with those of the layers in its groups."""
         if name not in self._allowed:
             together = {other for group in self.groups if name in group for other in group} | {name}
             self._allowed[name] = reduce(Allowed.both, map(self._asked, together))
@@ -249,13 +241,13 @@ class Guards:
 
     @cached_property
     def _allowed(self) -> dict[str, Allowed]:
-        return {}  # by layer, as they are asked for: a landing asks some thousand times
+        return {}  # filled on demand by `allowed`, which one search calls thousands of times
 
     def _asked(self, name: str) -> Allowed:
         return Allowed(**{key: of_layer(getattr(self, key), name, unset) for key, unset in UNSET.items()})
 
     def _filled(self, name: str, mask: Mask, scores: NDArray[np.floating]) -> Mask:
-        """What a layer keeps, and as many more of its best filters as it must have."""
+        """Add the absent filters with the highest scores until the width of the layer is allowed."""
         filled = mask.copy()
         lacking = self.allowed(name).lacking(int(mask.sum()), mask.size)
         if not lacking:
@@ -265,25 +257,28 @@ class Guards:
 
 
 def check_names(guards: Guards, graph: ChannelGraph) -> None:
-    """Raise a PruningError if one of the guards is for layers that are not there."""
+    """Raise a PruningError if a pattern of the constraints applies to no layer."""
     for key in UNSET:
         check_patterns(key, getattr(guards, key), graph)
 
 
 def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Guards:
-    """The guards with the layers that are to keep or lose filters together."""
+    """Return the constraints with the groups, links and branches that `couple` stands for.
+
+    Raises a PruningError if a pattern of the constraints applies to no layer.
+    """
     check_names(guards, graph)
-    if not isinstance(couple, str) and tuple(couple) in (("streams",), ("blocks",)):  # as a recipe writes it
+    if not isinstance(couple, str) and tuple(couple) in (("streams",), ("blocks",)):  # a recipe gives a list
         couple = couple[0]
     groups, branches = coupled(graph, couple), whole_branches(graph, couple)
     return replace(guards, groups=groups, links=links(graph, groups), branches=branches)
 
 
 def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The groups of layers that are to keep the same filters.
+    """Return the groups of layers that must keep the same filters.
 
-    "streams" couples all layers that write into one stream of additions; a list of name patterns couples, for
-    each pattern, the layers whose names match it.
+    "streams" couples all layers whose outputs are added into one residual stream; a list of name patterns couples,
+    for each pattern, the layers whose names match it.
     """
     if isinstance(couple, str):
         if couple not in get_args(Couple):
@@ -301,7 +296,7 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
 
 
 def _of_one_width(graph: ChannelGraph, layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Layers that meet, by their number of filters: where one is folded before it meets another, they differ."""
+    """Split layers by number of filters, which differ where an output is reshaped before the addition."""
     found: dict[int, tuple[str, ...]] = {}
     for name in layers:
         if name in graph.layers:
@@ -311,7 +306,10 @@ def _of_one_width(graph: ChannelGraph, layers: Iterable[str]) -> list[tuple[str,
 
 
 def whole_branches(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The residual branches that are to stay or go as a whole: all of them if asked for "blocks"."""
+    """Return the layers of each residual branch for "blocks", and nothing for other values of `couple`.
+
+    A layer inside several branches belongs to the first of them.
+    """
     if couple != "blocks":
         return ()
     found: dict[str, tuple[str, ...]] = {}
@@ -340,7 +338,13 @@ Groups = Sequence[Sequence[str]]
 
 
 class Link(NamedTuple):
-    """For every channel of the stream of one group, the channel of another group that arrives there, or -1."""
+    """Map from the channels of one group's residual stream to those of another group's.
+
+    `places` holds, for every channel of the stream of group `target`, the filter of group `source` that arrives
+    there, or -1. An example is a shortcut that pads the channels of one stage for the next: channels kept in the
+    first stage are in the next one's stream whether its layers write them or not, so layers that choose them make
+    it no wider.
+    """
 
     source: int
     target: int
@@ -348,11 +352,12 @@ class Link(NamedTuple):
 
 
 def links(graph: ChannelGraph, groups: Groups) -> tuple[Link, ...]:
-    """How the streams of the groups feed each other, in the order of the groups."""
+    """Find the links between the residual streams of the groups, in the order of their target groups."""
     sums = {number: found for number, group in enumerate(groups) if (found := _sum(graph, group)) is not None}
     arriving = []
     for source, group in enumerate(groups):
-        # Every filter of the group has a number, and what arrives elsewhere tells it, one bit after the other.
+        # Number the filters of the group and propagate the numbers as liveness, one bit per pass: the bits that
+        # reach a channel of another stream spell the number of the filter that arrives there.
         numbers = np.arange(1, graph.layers[group[0]].filters + 1)
         read = {target: np.zeros(value.shape[1], int) for target, value in sums.items() if target != source}
         for bit in range(int(numbers[-1]).bit_length()):
@@ -368,7 +373,7 @@ def _by_channel(alive: Mask) -> Mask:
 
 
 def _sum(graph: ChannelGraph, group: Sequence[str]) -> Value | None:
-    """What comes out where the channels of a layer of the group are added to something."""
+    """Return the result of the first addition behind a layer of the group, or None if there is none."""
     for name in group:
         value: Value = graph.layers[name].site.edges[0].out
         while True:
@@ -382,18 +387,21 @@ def _sum(graph: ChannelGraph, group: Sequence[str]) -> Value | None:
 
 
 class Widths:
-    """The widths of one network's layers under any choice of filters."""
+    """Widths of a network's layers after dead filters are removed, for any selection of filters."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         self._graph = graph
-        self._whole = graph.settle({})  # filters that lead nowhere in the dense network do so in all
+        self._whole = graph.settle({})  # filters that are dead in the dense network are dead in every selection
 
     def guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
-        """A choice with what the guards add to it, until they hold for the widths it leaves."""
+        """Extend a selection until the constraints hold for the widths that remain after dead filters are removed.
+
+        Returns the selection as far as it came if no filter can make a layer wider.
+        """
         if not guards.of_widths:
             return guards.complete(masks, scores)
         futile = {name: ~mask for name, mask in self._whole.items()}
-        for _ in range(sum(map(len, scores.values()))):  # far fewer will do
+        for _ in range(sum(map(len, scores.values()))):  # an upper bound; a few rounds are enough
             values = {name: np.where(futile[name], own.min() - 1, own) for name, own in scores.items()}
             masks = guards.complete(masks, values)
             if empty := self._cut_off_by(masks, scores, guards):
@@ -413,7 +421,7 @@ class Widths:
                 stuck.append(name)
                 for other, places in self._beside(name, left):
                     grown[other] = grown[other] | _best(grown[other] | ~places, 1, scores[other], 1)
-            # Coupled layers may bring back what leads nowhere in one of them: that is no growth either.
+            # Completing a group may only restore filters that are dead in one of its layers: no progress either.
             if _same(grown, masks) or (stuck and _same(guards.complete(grown, values), masks)):
                 more_of = next(filter(None, (self._elsewhere(name, masks, scores) for name in stuck)), None)
                 if more_of is None:
@@ -423,10 +431,10 @@ class Widths:
         return masks
 
     def _cut_off_by(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
-        """The best filter of every empty layer without which one that must keep some would have none.
+        """Return the best filter of every empty layer that makes all filters of a constrained layer dead.
 
-        Where all layers are guarded alike none of these is empty; where only some are, such as the first layer of a
-        branch, the others must let them live.
+        If all layers have the same constraints, none of them is empty here. If only some have, such as the first
+        layer of a branch, the other layers of the branch need a filter as well.
         """
         empty = [name for name, mask in masks.items() if not mask.any()]
         kept = [name for name in masks if guards.allowed(name).lacking(0, int(self._whole[name].sum()))]
@@ -440,7 +448,7 @@ class Widths:
             left = self._graph.settle({**masks, **opened})
             return all(left[name].any() for name in kept)
 
-        if not living(found) and living(best):  # of several that would do, the weaker ones stay empty
+        if not living(found) and living(best):  # where one of several is enough, those with low scores stay empty
             found, needed = dict(best), found
             for name in sorted((n for n in best if n not in needed), key=lambda name: float(scores[name].max())):
                 fewer = {other: one for other, one in found.items() if other != name}
@@ -449,7 +457,7 @@ class Widths:
 
     @cached_property
     def _needed(self) -> dict[str, set[str]]:
-        """By layer, those without any filter of which it has none."""
+        """For each layer, the layers that leave it without live filters when they are empty."""
         found: dict[str, set[str]] = {name: set() for name in self._whole}
         for name, layer in self._graph.layers.items():
             for other, left in self._graph.settle({name: np.zeros(layer.filters, bool)}).items():
@@ -458,7 +466,11 @@ class Widths:
         return found
 
     def _beside(self, name: str, left: Masks) -> Iterator[tuple[str, Mask]]:
-        """Where more must stay for more of a layer to live: groups that do not read it, or do not feed it."""
+        """Yield layers and some of their filters: adding one of these can make more filters of `name` live.
+
+        These are filters in the empty groups of a grouped convolution that reads `name`, or filters that feed empty
+        groups of `name` itself.
+        """
         for feeder, readers in self._readers.items():
             for reader in readers:
                 gone = ~_by_group(left[reader], self._rows(reader))
@@ -466,23 +478,27 @@ class Widths:
                     yield reader, gone
                 elif reader == name:
                     size, groups = len(left[feeder]), self._rows(reader)
-                    # Where channels are moved between the two, or it is read by way of others, `_elsewhere` looks.
+                    # Other sizes mean that channels are moved, or other layers run, between the two; `_elsewhere`
+                    # handles these cases.
                     if size == self._graph.layers[reader].nodes[0].x.shape[1]:
                         yield feeder, gone[:: len(gone) // groups].repeat(size // groups)
 
     def _elsewhere(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> Masks:
-        """Filters of another layer, or else of several, without which a layer has none to add: what it reads, or
-        all that reads it, is dead."""
+        """Return filters to add in another layer, or else in several, so that more filters of `name` are live.
+
+        This is for layers of which no further filter can be live, because all that they read or all that reads them
+        is dead.
+        """
         alive = int(self._graph.settle(masks)[name].sum())
 
         def lifts(more: Masks) -> bool:
             return int(self._graph.settle({**masks, **more})[name].sum()) > alive
 
         def fewest(other: str, beside: Masks) -> Mask:
-            """As few of a layer's best absent filters as it takes; the last of them alone, if that does."""
+            """Return the fewest of the best absent filters that suffice, or the last of them if it alone does."""
             there = masks[other]
             order = [place for place in np.argsort(-scores[other], kind="stable") if not there[place]]
-            few, enough = -1 if beside else 0, len(order)  # the best ones that do not help, and those that do
+            few, enough = -1 if beside else 0, len(order)  # bisect: the first `few` are not enough, `enough` are
             while enough - few > 1:
                 middle = (few + enough) // 2
                 if lifts({**beside, other: there | np.isin(np.arange(len(there)), order[:middle])}):
@@ -499,7 +515,7 @@ class Widths:
                 return {other: found} if (found := fewest(other, {})).any() else {}
         if not lifts(whole):
             return {}
-        for other in sorted(whole, key=lambda other: float(scores[other].max())):  # the weaker stay as they are
+        for other in sorted(whole, key=lambda other: float(scores[other].max())):  # low scores are reduced first
             whole[other] = masks[other] | fewest(other, whole)
         return {other: mask & ~masks[other] for other, mask in whole.items() if (mask & ~masks[other]).any()}
 
@@ -508,7 +524,7 @@ class Widths:
 
     @cached_property
     def _readers(self) -> dict[str, list[str]]:
-        """By layer, the convolutions in groups without which some of its filters are not read."""
+        """For each layer, the grouped convolutions that are the only readers of some of its filters."""
         found: dict[str, list[str]] = {}
         for reader, layer in self._graph.layers.items():
             if layer.groups > 1:
@@ -524,12 +540,16 @@ def _same(one: Masks, other: Masks) -> bool:
 
 
 def _by_group(there: Mask, groups: int) -> Mask:
-    """The filters of the groups of which one is there."""
+    """Return the filters of all groups that have at least one filter left."""
     return np.repeat(there.reshape(groups, -1).sum(1) > 0, len(there) // groups)
 
 
 def _best(there: Mask, count: int, scores: Values, groups: int) -> Mask:
-    """The best filters to add; a layer in groups gets one for each that is there, since they are of one size."""
+    """Return the best absent filters to add, none of which has a score of -inf.
+
+    These are `count` filters. In a grouped layer with partly filled groups it is one filter for each group that is
+    not empty, because its groups have equal numbers of filters.
+    """
     absent = np.where(there, -np.inf, scores)
     found = np.zeros_like(there)
     rows = there.reshape(groups, -1)

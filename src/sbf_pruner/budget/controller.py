@@ -1,20 +1,9 @@
-"""From scores to gates: by the threshold alone, or as many filters as a budget holds.
+"""Selection of filters for a budget (`Aim`), and steering of the penalty towards it (`Steering`, `Mix`, `prices`).
 
-A channel graph, a budget and guards enter; for any scores, masks leave that keep the network connected, respect
-the guards and break no limit.  A budget that no choice can meet is refused at once, before anything is trained.
-
-The penalty's strength, steered so that the scores themselves come to the size that was asked for.
-
-Again and again the score enters that would separate what stays from what goes at the size asked for; a strength
-leaves.  At the end that score is to be the threshold of the gates: then landing moves nothing, and the gates are
-the paper's.  On the way there it is to fall evenly, because scores move at a limited speed: a strength that grew
-for as long as the threshold is far would drown everything the loss says.
-
-What a filter costs, given its neighbours as they are now, and what that makes of the penalty's weights.
-
-A channel graph and the filters it keeps enter; for every layer and resource the mean cost of one of its filters
-leaves, as a part of the whole network.  Where the filters of a layer cannot go one by one, in groups say, it is
-the layer's own cost divided among them.
+A budget that no selection can meet is refused before anything is trained. `Steering` adjusts the penalty so that
+the score at which the search cuts reaches the threshold of the gates at the end of training: then the search moves
+nothing, and the gates are those of the paper. On the way there that score has to fall evenly, because scores move
+at a limited speed: a penalty that grew for as long as the threshold is far would outweigh the loss.
 """
 
 from __future__ import annotations
@@ -37,17 +26,20 @@ from .targets import MICROSECONDS, Budget, Limits, Stored, Usage, is_missed
 
 
 class Clock(Protocol):
-    """Knows how long networks take."""
+    """Predicts how long a network takes."""
 
     def seconds(self, laid: Laid) -> float:
-        """Seconds of one pass of a network that is laid out."""
+        """Return the seconds that one forward pass of a network with this layout takes."""
 
     def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
-        """By layer, the part of the dense network's time that one of its filters takes."""
+        """Return, for each layer, the fraction of the dense network's time that one of its filters takes."""
 
 
 class Aim:
-    """What the gates aim at.
+    """Selects filters by their scores: as many as a budget allows or, without one, those from the threshold on.
+
+    Every selection keeps the network connected and satisfies the constraints. Raises a PruningError if no selection
+    can meet the budget; with `refuse=False`, the attribute `reachable` says so instead.
 
     >>> import torch
     >>> from torch import nn
@@ -88,7 +80,7 @@ class Aim:
                 raise self._refusal(self.limits)
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
-        """The filters that stay; `progress` is how far the limits have closed in on what was asked for."""
+        """Return the filters to keep. `progress` moves the limits from the dense network (0) to the budget (1)."""
         scores = self.guards.leveled(scores)
         if self.limits is None:
             # The paper's gate (Eq. 6).
@@ -97,24 +89,26 @@ class Aim:
         return land(self._field(scores), self.limits.eased(progress), progress >= 1)
 
     def level(self, scores: Mapping[str, Values]) -> float:
-        """The score that would separate what stays from what goes, were the limits what was asked for already."""
+        """Return the score that separates kept from removed filters under the final limits of the budget."""
         assert self.limits is not None
         return land(self._field(self.guards.leveled(scores)), self.limits, settled=False).level
 
     def least(self) -> Masks:
-        """A network as small as may be left, whatever the scores: the first filters are those that cannot go."""
+        """Return the smallest selection allowed if all scores are equal; the first filters of a layer are kept."""
         alike = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
         return self._finished(_nothing(self.graph), alike, self.guards)
 
     def scarce(self) -> dict[str, float]:
-        """How much of each resource has to go; of MACs, where nothing is asked for."""
+        """Return the fraction of each limited resource that has to go; of the MACs if there is no budget."""
         if self.limits is None:
             return {"macs": 1.0}
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
 
     def count(self, masks: Masks) -> Usage:
-        """What a choice costs, by resource; MACs are those of one sample, and a size that of the tensors alone
-        where it is not known how they are stored."""
+        """Return the cost of a selection by resource.
+
+        MACs are per sample. Without `stored`, the size is that of the tensors alone.
+        """
         laid = lay_out(self.graph, masks)
         found = asdict(cost_of(self.graph, laid))
         if self.stored is not None:
@@ -124,7 +118,7 @@ class Aim:
 
     @cached_property
     def whole(self) -> Usage:
-        """What the dense network costs, with layers that lead nowhere."""
+        """Cost of the dense network, including layers whose output is not used."""
         found = asdict(whole_cost(self.graph))
         if self.stored is not None:
             found["size"] = self.stored.dense
@@ -132,7 +126,7 @@ class Aim:
         return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
 
     def missed(self, masks: Masks) -> str | None:
-        """What a choice has beyond the budget, in words; None if it fits, or exceeds a time by a few percent."""
+        """Describe what exceeds the budget; None if nothing does, or only the latency and by a few percent."""
         if self.limits is None:
             return None
         used, most = self.count(masks), self.limits.most
@@ -141,7 +135,7 @@ class Aim:
         return f"the network has {found}, and the budget is {asked}" if broken else None
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
-        """What a filter of each layer costs of every resource, among the filters that are there."""
+        """Return the cost of one filter of each layer for every resource, given the filters that are kept."""
         found = prices(self.graph, keep)
         if self.clock is not None:
             found["latency"] = self.clock.prices(lay_out(self.graph, keep), keep)
@@ -154,18 +148,22 @@ class Aim:
         return Field(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
 
     def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
-        # A network cut in two learns nothing more: where a layer is the last way through, its best filter stays.
+        # A disconnected network cannot train, so a layer that is the only path left keeps its best filter.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         masks = dict(masks)
         while lifelines := self.graph.lifelines(masks, weakest_first):
             for name in lifelines:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
-                # Where filters are left but meet nothing (the factors of a product), all of them come back.
+                # Factors of a product may have filters left but share no channel: then all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
         return self._widths.guarded(masks, scores, guards)
 
     def _smallest(self, guards: Guards, limits: Limits) -> Masks:
-        """The smallest network that may be left: of several ways through it, one that costs little."""
+        """Return a selection that is as small as allowed.
+
+        Which path through the network is kept depends on the order in which layers are given up, so several orders
+        are tried. The selection whose tightest limit has the most room is returned.
+        """
         layers = self.graph.layers
         priced = [[-self.prices[resource][name] for name in layers] for resource in limits.most]
         found = []
@@ -181,7 +179,7 @@ class Aim:
         remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
             "let more layers be pruned"
         )  # fmt: skip
-        # A file tells of its plan too, so that of a tiny network may grow; there is no more to ask for then.
+        # The file also holds the plan, so that of a tiny network may grow, and a larger target would not help.
         more = "" if any(least[name] >= limits.whole[name] for name in broken) else "ask for more, or "
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least, up=True) for name in broken)
@@ -195,16 +193,16 @@ def _nothing(graph: ChannelGraph) -> Masks:
     return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
 
 
-# Scores add up what pushes them, and a strength that added up errors alone would swing about the target, each time
-# wider.  So it answers the change of the error first, and what is left of it more slowly.
+# Gains on the change and on the value of the error. Scores integrate the penalty, so a strength that integrated the
+# error alone would oscillate about the target with growing amplitude.
 CHANGE = 6.0
 REST = 1.5
-BOUND = 8.0  # the most it changes at once, as a factor
-RANGE = 1e4  # the most it changes in all, as a factor: where it starts need not be known well
+BOUND = 8.0  # largest factor of one update
+RANGE = 1e4  # largest factor of all updates together, so the initial strength need not be accurate
 
 
 class Steering:
-    """Follows a target with the strength of the penalty.
+    """Controller of the penalty strength.
 
     >>> steering = Steering(1e-3, threshold=0.5)
     >>> steering.follow(level=0.9, progress=1.0) > 1e-3  # filters that must go score too high
@@ -214,10 +212,14 @@ class Steering:
     def __init__(self, strength: float, threshold: float) -> None:
         self.start = self.strength = strength
         self.threshold = threshold
-        self.error = 0.0  # the last one; every score begins at 1, where it is wanted then
+        self.error = 0.0  # of the last update; at first 0, because scores start at 1 as wanted at progress 0
 
     def follow(self, level: float, progress: float) -> float:
-        """The strength to go on with; `level` is where the cut would be, `progress` how far limits closed in."""
+        """Return the next strength.
+
+        `level` is the score at which the search cuts under the final limits. `progress` goes from 0 to 1 and moves
+        the level that is wanted from 1 to the threshold.
+        """
         wanted = 1 + (self.threshold - 1) * min(max(progress, 0.0), 1.0)
         error = math.log(max(level, 1e-6) / wanted)
         factor = math.exp(CHANGE * (error - self.error) + REST * error)
@@ -227,21 +229,24 @@ class Steering:
         return self.strength
 
     def state_dict(self) -> dict[str, Any]:
-        """What following has changed."""
+        """Return the current strength and error."""
         return {"strength": self.strength, "error": self.error}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.strength, self.error = state["strength"], state["error"]
 
 
-Prices = dict[str, dict[str, float]]  # resource -> layer -> part of the whole
+Prices = dict[str, dict[str, float]]  # resource -> layer -> fraction of the dense network
 
-_ASKED = 3  # filters of a layer whose cost is computed
+_ASKED = 3  # filters per layer whose cost is computed
 
 
 def prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
-    """What one filter of each layer costs of each resource.
+    """Return the mean cost of one filter of each layer, as a fraction of the dense network, by resource.
+
+    Costs depend on the filters that the neighboring layers keep. Where filters cannot be removed one by one, as in
+    groups, the cost is that of the layer's own weights divided by its number of filters.
 
     >>> import torch
     >>> from torch import nn
@@ -261,7 +266,7 @@ def prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
 
 
 def _mean(appraiser: Appraiser, name: str, mask: Mask) -> tuple[float, float] | None:
-    """The mean worth of some filters that are there; None where none goes alone or none is there."""
+    """Return the mean MACs and parameters of some kept filters; None if none is kept or none can go alone."""
     there = np.flatnonzero(mask)
     asked = there[np.unique(np.linspace(0, len(there) - 1, _ASKED).astype(int))] if len(there) else there
     worths = [appraiser.filter(name, int(place)) for place in asked]
@@ -270,14 +275,14 @@ def _mean(appraiser: Appraiser, name: str, mask: Mask) -> tuple[float, float] | 
 
 
 def _own(layer: Layer) -> tuple[float, float]:
-    """A filter's own weights, and the pixels they work on."""
+    """Return the MACs and parameters of one filter of a layer, without its neighbors."""
     params = math.prod(layer.nodes[0].weight.shape) / layer.filters
     pixels = sum(math.prod(node.out.shape[2:]) for node in layer.nodes)
     return params * pixels, params
 
 
 class Mix:
-    """How much each resource counts, as its limit is near or far.
+    """Weights of the resources in the penalty: large where a limit is tight, small where there is room.
 
     >>> mix = Mix({"macs": 0.5, "params": 0.5})
     >>> mix.follow({"macs": 0.0, "params": 0.1})  # parameters are not what is scarce
@@ -285,19 +290,19 @@ class Mix:
     True
     """
 
-    HALVED_AT = 0.1  # room, as a part of the whole, that halves what a resource counts
+    HALVED_AT = 0.1  # room, as a fraction of the dense network, that halves the weight of a resource
 
     def __init__(self, parts: Mapping[str, float]) -> None:
         self.parts = _shares(parts)
 
     def follow(self, room: Mapping[str, float]) -> None:
-        """Count less of what there is room in."""
+        """Reduce the weights of resources that have room left."""
         self.parts = _shares(
             {name: part * 2 ** (-room[name] / self.HALVED_AT) for name, part in self.parts.items()}
         )
 
     def weights(self, found: Prices, layers: Mapping[str, int]) -> list[float]:
-        """One weight per layer for the penalty: the mixed price, with a mean of 1 over all filters."""
+        """Return one weight per layer for the penalty: its weighted price, with a mean of 1 over all filters."""
         mixed = {name: sum(part * found[key][name] for key, part in self.parts.items()) for name in layers}
         mean = sum(mixed[name] * filters for name, filters in layers.items()) / sum(layers.values())
         return [mixed[name] / mean for name in layers]

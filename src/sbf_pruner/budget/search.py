@@ -1,12 +1,10 @@
-"""The filters that fit into a size: landing exactly where was asked.
+"""Search for the filters that fit a budget, called landing on a target.
 
-Scores and limits enter; masks leave that keep the filters with the highest scores, as many as the limits hold.
-What holds: the network these masks make breaks no limit, and either it comes within a point of one of them or
-no filter of those dropped could be added without breaking one, not even with fewer of those that it brings back to
-life (of a layer that has none only the best are tried; of a time, which goes in steps: no layer widened).
-
-Of several limits one is reached first, and what the others would still allow is wasted.  Then the ranking is
-tilted towards filters that cost little of what is scarce, no further than it takes to use the rest too.
+`land` keeps the filters with the highest scores, as many as the limits allow. No limit is broken, and either one
+has at most `POINT` of room left or no further filter fits, not even with fewer of those that it makes live again.
+(For a layer without filters only the best few are tried; for a latency, which rises in steps, only wider layers.)
+If one of several limits would waste the others, the ranking is tilted towards filters that cost little of what is
+scarce, no further than needed.
 """
 
 from __future__ import annotations
@@ -26,28 +24,29 @@ from .targets import POINT, Limits, Usage
 Masks = dict[str, Mask]
 Values = NDArray[np.floating]
 
-STEPS = (16, 8, 1)  # widths that a layer is widened to: their next multiples
-_TILTS = 5  # halvings of the interval of tilts
-_TRIES = 3  # filters of a layer without any that did not fit: each of the others would open the same branch
+STEPS = (16, 8, 1)  # a layer is widened to the next multiple of one of these
+_TILTS = 5  # bisection steps for the tilt
+_TRIES = 3  # attempts for a layer without filters: each of its filters would revive the same branch
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Where it came down."""
+    """Result of a search."""
 
     masks: Masks
     usage: Usage
     level: float
-    """the score that separates what stays from what goes"""
+    """Score that separates kept from removed filters."""
 
 
 class Field:
-    """What there is to choose from: every filter, and how a choice is completed and counted.
+    """The filters to choose from, and how a selection of them is completed and its cost computed.
 
-    `finish` adds what a network must not lose (it is asked before every count), `count` tells what a choice
-    costs, and `prices` what a filter of each layer costs of every resource.  `smallest` is a choice that keeps
-    within any limits: what is begun with where the scores' own lifelines are more than may be left.  `living` tells
-    which filters of a choice lead somewhere and are fed something: the others cost nothing, yet.
+    The filters of all layers are numbered in one flat array. `finish` adds what a network must not lose, before
+    every count; `count` returns the cost of a selection, and `prices` has the cost of one filter of each layer for
+    every resource. `smallest` is a selection within the limits, to start from if the layers that keep the network
+    connected, chosen by score, already exceed them. `living` returns the live filters of a selection; the dead ones
+    cost nothing yet.
     """
 
     def __init__(
@@ -65,44 +64,47 @@ class Field:
         self.prices = prices or {}
         self.smallest = smallest
         self._names = [name for name, size in self.sizes.items() for _ in range(size)]
-        # Of equal scores every layer gives up as large a part, not the last layers all.
+        # Breaks ties so that every layer gives up the same fraction, instead of the last layers all they have.
         self.turns = np.concatenate([np.arange(n) / n for n in self.sizes.values()]) if scores else np.zeros(0)
         self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
 
     @cached_property
     def whole(self) -> tuple[Masks, Usage]:
-        """All filters, and what they cost."""
+        """All filters, and their cost."""
         return self.costed(np.ones(len(self.scores), bool))
 
     @cached_property
     def empty(self) -> tuple[Masks, Usage]:
-        """No filter but those that cannot go, and what they cost."""
+        """The filters that cannot be removed, and their cost."""
         return self.costed(np.zeros(len(self.scores), bool))
 
     def costed(self, chosen: Mask) -> tuple[Masks, Usage]:
-        """A flat choice by layer, completed, and what it costs."""
+        """Return the completed masks of a flat selection, and their cost."""
         masks = self.masks(chosen)
         return masks, self.count(masks)
 
     def masks(self, chosen: Mask) -> Masks:
-        """A flat choice by layer, completed."""
+        """Split a flat selection into masks by layer and complete them."""
         cut = {name: chosen[at : at + self.sizes[name]].copy() for name, at in self._starts.items()}
         return self.finish(cut)
 
     def owner(self, filter_: int) -> str:
-        """The layer that a filter of the line belongs to."""
+        """Return the layer that a filter of the flat array belongs to."""
         return self._names[filter_]
 
     def belong(self, filters: NDArray[np.intp], name: str) -> Mask:
-        """Which filters of the line are a layer's."""
+        """Return which of these indices into the flat array belong to a layer."""
         return (filters >= self._starts[name]) & (filters < self._starts[name] + self.sizes[name])
 
     def flat(self, masks: Masks) -> Mask:
-        """The choice that masks make, in one line."""
+        """Concatenate masks by layer into a flat selection."""
         return np.concatenate([masks[name] for name in self.sizes])
 
     def scarcity(self, scarce: str, plenty: str) -> Values | None:
-        """What a filter costs of one resource for each part it costs of another, around 1; None if not known."""
+        """Return the cost of each filter in `scarce` relative to its cost in `plenty`, scaled to a median of 1.
+
+        Returns None if these costs are not known.
+        """
         if scarce not in self.prices or plenty not in self.prices:
             return None
         pairs = [(self.prices[scarce].get(name, 0.0), self.prices[plenty].get(name, 0.0)) for name in self.sizes]
@@ -114,7 +116,10 @@ class Field:
 
 
 def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
-    """The filters with the highest scores that keep within the limits; roughly, where these are not settled yet."""
+    """Return the filters with the highest scores that the limits allow.
+
+    With `settled=False` layers are not widened to use up a limit on latency.
+    """
     landing = _tilted(field, limits)
     if settled and "latency" in limits.most:
         return _widened(field, limits, landing)
@@ -122,7 +127,7 @@ def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
 
 
 def _tilted(field: Field, limits: Limits) -> Landing:
-    """As many filters as fit, the ranking tilted where one of several limits would waste the others."""
+    """Keep as many filters as fit, with the ranking tilted where one of several limits would waste the others."""
     landing = _ranked(field, limits, field.scores)
     room = limits.room(landing.usage)
     if len(room) < 2:
@@ -139,17 +144,17 @@ def _tilted(field: Field, limits: Limits) -> Landing:
         if left[plenty] < room[plenty] and left[scarce] <= POINT:
             landing, room = tried, left
         if left[plenty] <= POINT:
-            most = tilt  # enough; perhaps less would do
+            most = tilt  # enough; a smaller tilt may be, too
         else:
             least = tilt
     return landing
 
 
 def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
-    """Widen layers, those with the best absent filters first, as far as the limits hold.
+    """Widen layers while the limits hold, those with the best absent filters first.
 
-    A clock goes in steps: most filters cost nothing, and then one costs much.  So layers are not widened filter by
-    filter but to all they have, or else to the next widths that runtimes like.
+    Latency rises in steps: most filters cost nothing, and then one costs much. Layers are therefore widened to all
+    their filters or to the next multiples that runtimes favor, not filter by filter.
     """
     masks, usage = landing.masks, landing.usage
     there = field.flat(masks)
@@ -164,9 +169,9 @@ def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
 def _next_wider(
     field: Field, limits: Limits, masks: Masks, name: str, best_first: list[int]
 ) -> tuple[Masks, Usage] | None:
-    """The choice with one layer widened a step, as large a one as the limits hold; None where they hold none."""
+    """Return the selection with one layer widened by the largest step that fits; None if no step does."""
     count, size = int(masks[name].sum()), field.sizes[name]
-    if not count:  # a branch that is gone comes back by two layers at once, or not at all
+    if not count:  # a removed branch can only come back with filters in two layers at once
         return None
     widths = [size, *(-(-(count + 1) // unit) * unit for unit in STEPS)]
     for width in sorted({w for w in widths if count < w <= size}, reverse=True):
@@ -179,7 +184,7 @@ def _next_wider(
 
 
 def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
-    """As many filters as fit, the highest keys first; then what still fits into the rest."""
+    """Keep as many filters as fit, the highest keys first, and then every other one that still fits."""
     order = np.lexsort((field.turns, -keys))
     given = np.zeros(len(order), bool)
 
@@ -189,7 +194,8 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
         return Landing(masks, usage, float(field.scores.min(initial=np.inf)))
     masks, usage = field.empty
     if not limits.hold(usage) and field.smallest is not None:
-        # The best filters of layers that are added up lie apart, and the way with the best ones may be a wide one.
+        # Layers that are added may have their best filters in different channels, and the path with the best
+        # filters may be a wide one.
         given = field.flat(field.smallest)
         masks, usage = field.costed(given)
     if not limits.hold(usage):
@@ -205,7 +211,7 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
             most = middle
     level = float(field.scores[order[least]])
     if "latency" in limits.most:
-        return Landing(masks, usage, level)  # a clock goes in steps: see `_widened`
+        return Landing(masks, usage, level)  # latency rises in steps: see `_widened`
     masks, usage = _filled_up(field, limits, masks, usage, order, least)
     return Landing(masks, usage, level)
 
@@ -213,9 +219,9 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
 def _filled_up(
     field: Field, limits: Limits, masks: Masks, usage: Usage, order: NDArray[np.intp], taken: int
 ) -> tuple[Masks, Usage]:
-    """A choice with every further filter that fits, as it is or else with fewer of those it brings back to life."""
+    """Add every further filter that fits, either as it is or with fewer of those that it makes live again."""
     masks, usage = _topped_up(field, limits, masks, usage, order[taken:])
-    for _ in field.sizes:  # far fewer will do: who comes back in part leaves little room
+    for _ in field.sizes:  # an upper bound: a branch that comes back in part leaves little room
         if min(limits.room(usage).values()) <= POINT:
             break
         woken = _woken(field, limits, masks, order)
@@ -228,10 +234,10 @@ def _filled_up(
 def _topped_up(
     field: Field, limits: Limits, masks: Masks, usage: Usage, best_first: NDArray[np.intp]
 ) -> tuple[Masks, Usage]:
-    """A choice with every further filter that fits when its turn comes, until a limit is nearer than a point.
+    """Add further filters that fit, best first, until a limit has less than `POINT` of room.
 
-    Where one filter does not fit, because a whole branch would come back with it, hundreds behind it often do.
-    They are taken by twos, by fours and so on while all of them fit, and so would have fitted one by one.
+    Where a filter does not fit because a whole branch would come back with it, hundreds behind it often do. Filters
+    are therefore added in steps that double while all of them fit, with the same result as one by one.
     """
     step, refused = 1, Counter[str]()
     while min(limits.room(usage).values()) > POINT:
@@ -257,18 +263,17 @@ def _topped_up(
 
 
 def _woken(field: Field, limits: Limits, masks: Masks, best_first: NDArray[np.intp]) -> tuple[Masks, Usage] | None:
-    """The choice with a filter that did not fit, and with fewer of those that it brings back to life; None if no
-    filter fits even so.
+    """Add an absent filter that fits with fewer of the filters that it makes live again; None if there is none.
 
-    Filters are asleep that are chosen while all they feed, or all that feeds them, is gone: the first layer of a
-    branch whose last one is closed.  They cost nothing, so they are among those that fit; but the first filter that
-    opens the branch again wakes a whole layer, or several.
+    Selected filters are dead while all that they feed, or all that feeds them, is removed: for example the first
+    layer of a branch whose last layer is empty. They cost nothing, so they are among those that fit, but the first
+    filter that reopens the branch makes a whole layer live, or several.
     """
     there, awake = field.flat(masks), field.flat(field.living(masks))
     asleep = there & ~awake
     if not asleep.any():
         return None
-    best: dict[str, int] = {}  # the filters of one layer wake the same ones, so one is asked for all of them
+    best: dict[str, int] = {}  # one filter per layer, because all filters of a layer revive the same ones
     for absent in best_first[~there[best_first]]:
         best.setdefault(field.owner(absent), int(absent))
     for filter_ in best.values():
@@ -286,7 +291,10 @@ def _woken(field: Field, limits: Limits, masks: Masks, best_first: NDArray[np.in
 def _in_part(
     field: Field, limits: Limits, chosen: Mask, first_to_last: NDArray[np.intp]
 ) -> tuple[Masks, Usage] | None:
-    """The choice with as many of these filters as the limits hold, which do not hold all; None if not even none."""
+    """Remove the last of these filters, as few as it takes to fit; None if removing all of them is not enough.
+
+    The selection with all of them is known not to fit.
+    """
     found, least, most = None, -1, len(first_to_last)
     while most - least > 1:
         middle = (least + most) // 2
@@ -301,8 +309,10 @@ def _in_part(
 
 
 def _in_turns(field: Field, best_first: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Filters of several layers with every layer having its turn, in proportion to how many it has: a way through
-    all of them is there from the first ones on, also where one of them has all the high scores."""
+    """Interleave the filters of several layers in proportion to how many each has.
+
+    The first filters then form a path through all these layers, even if one of them has all the high scores.
+    """
     layers = [field.owner(f) for f in best_first]
     sizes, met = Counter(layers), Counter[str]()
     turns = []

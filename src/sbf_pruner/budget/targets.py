@@ -1,14 +1,10 @@
-"""A size asked for: parameters, MACs, bytes, time, each as a part of the whole or as a number.
+"""Budgets and limits on parameters, MACs, file size and latency, and the size of a network's weight file.
 
-What a user asks for enters; `Limits` leave, in the units things are counted in, once the whole network is
-known.  What holds: a limit is never above the whole, and a budget on the way to another is never below it.
-
-The file of a network's weights: what its header says, and how long it is for any choice of filters.
-
-A dense network and its channel graph enter; for the layout that surgery would cut, bytes leave, without cutting
-or writing anything.  What holds: the file that is written is never longer (but where the model's own code insists
-on sizes, see `graph.costs`).  It is shorter by a few bytes per tensor, because which names surgery makes longer,
-and where in the file a tensor lies, is not looked at.
+A `Budget` holds fractions or amounts; its `Limits` are amounts, once the cost of the dense network is known. A
+limit is never above the dense network, and limits on the way to a budget are never below it. `Stored` computes the
+size of the file for any layout that surgery would cut, without cutting or writing. The real file is never longer,
+except where the model's own code fixes sizes (see `graph.cost`), and shorter by a few bytes per tensor, because
+names that surgery makes longer and offsets of tensors are bounded, not computed.
 """
 
 from __future__ import annotations
@@ -31,11 +27,11 @@ from ..modules import Remap, Zeros
 from ..plan import Plan
 from ..utils.files import metadata_of, stored_bytes, to_plain
 
-Usage = Mapping[str, float]  # what a network has of each resource
+Usage = Mapping[str, float]  # what a network uses of each resource
 
-MICROSECONDS = 1e6  # what a time above 1 is counted in, so that none is taken for a part
-MISSED = 0.05  # of the time asked for: a network that is further off is told of
-POINT = 0.01  # of the whole: nearer than this a target counts as met without waste
+MICROSECONDS = 1e6  # per second; latencies are in microseconds, so that none is small enough to be a fraction
+MISSED = 0.05  # fraction of the target latency by which it may be exceeded without being reported
+POINT = 0.01  # fraction of the dense network: a limit with no more room than this counts as used up
 
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
@@ -46,16 +42,16 @@ _TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
 
 
 def is_missed(asked: float, measured: float | None) -> bool:
-    """Did a network that was measured, if it was, take clearly longer than was asked for?"""
+    """Return True if a network was measured and takes clearly longer than the target latency."""
     return measured is not None and measured > (1 + MISSED) * asked
 
 
 @dataclass(frozen=True, init=False)
 class Budget:
-    """The most a network may keep of each resource, written as on the command line or given as a number.
+    """The most that a network may keep of each resource, as text like on the command line or as a number.
 
-    Text has its unit: "50%", "60M", "1MB", "5ms".  A number up to 1 is a part of the whole; above 1 it is an
-    amount, of a time in microseconds.  Whatever was given, the fields hold numbers.
+    Text has a unit: "50%", "60M", "1MB", "5ms". A number up to 1 is a fraction of the dense network, a larger one
+    an amount, in microseconds for a latency. The fields hold numbers in either case.
 
     >>> Budget(macs="50%", size="1.5MB", latency="5ms")
     Budget(params=1.0, macs=0.5, size=1500000.0, latency=5000.0)
@@ -65,11 +61,11 @@ class Budget:
 
     params: float
     macs: float
-    """of one sample"""
+    """Per sample."""
     size: float
-    """bytes of the weights"""
+    """Bytes of the weights."""
     latency: float
-    """microseconds of a pass"""
+    """Microseconds of one forward pass."""
 
     def __init__(
         self,
@@ -85,7 +81,7 @@ class Budget:
                 found = float(value)
             except (TypeError, ValueError, OverflowError):
                 found = math.nan
-            if not 0 < found < math.inf:  # written so that nan is refused too
+            if not 0 < found < math.inf:  # also true for NaN
                 raise PruningError(
                     f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {given!r}"
                 )
@@ -93,18 +89,18 @@ class Budget:
 
     @property
     def asked(self) -> bool:
-        """Is there anything that it limits?"""
+        """Return True if any resource is limited."""
         return any(value != 1 for value in asdict(self).values())
 
     def limits(self, whole: Usage) -> Limits:
-        """The limits in numbers, for a network that has `whole` with all its filters."""
+        """Return the limits as amounts, for a dense network that uses `whole`."""
         wanted = {name: value for name, value in asdict(self).items() if value != 1}
         most = {name: value * whole[name] if value < 1 else value for name, value in wanted.items()}
         return Limits({name: min(value, whole[name]) for name, value in most.items()}, dict(whole))
 
     @classmethod
     def parse(cls, texts: list[str]) -> Budget:
-        """A budget as it is written on a command line.
+        """Parse targets in the notation of the command line.
 
         >>> Budget.parse(["macs=50%", "size=1.5MB"]) == Budget(macs="50%", size="1.5MB")
         True
@@ -124,7 +120,7 @@ class Budget:
 
 
 def check_budget(budget: object) -> None:
-    """Refuse what should be a budget, or none, and is not.
+    """Raise a PruningError unless `budget` is a Budget or None.
 
     >>> check_budget({"macs": 0.5})
     Traceback (most recent call last):
@@ -146,7 +142,7 @@ def _number(text: str, name: str, value: str) -> float:
     match = _WRITTEN.fullmatch(value)
     scale, byte = (match[2], match[3]) if match else ("?", "")
     if name == "latency" and match is not None and (scale not in ("", "%") or (not scale and float(match[1]) > 1)):
-        match = None  # a time has a unit
+        match = None  # a latency that is not a fraction needs a unit of time
     if match is None or (byte and name != "size") or scale not in (*_SCALES, "%"):
         raise PruningError(
             f"target {text!r}: write a part such as {name}=0.5 or {name}=50%, or a number such as "
@@ -170,13 +166,13 @@ def _duration(text: str, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most a network may have of each resource that is limited, in numbers."""
+    """Upper limits on the resources of a network, as amounts, and what the dense network uses."""
 
     most: dict[str, float]
     whole: dict[str, float]
 
     def eased(self, progress: float) -> Limits:
-        """Limits on the way to these: the whole at 0, these from 1 on.
+        """Interpolate from the dense network at progress 0 to these limits at progress 1.
 
         >>> Limits({"macs": 50.0}, {"macs": 100.0}).eased(0.5).most
         {'macs': 75.0}
@@ -185,19 +181,19 @@ class Limits:
         return Limits({n: self.whole[n] + share * (v - self.whole[n]) for n, v in self.most.items()}, self.whole)
 
     def hold(self, usage: Usage) -> bool:
-        """Does a network that has this fit?"""
+        """Return True if a network with this usage breaks no limit."""
         return all(usage[name] <= value for name, value in self.most.items())
 
     def room(self, usage: Usage) -> dict[str, float]:
-        """What is left of each limit, as a part of the whole; below 0 where it is broken."""
+        """Return what is left of each limit as a fraction of the dense network; negative for a broken one."""
         return {name: (value - usage[name]) / self.whole[name] for name, value in self.most.items()}
 
     def broken(self, usage: Usage) -> list[str]:
-        """The limits that a network breaks."""
+        """Return the names of the limits that a network with this usage breaks."""
         return [name for name, value in self.most.items() if usage[name] > value]
 
     def told(self, name: str, usage: Usage, up: bool = False) -> str:
-        """An amount of a resource in words; rounded `up`, so that whoever asks for the figure gets what has it.
+        """Format the amount of a resource, rounded `up` if a target set to that figure has to be reachable.
 
         >>> Limits({}, {"macs": 2e6}).told("macs", {"macs": 5e5})
         '500,000 macs (25.0%)'
@@ -214,7 +210,7 @@ class Limits:
 
 
 def _written(number: float, rounded: Callable[[float], int], places: int | None = None) -> str:
-    """With so many decimal places, and more where two digits that count take more; or with three such digits.
+    """Format a number with three significant digits, or with `places` decimals and at least two significant digits.
 
     >>> [_written(*given) for given in ((1234.5, math.ceil, 0), (0.00123, math.ceil, 1), (12.341, round))]
     ['1,235', '0.0013', '12.3']
@@ -226,15 +222,15 @@ def _written(number: float, rounded: Callable[[float], int], places: int | None 
 
 
 FORMAT = "sbf-pruner network 1"
-_INSERTED = len("module.")  # what surgery may put into a name
-_DTYPE = len("F8_E4M3")  # the longest there is
+_INSERTED = len("module.")  # surgery may insert this into the name of a tensor
+_DTYPE = len("F8_E4M3")  # the longest name of a dtype in safetensors
 _ALIGNED = 8
-_ANY = "0" * 16  # in the place of a wiring: all are as long
-_EXTRA = "_extra_state"  # what torch calls the rest of a module's state
+_ANY = "0" * 16  # placeholder for a wiring, as long as any
+_EXTRA = "_extra_state"  # key of a module's extra state in a state dict
 
 
 def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
-    """What stands before the tensors: every plan in turn, what the example inputs looked like, and the wiring."""
+    """Build the header of the file: every plan in turn, the form of the example inputs, and the wiring."""
     return {
         "format": FORMAT,
         "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
@@ -244,7 +240,7 @@ def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
 
 
 def wiring(network: nn.Module) -> str:
-    """Tells networks apart whose tensors are alike, and whose channels meet differently.
+    """Hash how the channels of a network are connected; networks with equal tensors may differ in this.
 
     >>> kept = [wiring(nn.Sequential(Remap(source))) for source in ([0, -1, 1], [0, 1, -1], [0, -1, 1])]
     >>> [kept[0] == other for other in kept]
@@ -259,7 +255,10 @@ def wiring(network: nn.Module) -> str:
 
 
 def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """The tensors of a network by name; refused where its state holds anything else, which no file would."""
+    """Return the state dict of a network; a PruningError if it holds anything that is not a tensor.
+
+    The file stores tensors alone.
+    """
     state: dict[str, Any] = model.state_dict(keep_vars=keep_vars)
     for name, held in state.items():
         if not isinstance(held, Tensor):
@@ -272,18 +271,18 @@ def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor
 
 
 def contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the file of a network holds: its tensors, and its header."""
+    """Return what the file of a network holds: its tensors and its header."""
     plans, inputs = getattr(model, "sbf_plans", ()), getattr(model, "sbf_inputs", None)
     return tensors_of(model), header(plans, inputs, wiring(model))
 
 
 def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
-    """How long the file of weights would be if `model` were what `plan` left."""
+    """Return the exact size of the weight file if `model` were what `plan` leaves."""
     return stored_bytes(tensors_of(model), header((plan,), inputs, _ANY))
 
 
 class Stored:
-    """Bytes of the file that `save` would write.
+    """Size in bytes of the file that `save` would write, for any layout.
 
     >>> import numpy as np, torch
     >>> from ..graph.build import trace
@@ -300,7 +299,7 @@ class Stored:
         self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
         state = tensors_of(model, keep_vars=True)
         used = {id(state[name]): name for name in graph.trace.states if name in state}
-        self._twins = {  # a tensor with several names is stored under each of them
+        self._twins = {  # a shared tensor is stored once under each of its names
             name: used[id(tensor)]
             for name, tensor in state.items()
             if id(tensor) in used and name not in graph.trace.states
@@ -312,10 +311,10 @@ class Stored:
             if name not in graph.trace.states and name not in self._twins
         }
         self.dense = stored_bytes(*contents(model))
-        """with all filters: the network itself, whose file tells of no plan"""
+        """Size with all filters: that of the network itself, whose file holds no new plan."""
 
     def bytes(self, laid: Laid, tensors: int) -> int:
-        """At most how long the file is, if what can be pruned takes so many bytes."""
+        """Return an upper bound on the size of the file if the tensors that can be pruned take `tensors` bytes."""
         if all(mask.all() for mask in laid.keep.values()):
             return self.dense
         there = [n for n in self._entries if self._twins.get(n, n).rpartition(".")[0] not in laid.gone]
@@ -336,7 +335,7 @@ def _bytes_each(value: Value) -> int:
 
 
 def _entry(name: str, tensor: Tensor) -> int:
-    """Characters of a tensor's entry in the header, without the digits of its place."""
+    """Return the length of a tensor's entry in the header, without the digits of its offsets."""
     shape = json.dumps(list(tensor.shape), separators=(",", ":"))
     told = json.dumps(name, ensure_ascii=False) + f':{{"dtype":"","shape":{shape},"data_offsets":[,]}},'
     return len(told.encode()) + _DTYPE

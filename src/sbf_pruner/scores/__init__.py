@@ -1,4 +1,4 @@
-"""Scores of filters: projections from the weights, gates on the model, the penalty."""
+"""Filter scores: projections from the weights, gates on the model, and the penalty."""
 
 from ..utils.lazy import lazy_exports
 

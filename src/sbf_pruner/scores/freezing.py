@@ -1,10 +1,10 @@
-"""Models that stand still while scores are trained: their weights, and the running statistics of their norms.
+"""Freeze a model's weights and the running statistics of its norms while scores are trained.
 
-A model enters; until it is thawed, no weight of it wants or has a gradient, none is made anew from pass to pass (as
-a spectral norm does in training mode), and no mode makes its norms look at the batch.  On CUDA the gradient of a
-norm takes a way of our own: PyTorch's, in evaluation mode, leaves a channels-last network with maps whose channels
-come first, and every convolution then turns them round again.  What holds: the forward is PyTorch's own, bit for
-bit; the gradients are the same sums; a norm with a forward of its own keeps it.
+Until it is thawed, no weight requires or has a gradient, modules that compute weights (such as spectral norm) do
+not update them, and norms use running statistics in any mode. On CUDA the backward pass of a norm is replaced:
+PyTorch's, in evaluation mode, returns contiguous gradients to a channels-last network, and every convolution then
+converts them back. The forward pass is PyTorch's, bit for bit, and gradients are the same sums. A norm with a
+forward of its own keeps it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ..utils.user_model import Attached, memory_format
 
 
 def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
-    """Freeze the weights of a model, and with `norms` their running statistics; returns what undoes it.
+    """Freeze the weights of a model and, with `norms`, its running statistics; returns a function that thaws it.
 
-    A gradient that a weight still has is dropped: an optimiser that steps meanwhile would take it for a new one.
+    Gradients that the weights still have are dropped: an optimizer that steps meanwhile would take them for new
+    ones.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
@@ -35,24 +36,24 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
     for parameter in trained.values():
         parameter.requires_grad_(False).grad = None
     undo = [freeze(norm) for norm in held]
-    # First of all hooks: one of the others may be what makes the weight.
+    # Prepended, because another hook of the module may be the one that computes the weight.
     undo += [module.register_forward_pre_hook(Held().hold, prepend=True).remove for module in makers]
 
     def thaw() -> None:
-        # By name as well: weights that were put in the places of others, frozen as those were, are trained too.
+        # Also by name: a parameter that has replaced another meanwhile, frozen like that one, is to be trained too.
         for name, parameter in (*trained.items(), *model.named_parameters()):
             if name in trained:
                 parameter.requires_grad_(True)
         for let_go in undo:
             let_go()
-        for module, mode in modes.items():  # the mode of the model may have been changed meanwhile
+        for module, mode in modes.items():  # the user may have changed the mode of the model meanwhile
             module.training = model.training if followed[module] else mode
 
     return thaw
 
 
 def _weight_makers(model: nn.Module) -> list[nn.Module]:
-    """The modules that compute weights, which may do so differently in training mode."""
+    """Return the modules that compute weights, possibly in another way in training mode."""
     found = {
         inner: None for module in model.modules() if isinstance(module, ParametrizationList)
         for inner in module.modules()
@@ -62,7 +63,7 @@ def _weight_makers(model: nn.Module) -> list[nn.Module]:
 
 
 def freeze(norm: _NormBase) -> Callable[[], None]:
-    """Keep a norm on its running statistics, whatever mode the model is put in; returns what undoes it."""
+    """Keep a norm on its running statistics in any mode of the model; returns a function that thaws it."""
     frozen = FrozenNorm(norm)
     handle = norm.register_forward_pre_hook(frozen.hold)
     if _is_plain(norm):
@@ -77,27 +78,27 @@ def freeze(norm: _NormBase) -> Callable[[], None]:
 
 
 def _is_plain(norm: _NormBase) -> bool:
-    """Whether a norm is what PyTorch makes, with running statistics, and scale and shift or neither."""
+    """Return True for PyTorch's own forward, with running statistics, and with scale and shift or neither."""
     own = type(norm).forward is not _BatchNorm.forward or "forward" in norm.__dict__
     return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
 
 class Held(Attached):
-    """What is put on a module that is to stand still: a hook."""
+    """Hook that keeps a module in evaluation mode."""
 
     def hold(self, module: nn.Module, args: Any) -> None:
-        """Let nothing put the module into training mode."""
+        """Set the module to evaluation mode."""
         module.training = False
 
 
 class FrozenNorm(Held):
-    """What is put on one norm: a hook, and a forward where the norm has PyTorch's own."""
+    """Hook of a frozen norm, and its replacement for PyTorch's forward."""
 
     def __init__(self, norm: _NormBase) -> None:
         self.norm = norm
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the norm's own forward computes, which a compiler is shown as it is."""
+        """Return what the norm's own forward returns; that one runs if the model is being compiled."""
         norm = self.norm
         if norm.training or torch.compiler.is_compiling() or not _serves(input):
             return type(norm).forward(norm, input)
@@ -108,7 +109,7 @@ class FrozenNorm(Held):
 
 
 def _serves(x: Tensor) -> bool:
-    """Whether our gradient is wanted, and better than PyTorch's."""
+    """Return True if a gradient is needed and the backward pass of `_Frozen` is faster than PyTorch's."""
     wanted = x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
     return wanted and memory_format(x) != torch.contiguous_format
 
@@ -130,7 +131,8 @@ class _Frozen(torch.autograd.Function):
         of_x, of_weight, of_bias = None, None, None
         accurate = torch.promote_types(gradient.dtype, torch.float32)
         mean, deviations = mean.to(accurate), (var.to(accurate) + ctx.eps).rsqrt()
-        gradient = gradient.contiguous(memory_format=ctx.format)  # as the map lies, which those before it lie like
+        # In the memory format of the input, which earlier feature maps share.
+        gradient = gradient.contiguous(memory_format=ctx.format)
         if x is not None:
             of_weight, of_bias = _sums(gradient, x, mean, deviations, weight)
         if ctx.needs_input_grad[0]:
@@ -139,7 +141,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias: for each channel the sum over what was normalised, and over all."""
+    """Return the gradients of weight and bias, summed over the samples and positions of each channel."""
     if _fast(gradient):
         sums = torch.batch_norm_backward_reduce(gradient, x, mean, deviations, weight, False, True, True)
         return sums[2], sums[3]
@@ -149,7 +151,7 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight:
 
 
 def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tensor:
-    """The gradient of the input: each channel times its factor, which is not rounded first."""
+    """Return the gradient of the input: each channel times its factor, which is not rounded first."""
     if _fast(gradient):
         return torch.batch_norm_elemt(gradient, weight, None, torch.zeros_like(deviations), deviations, 0.0)
     scale = deviations if weight is None else deviations * weight
@@ -157,7 +159,7 @@ def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tens
 
 
 def _fast(gradient: Tensor) -> bool:
-    """Whether the kernels of synchronised norms serve: they are for CUDA, and have no gradient themselves."""
+    """Return True if the kernels of SyncBatchNorm can be used: they need CUDA and are not differentiable."""
     return gradient.is_cuda and not torch.is_grad_enabled()
 
 

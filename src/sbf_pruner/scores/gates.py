@@ -1,23 +1,11 @@
-"""Gates on the user's own model: put on, set, taken off.
+"""Hooks that put gates on the modules of a user's model.
 
-The sites of a channel graph enter; hooks on the model's modules leave, which fold a gate into the scale and
-shift a norm uses in this call (or multiply a map where there is no such pair).  The model's class, its
-parameters and its state_dict stay as they are.  What holds: with every gate open the model computes bit for
-bit what it did before; a closed gate makes its channel exactly zero; a deep copy gets gates of its own.
-
-The gated pairs of a whole model at once, for eager steps under frozen weights.
-
-The parameters that gates are folded into enter; their products with the scores leave, all made by a few kernels
-when the first is asked for, and their gradients come back together.  Layer by layer that takes more kernels than
-the network itself.  What holds: the numbers are those of single products; each is given out once, so the next
-forward makes them anew from the scores and weights of its time.
-
-The gated pairs of a whole model as tensors of their own, for steps that are compiled and captured.
-
-Hooks that fold a gate at every call are right for any training loop, but a compiler must see through each of
-them.  Here the hooks are lifted off for a while and every gated parameter is shadowed by one leaf tensor; a
-few kernels refresh all leaves before a forward and carry their gradients back after it.  What holds: the
-numbers are those of the hooks, and leaving the context puts the hooks back.
+A gate is folded into the scale and shift that a norm uses in one call, or multiplied into a feature map where there
+is no such pair. The model's class, parameters and state dict stay as they are. With all gates open the model
+computes what it did before, bit for bit; a closed gate makes its channel exactly zero; a deep copy gets gates of
+its own. `Products` and `Folded` compute the same numbers faster: for eager steps with frozen weights, where gating
+layer by layer launches more kernels than the network itself, and for compiled or captured steps, where a compiler
+would have to trace every hook.
 """
 
 from __future__ import annotations
@@ -39,7 +27,7 @@ Mode = Literal["off", "soft", "hard"]
 
 
 class Gates:
-    """All gates of one model, in two flat vectors: scores (soft, one per filter) and switches (hard).
+    """All gates of one model in two flat vectors: soft gates (the scores, one per filter) and hard ones (0 or 1).
 
     The scores are a leaf of the autograd graph: a backward pass leaves their gradient in `soft.grad`.
     """
@@ -69,7 +57,7 @@ class Gates:
             span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
             pairs = [Pair(module, name, span, hard) for name in site.parameters]
             ranks = {len(edge.out.shape) for edge in site.edges}
-            # From the end, because a batch may be left out, unless calls have maps of several ranks.
+            # Counted from the end, because inputs may lack the batch dimension, unless calls differ in rank.
             dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
             fold = Fold(self, number, span, dim, pairs)
             self.pairs += pairs
@@ -82,12 +70,12 @@ class Gates:
         self._products = Products(self.soft, list(spans.values()), self.pairs)
 
     def check_device(self, model: nn.Module) -> None:
-        """Refuse a model that is on another device than its gates."""
+        """Raise a PruningError if the model is on another device than its gates."""
         if self.soft.device != next(model.parameters()).device:
             raise PruningError("the model was moved to another device; move it first, then make the pruner")
 
     def check_reach(self, model: nn.Module) -> None:
-        """Refuse a model of which a gated module was exchanged, removed, or stripped of its gate."""
+        """Raise a PruningError if a gated module was replaced or removed, or has lost its gate."""
         modules = dict(model.named_modules())
         for path, module, fold in self._folds:
             if change := fold.lost(module, modules.get(path)):
@@ -98,13 +86,13 @@ class Gates:
                 )
 
     def set_hard(self, masks: Sequence[Mask]) -> None:
-        """Set the switches, one mask per site, in place."""
+        """Set the hard gates in place, from one mask per site."""
         flat = torch.cat([torch.from_numpy(mask.copy()).reshape(-1) for mask in masks])
         self.hard.copy_(flat)
         self.all_open = bool(flat.all())
 
     def read(self, number: int, span: slice | None) -> Tensor | None:
-        """The gate of a site in the present mode; None where there is nothing to multiply."""
+        """Return the gate of a site in the current mode, or None if there is nothing to multiply."""
         if self.mode == "soft":
             return None if span is None else self.soft[span]
         if self.mode == "hard" and not self.all_open:
@@ -112,12 +100,12 @@ class Gates:
         return None
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
-        """The pairs times their scores, made with those of all sites; None where each is better made by itself."""
+        """Return gated parameters, computed for all sites at once; None if each site has to compute its own."""
         if self.mode != "soft" or not self.soft.requires_grad:
             return None
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        if torch._C._are_functorch_transforms_active():  # they cannot follow a gradient of our own
+        if torch._C._are_functorch_transforms_active():  # `_Gated` does not support them
             return None
         return self._products.take(pairs)
 
@@ -126,13 +114,13 @@ _HELD = "_sbf_held"
 
 
 class Fold(Attached):
-    """The hooks of one site."""
+    """Hooks of one gate site."""
 
     def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
     def lost(self, module: nn.Module, now: nn.Module | None) -> str:
-        """What happened to the gate of a module that is `now` in its place; "" if the gate still works."""
+        """Describe what happened to the gate of a module, in whose place `now` is; "" if the gate still works."""
         if now is not module:
             return "was removed" if now is None else "was replaced"
         hooks = [*module._forward_pre_hooks.values()] if self.pairs else []
@@ -150,10 +138,10 @@ class Fold(Attached):
                 return None
             held = [getattr(module, pair.name) if replica else pair.held for pair in self.pairs]
             gated = [tensor * gate.to(tensor) for tensor in held]
-            if replica:  # which has its tensors where the gated ones go
+            if replica:  # a replica holds its own tensors in `__dict__`, where the gated ones go
                 module.__dict__[_HELD] = {pair.name: tensor for pair, tensor in zip(self.pairs, held, strict=True)}
-        # An instance attribute goes before a registered parameter when the module looks it up, so the forward
-        # reads the gated pair while the parameters stay where and what they are.
+        # Instance attributes take precedence over registered parameters in attribute lookup, so the forward reads
+        # the gated pair while the parameters stay as they are.
         module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
         return _safe_inputs(module, args)
 
@@ -174,10 +162,10 @@ class Fold(Attached):
 
 
 def _safe_inputs(module: nn.Module, args: Any) -> Any:
-    """Other inputs where torch would crash on these; None where all is well.
+    """Return inputs that do not crash PyTorch, or None if these do not.
 
-    On the CPU its gradient of a group norm's scale ends the process where the map has its channels last and needs
-    no gradient itself, as before the first layer that is scored.
+    On the CPU, the backward pass of group norm for its scale ends the process if the input is channels-last and
+    needs no gradient itself, as before the first layer with scores.
     """
     if not isinstance(module, nn.GroupNorm) or not args or not isinstance(args[0], Tensor):
         return None
@@ -186,13 +174,13 @@ def _safe_inputs(module: nn.Module, args: Any) -> Any:
 
 
 def _is_replica(module: nn.Module) -> bool:
-    """Whether it is a copy that `nn.DataParallel` made for one pass, with tensors on a device of its own."""
+    """Return True for a copy that `nn.DataParallel` made for one forward, with tensors on a device of its own."""
     return "_is_replica" in module.__dict__
 
 
 @dataclass(eq=False)
 class Pair:
-    """A parameter that a gate is folded into, and where its gate stands in the two flat vectors."""
+    """A parameter that a gate is folded into, and the position of its gate in the two flat vectors."""
 
     module: nn.Module
     name: str
@@ -206,14 +194,17 @@ class Pair:
 
     @property
     def held(self) -> Tensor:
-        """The parameter itself, whatever the module is shown instead."""
+        """The parameter itself, also while an attribute of the same name hides it."""
         held = self.module._parameters[self.name]
         assert held is not None
         return held
 
 
 class Products:
-    """Products of parameters and scores."""
+    """Products of frozen parameters and scores, computed for the whole model when the first one is needed.
+
+    Each product is used once, so every forward sees the current scores and weights.
+    """
 
     def __init__(self, scores: Tensor, spans: Sequence[slice], pairs: Sequence[Pair]) -> None:
         self._scores = scores
@@ -225,10 +216,10 @@ class Products:
         self._made_from = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": {}}  # what belongs to a forward under way is not copied
+        return self.__dict__ | {"_made": {}}  # products of a forward in progress are not copied
 
     def take(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
-        """The gated parameters, for one use of them; None where there is no score, or a weight is trained, too."""
+        """Return the gated parameters for one use; None if one has no score or is trained as well."""
         if any(pair.soft is None or pair.held.requires_grad for pair in pairs):
             return None
         if not all(self._stands(pair) for pair in pairs):
@@ -236,7 +227,7 @@ class Products:
         return [self._made.pop(pair)[0] for pair in pairs]
 
     def _stands(self, pair: Pair) -> bool:
-        """Whether a product is there, and nothing has changed since."""
+        """Return True if the product exists and nothing has changed since it was computed."""
         if self._made_from != self._scores._version or pair not in self._made:
             return False
         _, held, version = self._made[pair]
@@ -258,8 +249,8 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, scores: Tensor, sizes: list[int], numbers: list[int], places: Sequence[Tensor], *held: Tensor
     ) -> tuple[Tensor, ...]:
-        # Not saved by autograd: forwards that share these products may go backward one after the other, and a
-        # checkpoint that runs a part of the network again would count what is saved.
+        # Not saved with `save_for_backward`: forwards that share these products may run backward one after the
+        # other, and activation checkpointing counts saved tensors when it runs a part of the network again.
         ctx.held, ctx.places, ctx.like = held, [places[number] for number in numbers], scores
         ctx.versions = [tensor._version for tensor in held]
         ctx.set_materialize_grads(False)
@@ -282,7 +273,11 @@ class _Gated(torch.autograd.Function):
 
 
 class Folded:
-    """While entered, the model reads its gated pairs from `leaves`."""
+    """Replaces the hooks: while entered, the model reads its gated parameters from the leaf tensors `leaves`.
+
+    `refresh` computes the leaves before a forward, and the other methods carry their gradients back after it.
+    Leaving the context puts the hooks back.
+    """
 
     def __init__(self, model: nn.Module, gates: Gates) -> None:
         self.model, self.gates = model, gates
@@ -302,7 +297,7 @@ class Folded:
             if isinstance(owner, FrozenNorm):
                 module.training = False
             elif not (isinstance(owner, Fold) and owner.pairs):
-                continue  # it multiplies a map, and a compiler follows that
+                continue  # hooks that multiply a feature map can be compiled
             self._lifted.append((table, key, table.pop(key)))
         for pair, leaf in zip(self._pairs, self.leaves, strict=True):
             pair.module.__dict__[pair.name] = leaf
@@ -318,20 +313,20 @@ class Folded:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gate the parameters anew."""
-        if self.leaves:  # there are none where a network has no norms
+        """Compute the leaves from the current parameters and gates."""
+        if self.leaves:  # empty for a network without norms
             torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
     def weight_gradients(self) -> None:
-        """Carry the leaves' gradients back to the parameters; a closed gate lets nothing through."""
+        """Carry the gradients of the leaves back to the parameters; a closed gate passes none."""
         self._to_weights(self._taken_gradients())
 
     def score_gradients(self) -> Tensor:
-        """The leaves' gradients carried back to the scores, added over each pair."""
+        """Return the gradient of the scores, summed over the parameters that each is folded into."""
         return self._to_scores(self._taken_gradients())
 
     def both_gradients(self) -> Tensor:
-        """The leaves' gradients carried back to the parameters, and to the scores, whose are returned."""
+        """Carry the gradients of the leaves back to the parameters, and return the gradient of the scores."""
         taken = self._taken_gradients()
         self._to_weights(taken)
         return self._to_scores(taken)
@@ -354,7 +349,7 @@ class Folded:
         return gradients.index_add_(0, self._places, found.to(gradients.dtype))
 
     def _taken_gradients(self) -> list[Tensor | None]:
-        """Of each leaf its gradient; none of one that the loss does not depend on."""
+        """Remove and return the gradient of every leaf; None for a leaf that the loss does not depend on."""
         taken = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None

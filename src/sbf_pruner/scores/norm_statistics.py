@@ -1,8 +1,7 @@
-"""Batch-norm statistics taken anew: what a network's norms see now, instead of what they saw while it was trained.
+"""Recompute the running statistics of batch norms, and detect statistics that lag behind the weights.
 
-A model enters; forwards inside the context give its norms new statistics, the plain mean over all of them.  What
-holds: no weight is touched, and modes and momenta are afterwards what they were; a norm that has seen nothing, one
-that the user keeps in another mode than the model, and all of them after an exception, keep their statistics.
+Recomputing changes no weight and restores modes and momenta. Norms that saw no batch, norms that the user keeps in
+another mode than the model and, after an exception, all norms keep their previous statistics.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 @contextmanager
 def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Forget the statistics of all norms, and let the forwards to come make new ones; yields what undoes it all.
+    """Recompute the statistics of all norms, as the plain mean over forwards inside; yields an undo function.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
     >>> with fresh_statistics(net) as undo:
@@ -38,10 +37,10 @@ def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     try:
         for norm, _, _ in held:
-            norm.train(isinstance(norm, _BatchNorm))  # others, as instance norms, look at each sample by itself
+            norm.train(isinstance(norm, _BatchNorm))  # others, such as instance norm, normalize single samples
             if norm.training:
                 norm.reset_running_stats()
-                norm.momentum = None  # each batch counts as much as any other
+                norm.momentum = None  # all batches have the same weight
         with torch.no_grad():
             yield undo
     except BaseException:
@@ -50,19 +49,19 @@ def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
     finally:
         for norm, momentum, statistics in held:
             norm.momentum = momentum
-            norm.train(model.training)  # which may have changed meanwhile
+            norm.train(model.training)  # which the user may have changed meanwhile
             if not norm.num_batches_tracked:
                 _put_back(norm, statistics)
 
 
-LEFT = 0.05  # of what running statistics began with: as long as more is left, they tell little of the network
+LEFT = 0.05  # weight of the initial values above which running statistics say little about the network
 
 
 def lagging(model: nn.Module, began: Mapping[str, Tensor]) -> tuple[float, int] | None:
     """Return the momentum and the training steps of the norm whose running statistics lag most, if any do.
 
-    Each step leaves `1 - momentum` of what statistics began with, and `num_batches_tracked` counts steps.  `began`
-    is the state dict that training began with: steps count from there, or from the last recalibration.
+    Each step leaves `1 - momentum` of the initial statistics, and `num_batches_tracked` counts steps. `began` is
+    the state dict at the start of training: steps count from there, or from the last recalibration.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.01))
     >>> _ = net(torch.rand(2, 1))

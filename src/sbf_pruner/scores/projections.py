@@ -1,42 +1,10 @@
-"""Activations that map logits to positive scores.
+"""Projections from frozen filter weights to logits (the paper's pruner layers), and activations of logits.
 
-A logit of 0 gives a score of exactly 1, so attaching scores to a network does not change its output.  The gradient
-is finite for every finite logit and non-zero at 0.
-
-Scores that were not learned here: one number for each filter, from whoever ranks filters.
-
-Any numbers enter, the higher the better; the same in order, between 0 and 1 and in double precision, leave.  What
-does not fit the network is refused.
-
-The pruner layers: from the frozen filter weights of the whole network to one logit per filter.
-
-The layers' weights enter at the start of a score phase; one flat vector of logits leaves (the layers'
-filters one after another), differentiable with respect to `parameters`, which the caller trains with a
-fresh Adam in every phase.  What holds: every logit starts at 0; the tensors that `logits` reads are only ever
-changed in place, so a compiled or captured step stays valid from phase to phase.  Here is what the forms of it
-have in common; each has a file of its own, and `forms` lists them.
-
-The signs of weights at two bits each, and their product with other weights.
-
-Flat tensors enter; bytes leave that hold four signs each.  Zero is a sign of its own.  A product unpacks a piece
-at a time, so it needs little memory however large the layer is.
-
-The paper's pruner layer taken literally: a matrix from all weights of a layer to its filters.
-
-The reference that the factored form is held against, for small networks; what would not fit in the device's
-memory is refused before anything is allocated.
-
-The pruner layer as it is used: one number per filter in place of the paper's matrix.
-
-What holds: it follows the same trajectory as the literal form, exactly as Adam's eps goes to 0; the phases that are
-over are kept as the signs of their weights, at two bits each.
-
-A pruner layer without weights, to compare with: what is lost if a score does not follow from its filter?
-
-The layers' weights enter, of which only the numbers of filters count; one logit per filter leaves, as in
-`projection`.
-
-The forms of the pruner layer, by the name a recipe or a caller gives.
+A projection reads the weights at the start of a score phase and returns one flat vector of logits, the filters of
+all layers one after another. It is differentiable with respect to `parameters`, which the caller trains with a
+fresh Adam in every phase. Every logit starts at 0, which the activations map to a score of exactly 1, so attaching
+scores does not change the output of a network. Tensors that `logits` reads are only changed in place, so a compiled
+or captured step stays valid from phase to phase.
 """
 
 from __future__ import annotations
@@ -57,14 +25,15 @@ from ..utils.timing import memory_of
 def leaky_exponential(x: Tensor, leak: float = 0.1) -> Tensor:
     """The paper's activation (Eq. 3): `exp(x)` below zero and `1 + leak * x` above it.
 
-    The two branches meet at 0 with slopes 1 and `leak`.  The slope used there is that of the exponential, 1:
-    every logit starts at 0, and so the first step can go either way even with `leak=0`.
+    The two branches meet at 0 with slopes 1 and `leak`. The slope at 0 is that of the exponential, 1: every logit
+    starts at 0, so the first step can go either way even with `leak=0`. The gradient is finite for every finite
+    logit.
 
     >>> leaky_exponential(torch.tensor([0.0, 10.0]))
     tensor([1., 2.])
     """
     positive = x > 0
-    # `where` differentiates the branch not taken as well, and 0 * inf is nan, so exp must not overflow there.  The
+    # `where` differentiates the branch not taken as well, and 0 * inf is NaN, so exp must not overflow there. The
     # mask fixes the slope at 0; `clamp(max=0)` has a slope of 0 there since torch 2.14.
     return torch.where(positive, 1 + leak * x, x.masked_fill(positive, 0).exp())
 
@@ -73,7 +42,7 @@ def leaky_exponential(x: Tensor, leak: float = 0.1) -> Tensor:
 def check_slope() -> None:
     """Raise a PruningError unless backward gives the leaky exponential a slope of 1 at 0; run once per process.
 
-    Every logit starts at 0.  If a version of torch changes a subgradient there, no score moves, without any error.
+    Every logit starts at 0. If a version of torch changes a subgradient there, no score moves, without any error.
     """
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.zeros((), device="cpu", requires_grad=True)
@@ -86,7 +55,7 @@ def check_slope() -> None:
 
 
 def doubled_sigmoid(x: Tensor, leak: float = 0.0) -> Tensor:
-    """A sigmoid that is 1 at 0, to compare with: it is flat on both sides, and never above 2.
+    """Sigmoid scaled to 1 at 0, for comparison: it saturates on both sides and never exceeds 2. Ignores `leak`.
 
     >>> doubled_sigmoid(torch.tensor([0.0]))
     tensor([1.])
@@ -104,7 +73,9 @@ Given = Mapping[str, Tensor | NDArray[np.floating]]
 
 
 def comparable(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
-    """Scores for exactly these layers, scaled alike.
+    """Validate scores from elsewhere and scale them to between 0 and 1 in float64, in the same order.
+
+    Raises a PruningError unless there is one finite score for every filter of exactly these layers.
 
     >>> comparable({"conv": np.array([-1.0, 0.0, 3.0])}, {"conv": 3})
     {'conv': array([0.  , 0.25, 1.  ])}
@@ -120,7 +91,7 @@ def comparable(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np
         if values[name].shape != (count,) or not np.isfinite(values[name]).all():
             raise PruningError(f"{name}: {count} finite scores are wanted, one for each filter")
     largest = max(float(np.abs(each).max()) for each in values.values()) or 1.0
-    # Where limits are weighed against each other scores are divided, so none is below 0.
+    # None may be negative, because the search divides scores by relative costs if there are several limits.
     least = min(0.0, *(float((each / largest).min()) for each in values.values()))
     values = {name: each / largest - least for name, each in values.items()}
     highest = max(float(each.max()) for each in values.values()) or 1.0
@@ -132,34 +103,34 @@ def _doubles(given: Tensor | NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 class Projection(Protocol):
-    """What a score phase needs of a pruner layer, whatever its form."""
+    """Interface of a projection, as a score phase uses it."""
 
     parameters: list[Tensor]
-    """What the optimiser of the score phase trains."""
+    """Tensors that the optimizer of a score phase trains."""
     in_phase: bool
-    """Between `begin_phase` and `end_phase`; after a load in the middle of a phase, do not begin it again."""
+    """True between `begin_phase` and `end_phase`. A phase whose state was loaded must not begin again."""
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
-        """The parameters with their learning rates, as an optimiser made within a phase takes them."""
+        """Return parameter groups with their learning rates, for an optimizer made within a phase."""
 
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        """Take in the weights, one tensor per layer, which stay frozen until the phase ends."""
+        """Read the weights, one tensor per layer, which stay frozen until the phase ends."""
 
     def logits(self) -> Tensor:
-        """All logits, flat; after a phase, those it ended with."""
+        """Return all logits as a flat vector; after a phase, those it ended with."""
 
     def end_phase(self) -> None:
-        """Remember what later phases need of this one."""
+        """Store what later phases need of this one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot (tensors and ints) from which training goes on exactly, even amid a phase."""
+        """Return a copy of the state (tensors and ints), to resume from exactly, also within a phase."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a snapshot, in place."""
+        """Restore a state in place."""
 
 
 def dtype_and_device(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple[torch.dtype, torch.device]:
-    """The type and place of the logits; at least float32, as steps of 1e-6 would round away in half."""
+    """Return the dtype and device of the logits: at least float32, since half precision loses steps of 1e-6."""
     if not weights or len(weights) != len(filters):
         raise PruningError(
             f"{len(weights)} weights and {len(filters)} filter counts were given; a projection needs "
@@ -169,7 +140,7 @@ def dtype_and_device(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple
 
 
 def check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Refuse to begin a phase within another, or with the weights of another network."""
+    """Raise a PruningError if a phase is in progress already, or if the weights are those of another network."""
     if projection.in_phase:
         raise PruningError("a score phase is already under way; end it before the next one begins")
     found = [w.numel() for w in weights]
@@ -181,7 +152,7 @@ def check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Sequen
 
 
 def restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy saved tensors into place, all or none."""
+    """Copy saved tensors into `slots`, all or none; a PruningError if one is missing or has another shape."""
     for name, slot in slots.items():
         if name not in state or state[name].shape != slot.shape:
             found = tuple(state[name].shape) if name in state else "nothing"
@@ -195,7 +166,7 @@ def restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """The signs of a flat tensor at two bits each: 0 for negative, 1 for exactly zero, 2 for positive.
+    """Pack the signs of a flat tensor at two bits each: 0 for negative, 1 for exactly zero, 2 for positive.
 
     >>> pack_signs(torch.tensor([-3.0, 0.0, 5.0, 1.0, -1.0]))
     tensor([164,   0], dtype=torch.uint8)
@@ -206,7 +177,7 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The signs as -1, 0 and 1, four for every byte: up to three more than were packed.
+    """Unpack signs to -1, 0 and 1, four for every byte: up to three more than were packed.
 
     >>> unpack_signs(torch.tensor([164], dtype=torch.uint8), torch.float32)
     tensor([-1.,  0.,  1.,  1.])
@@ -216,14 +187,16 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def inner(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
-    """<signs, vector>, unpacking at most 4 * chunk signs at a time."""
+    """Return <signs, vector>, unpacking at most `4 * chunk` signs at a time to limit memory."""
     pairs = zip(packed.split(chunk), vector.split(4 * chunk), strict=True)
     return torch.stack([(unpack_signs(s, v.dtype)[: len(v)] * v).sum() for s, v in pairs]).sum()
 
 
 class LiteralProjection:
-    """The paper's layer (Eq. 1): `vec(F) @ W`, with a `W` of as many entries as the layer has weights times
-    filters.  The reference for small networks; it refuses what does not fit in the device's memory.
+    """The paper's layer (Eq. 1): `vec(F) @ W`, where `W` has one entry per weight of the layer and filter.
+
+    The reference for small networks. Raises a PruningError, before allocating, if training would not fit in the
+    memory of the device.
     """
 
     def __init__(
@@ -277,7 +250,7 @@ class LiteralProjection:
 
 
 def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None) -> int:
-    """The bytes of the literal `W` alone; refuses when training it would take more than `limit_bytes`.
+    """Return the bytes of the literal `W` alone; a PruningError if training it takes more than `limit_bytes`.
 
     >>> literal_bytes([torch.empty(16, 3, 3, 3)], [16])
     27648
@@ -297,22 +270,22 @@ def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_by
 
 
 class FactoredProjection:
-    """The same trajectory with one number per filter and phase, and two bits per weight and phase.
+    """The trajectory of `LiteralProjection`, in one number per filter and two bits per weight of every phase.
 
-    While the weights are frozen, the gradient of column f of `W` is `g_f * vec(F)`, and Adam normalises each
-    entry by its own size: every entry moves by the same amount, in the direction of its weight's sign.
-    So `W_f = sum over phases p of t_f[p] * sign(F[p])`, and in phase q the logit is
+    Exact as Adam's eps goes to 0. While the weights are frozen, the gradient of column f of `W` is `g_f * vec(F)`,
+    and Adam normalizes each entry by its own magnitude: every entry moves by the same amount, in the direction of
+    its weight's sign. So `W_f = sum over phases p of t_f[p] * sign(F[p])`, and in phase q the logit is
 
         x_f = base_f + t_f * |F[q]|_1,   base_f = sum over p < q of t_f[p] * <sign F[p], F[q]>.
 
-    Adam's eps is the one thing that tells the entries apart: it holds back those of small weights more.  To
-    first order in eps they act together as if each weight had the mean magnitude of the nonzero ones, so `t`
-    is shown the logit's gradient times that magnitude instead of its own gradient, which has `|F|_1` there.
-    Hence `parameters` are meant for Adam, or another optimiser that is blind to the gradient's scale.
+    Only Adam's eps distinguishes the entries: it holds back those of small weights more. To first order in eps they
+    act together as if each weight had the mean magnitude of the nonzero ones, so the gradient of `t` is made the
+    logit's gradient times that magnitude, instead of its true gradient, which has `|F|_1` there. Hence `parameters`
+    are meant for Adam, or another optimizer that is invariant to the scale of the gradient.
 
-    With `even`, `t` is counted in logits: every layer moves as fast as any other, as if each had a learning
-    rate of its own, divided by its `|F|_1`.  It is shown the logit's own gradient then.  Weight decay can bring a
-    whole layer down to 1e-8, where eps would hold its scores at 1 and keep for good what does nothing.
+    With `even`, `t` is in units of logits: every layer moves equally fast, as if its learning rate were divided by
+    its `|F|_1`. The gradient of `t` is then that of the logit. Weight decay can bring a whole layer down to 1e-8,
+    where eps would hold its scores at 1 and keep useless filters for good.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
@@ -345,7 +318,7 @@ class FactoredProjection:
         for signs, t in zip(self._past_signs, self._past_t, strict=True):
             products = [inner(s, v) for s, v in zip(signs.split(self._bytes), vectors, strict=True)]
             self._base += t * torch.stack(products)[self._layer]
-        if self._even:  # weights of zero alone say nothing; what was known of them still holds
+        if self._even:  # a layer whose weights are all zero keeps its previous logits
             self._base.copy_(self._base.where(self._l1 > 0, before))
         self._t.zero_()
         self.in_phase = True
@@ -357,16 +330,16 @@ class FactoredProjection:
         if self._even:
             return self._base + self._t
         held = self._t.detach()
-        # The last term is exactly 0; it is there for its gradient, `typical`.
+        # The last term is exactly 0; it is there for its gradient, `typical`, the mean magnitude.
         return self._base + self._l1 * held + self._typical * (self._t - held)
 
     @torch.no_grad()
     def end_phase(self) -> None:
         if self.in_phase and self._t.any():
-            # A layer of zeros alone gives no logit, whatever its rate.
+            # A layer whose weights are all zero has logits of 0, whatever the divisor.
             entries = self._t / self._l1.where(self._l1 > 0, 1) if self._even else self._t
             if len(self._past_signs) and torch.equal(self._signs, self._past_signs[-1]):
-                self._past_t[-1] += entries  # no sign changed since: the two phases are one
+                self._past_t[-1] += entries  # no sign has changed, so both phases share an entry
             else:
                 self._past_t = torch.cat([self._past_t, entries[None]])
                 self._past_signs = torch.cat([self._past_signs, self._signs[None]])
@@ -394,9 +367,9 @@ class FactoredProjection:
 
 
 class FreeProjection:
-    """The ablation: one free logit per filter, blind to the weights, so that a phase changes nothing.
+    """Ablation: one free logit per filter, independent of the weights, so that a new phase changes nothing.
 
-    A logit moves by about `lr` in one step of Adam, in every layer alike: it is `even` already.
+    A logit moves by about `lr` in one step of Adam in every layer, so it is `even` in any case.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
