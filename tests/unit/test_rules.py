@@ -321,6 +321,13 @@ MIXING = {
     "behind a pixel shuffle": lambda x: last(F.pixel_shuffle(x, 2)).reshape(-1, 3, 8, 8),
 }
 
+# The same at 1x5 pixels, a number that has no factor in common with that of the channels.
+UNEVEN = {
+    "no transpose": lambda x: last(x).reshape(x.shape),
+    "no transpose, of tokens": lambda x: x.flatten(2).transpose(1, 2).reshape(x.shape),
+    "flattened between": lambda x: last(x).flatten(1).unflatten(1, x.shape[1:]),
+}
+
 # There they come apart as they were joined, or are not joined at all.
 APART = {
     "flattened": lambda x: x.flatten(1)[:, :, None, None],
@@ -344,17 +351,21 @@ APART = {
 }
 
 
-def reshaped(function):
+def reshaped(function, pixels=(4, 4)):
     """The graph of a network that does this to the channels of its layer `one`."""
-    images = torch.zeros(2, 3, 4, 4)
-    width = function(torch.zeros(2, 12, 4, 4)).shape[1]
+    images = torch.zeros(2, 3, *pixels)
+    width = function(torch.zeros(2, 12, *pixels)).shape[1]
     layers = {"one": nn.Conv2d(3, 12, 1), "two": nn.Conv2d(width, 2, 1)}
     return trace(Apply(lambda m, x: m.two(function(m.one(x))), **layers), images)
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_a_reshape_that_mixes_channels_with_pixels_leaves_its_layer_alone(name):
-    said = reshaped(MIXING[name]).skipped["one"]
+@pytest.mark.parametrize(
+    ("function", "pixels"),
+    [*((function, (4, 4)) for function in MIXING.values()), *((function, (1, 5)) for function in UNEVEN.values())],
+    ids=[*MIXING, *(f"{name}, 1x5" for name in UNEVEN)],
+)
+def test_a_reshape_that_mixes_channels_with_pixels_leaves_its_layer_alone(function, pixels):
+    said = reshaped(function, pixels).skipped["one"]
     assert re.fullmatch(
         r"aten\.\w+ at test_rules\.py:\d+ mixes channels with pixels, differently at every image size", said
     )

@@ -220,6 +220,11 @@ def _cut_elsewhere(
             same = np.diff(line, axis=dim) == 0
             if same.any() and not same.all():
                 return True
+            # Where the number of pixels has no factor in common with that of the channels, no line repeats one.
+            slices = np.moveaxis(after, dim, 0).reshape(size, -1)
+            shared = sum(len(np.unique(one)) for one in slices)
+            if shared not in ((distinct := len(np.unique(after))), size * distinct):
+                return True
     return False
 
 
