@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from .budget.constraints import Counts, Couple, Guards, Parts, with_coupled
 from .budget.controller import Aim, Clock, Steering
+from .budget.file_size import Stored
 from .budget.search import Landing
-from .budget.targets import Budget, Stored, check_budget
+from .budget.targets import Budget, check_budget
 from .errors import PruningError
 from .graph.build import trace
 from .graph.channel_graph import ChannelGraph, Pinned, residual_blocks

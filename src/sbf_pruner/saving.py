@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .budget.targets import FORMAT, contents, wiring
+from .budget.file_size import FORMAT, contents, wiring
 from .errors import PruningError, RunError
 from .plan import Plan
 from .surgery.extract import extract

@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Steering",
             "prices",
         ),
+        "file_size": ("Stored", "saved_bytes"),
         "search": (
             "Field",
             "land",
@@ -29,8 +30,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Budget",
             "Limits",
             "POINT",
-            "Stored",
-            "saved_bytes",
         ),
     },
 )

@@ -21,8 +21,9 @@ from ..graph.channel_graph import ChannelGraph, Layer
 from ..graph.cost import Appraiser, Laid, cost_of, lay_out, network_cost, whole_cost
 from ..graph.nodes import Mask
 from .constraints import Guards, Widths
+from .file_size import Stored
 from .search import Field, Landing, Masks, Values, land
-from .targets import MICROSECONDS, Budget, Limits, Stored, Usage, is_missed
+from .targets import MICROSECONDS, Budget, Limits, Usage, is_missed
 
 
 class Clock(Protocol):

@@ -1,31 +1,17 @@
-"""Budgets and limits on parameters, MACs, file size and latency, and the size of a network's weight file.
+"""Budgets, and limits on parameters, MACs, file size and latency.
 
 A `Budget` holds fractions or amounts; its `Limits` are amounts, once the cost of the dense network is known. A
-limit is never above the dense network, and limits on the way to a budget are never below it. `Stored` computes the
-size of the file for any layout that surgery would cut, without cutting or writing. The real file is never longer,
-except where the model's own code fixes sizes (see `graph.cost`), and shorter by a few bytes per tensor, because
-names that surgery makes longer and offsets of tensors are bounded, not computed.
+limit is never above the dense network, and limits on the way to a budget are never below it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
-
-from torch import Tensor, nn
 
 from ..errors import PruningError, nearest
-from ..graph.channel_graph import ChannelGraph
-from ..graph.cost import Laid, entries_left
-from ..graph.records import Value
-from ..modules import Remap, Zeros
-from ..plan import Plan
-from ..utils.files import metadata_of, stored_bytes, to_plain
 
 Usage = Mapping[str, float]  # what a network uses of each resource
 
@@ -219,127 +205,3 @@ def _written(number: float, rounded: Callable[[float], int], places: int | None 
     found = 2 - first if places is None else max(places, 1 - first if first < 0 else 0)
     scale = 10.0**found
     return f"{rounded(number * scale * (1 - 1e-12)) / scale:,.{max(found, 0)}f}"
-
-
-FORMAT = "sbf-pruner network 1"
-_INSERTED = len("module.")  # surgery may insert this into the name of a tensor
-_DTYPE = len("F8_E4M3")  # the longest name of a dtype in safetensors
-_ALIGNED = 8
-_ANY = "0" * 16  # placeholder for a wiring, as long as any
-_EXTRA = "_extra_state"  # key of a module's extra state in a state dict
-
-
-def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
-    """Build the header of the file: every plan in turn, the form of the example inputs, and the wiring."""
-    return {
-        "format": FORMAT,
-        "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
-        "inputs": to_plain(inputs, _describe),
-        "wiring": wired,
-    }
-
-
-def wiring(network: nn.Module) -> str:
-    """Hash how the channels of a network are connected; networks with equal tensors may differ in this.
-
-    >>> kept = [wiring(nn.Sequential(Remap(source))) for source in ([0, -1, 1], [0, 1, -1], [0, -1, 1])]
-    >>> [kept[0] == other for other in kept]
-    [True, False, True]
-    """
-    told = [
-        (name, module.dim, module.source if isinstance(module, Remap) else module.width)
-        for name, module in network.named_modules()
-        if isinstance(module, (Remap, Zeros))
-    ]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[: len(_ANY)]
-
-
-def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of a network; a PruningError if it holds anything that is not a tensor.
-
-    The file stores tensors alone.
-    """
-    state: dict[str, Any] = model.state_dict(keep_vars=keep_vars)
-    for name, held in state.items():
-        if not isinstance(held, Tensor):
-            module = name.removesuffix(_EXTRA).removesuffix(".") or type(model).__name__
-            raise PruningError(
-                f"{module} puts a {type(held).__name__!r} into its state, as get_extra_state does, and the "
-                "file of a network holds tensors alone; keep it in a buffer, or give a tensor there"
-            )
-    return state
-
-
-def contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what the file of a network holds: its tensors and its header."""
-    plans, inputs = getattr(model, "sbf_plans", ()), getattr(model, "sbf_inputs", None)
-    return tensors_of(model), header(plans, inputs, wiring(model))
-
-
-def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
-    """Return the exact size of the weight file if `model` were what `plan` leaves."""
-    return stored_bytes(tensors_of(model), header((plan,), inputs, _ANY))
-
-
-class Stored:
-    """Size in bytes of the file that `save` would write, for any layout.
-
-    >>> import numpy as np, torch
-    >>> from ..graph.build import trace
-    >>> from ..graph.cost import lay_out, cost_of
-    >>> net, images = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.rand(1, 3, 5, 5)
-    >>> graph = trace(net, images)
-    >>> stored, laid = Stored(net, images, graph), lay_out(graph, {"0": np.arange(8) < 2})
-    >>> stored.dense > stored.bytes(laid, cost_of(graph, laid).size) > 0
-    True
-    """
-
-    def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
-        self._graph, self._inputs = graph, inputs
-        self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-        state = tensors_of(model, keep_vars=True)
-        used = {id(state[name]): name for name in graph.trace.states if name in state}
-        self._twins = {  # a shared tensor is stored once under each of its names
-            name: used[id(tensor)]
-            for name, tensor in state.items()
-            if id(tensor) in used and name not in graph.trace.states
-        }
-        self._entries = {name: _entry(name, tensor) for name, tensor in state.items()}
-        self._fixed = {
-            name: tensor.numel() * tensor.element_size()
-            for name, tensor in state.items()
-            if name not in graph.trace.states and name not in self._twins
-        }
-        self.dense = stored_bytes(*contents(model))
-        """Size with all filters: that of the network itself, whose file holds no new plan."""
-
-    def bytes(self, laid: Laid, tensors: int) -> int:
-        """Return an upper bound on the size of the file if the tensors that can be pruned take `tensors` bytes."""
-        if all(mask.all() for mask in laid.keep.values()):
-            return self.dense
-        there = [n for n in self._entries if self._twins.get(n, n).rpartition(".")[0] not in laid.gone]
-        data = tensors + sum(self._fixed.get(name, 0) for name in there)
-        if self._twins:
-            left, states = entries_left(self._graph, laid), self._graph.trace.states
-            twins = [self._twins[name] for name in there if name in self._twins]
-            data += sum(left[name] * _bytes_each(states[name]) for name in twins)
-        plans = (*self._before, Plan.from_masks(laid.keep))
-        told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs, _ANY))}))
-        offsets = 2 * len(str(data))
-        told += sum(self._entries[name] + _INSERTED + offsets for name in there)
-        return 8 + -(-told // _ALIGNED) * _ALIGNED + data
-
-
-def _bytes_each(value: Value) -> int:
-    return value.data.element_size() if value.data is not None else 0
-
-
-def _entry(name: str, tensor: Tensor) -> int:
-    """Return the length of a tensor's entry in the header, without the digits of its offsets."""
-    shape = json.dumps(list(tensor.shape), separators=(",", ":"))
-    told = json.dumps(name, ensure_ascii=False) + f':{{"dtype":"","shape":{shape},"data_offsets":[,]}},'
-    return len(told.encode()) + _DTYPE
-
-
-def _describe(at: str, tensor: Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from ..budget.controller import Aim
+from ..budget.file_size import Stored, saved_bytes
 from ..budget.search import Masks, Values
-from ..budget.targets import MICROSECONDS, Budget, Stored, Usage, saved_bytes
+from ..budget.targets import MICROSECONDS, Budget, Usage
 from ..errors import PruningError, RunError, nearest
 from ..graph.cost import lay_out
 from ..measurement.calibration import clock_here, here

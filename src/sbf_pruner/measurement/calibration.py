@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from ..budget.constraints import Couple, Guards, with_coupled
 from ..budget.controller import Aim
+from ..budget.file_size import Stored
 from ..budget.search import Values
-from ..budget.targets import Budget, Stored
+from ..budget.targets import Budget
 from ..errors import PruningError
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..budget.constraints import Guards
-from ..budget.targets import MICROSECONDS, MISSED, Budget, Stored
+from ..budget.file_size import Stored
+from ..budget.targets import MICROSECONDS, MISSED, Budget
 from ..errors import PruningError, RecipeError, RunError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import lay_out

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..budget.constraints import Guards, check_names, raised
-from ..budget.targets import tensors_of
+from ..budget.file_size import tensors_of
 from ..errors import PruningError, RunError, nearest
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..budget.targets import contents
+from ..budget.file_size import contents
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph, ResidualBlock, additions, is_addition, residual_blocks
 from ..measurement.counts import Latency, evaluating, latency, measure
