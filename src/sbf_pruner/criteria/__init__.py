@@ -1,8 +1,8 @@
-"""Other ways to choose filters, behind one small protocol: those of the paper's table, and controls.
+"""Pruning criteria other than the package's learned scores: those of the paper's comparison table, and controls.
 
-A trained network and some images enter a method; a score for each filter leaves (`ranking`).  What is then done
-with the scores is the same for all: the same limits, guards, removal and fine-tuning.  This file is only the list
-of them, so that a command that names one need not wait for torch.
+A criterion computes a score for each filter from a trained network and some images (`Subject`). Limits,
+constraints, removal and fine-tuning are the same for all criteria. This file only lists them, so that a command
+that names one need not import torch.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 
 from ..utils.lazy import lazy_exports
 
-OWN = "sbf"  # scores that are learned: what this package is about
+OWN = "sbf"  # the learned scores of this package
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to judge filters."""
+    """A criterion, its description and its requirements."""
 
     judge: str
-    """where in this room it is: file and function"""
+    """file and function in this folder, as file.function; empty if scores are learned"""
     said: str
-    """what a filter is judged by"""
+    """what a filter is scored by, in words"""
     across: bool = False
-    """Are filters compared across layers?  Else all layers lose the same part."""
+    """True if filters are compared across layers; otherwise all layers lose the same fraction"""
     images: int = 0
-    """how many it looks at"""
+    """number of images that it reads"""
     soft: bool = False
-    """Does it empty filters after every epoch of the cycles, which may come back?  Else it judges once."""
+    """True if filters are zeroed after every epoch of the cycles and may grow again; otherwise it scores once"""
     after: str = ""
-    """the published method it follows, if it departs too far from that to bear its name without a word"""
+    """the published method that it is modeled on, if it departs too far from it to bear its name without a note"""
     unlike: str = ""
     """what is missing for it to be the published method of its name; empty if nothing is"""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """what it sets in a recipe, if it learns scores in a way of its own; the weights stand still in all cycles"""
+    """recipe settings, if it learns scores in a way of its own; the weights are frozen in all cycles"""
 
     @property
     def learned(self) -> bool:
-        """Are scores learned, instead of judged?"""
+        """True if scores are learned instead of computed once."""
         return bool(self.settings)
 
 
 def judged_by(name: str) -> str:
-    """What a method judges a filter by, and how it relates to the published method of its name.
+    """Describe what a method scores filters by, and how it relates to the published method of its name.
 
     >>> judged_by("gal")
     'how long its mask holds out against a penalty; after GAL'
@@ -59,7 +59,7 @@ def judged_by(name: str) -> str:
 
 
 def told(name: str) -> str:
-    """A method in words."""
+    """Return the name of a method with its description."""
     return f"{name} ({judged_by(name)})"
 
 

@@ -1,10 +1,10 @@
-"""AMC: an agent walks over the layers and says how much of each stays (He et al., 2018).
+"""AMC: an agent chooses the width of each layer by reinforcement learning (He et al., 2018).
 
-A `Subject` enters; a score for each filter leaves.  The agent sees what a layer is like and what was done before,
-and gives the part of its filters that stays; within a layer those with the largest weights do.  Its reward is the
-accuracy of the network that comes of that, and actor and critic learn from all walks so far (DDPG: Lillicrap et
-al., 2016).  What holds: every network that is tried has the size asked for, because it is landed, and by the very
-scores that leave if it was the best.  This is not AMC as published yet: see `unlike` in `METHODS`.
+The agent walks over the layers; it observes properties of a layer and what was kept before it, and chooses the
+fraction of its filters to keep. Within a layer the filters with the largest weights are kept. The reward is the
+accuracy of the resulting network, and actor and critic learn from all walks so far (DDPG: Lillicrap et al., 2016).
+Every network that is tried has the target size, because it is landed on the target by the very scores that are
+returned if it is the best. This is not AMC as published yet: see `unlike` in `METHODS`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .subject import Scores, Subject
 from .weights import absolute
 
 _WALKS = 60
-_AT_RANDOM = 0.25  # of them come before the agent is heard
-_LEAST = 0.1  # of a layer, before all layers are widened or narrowed alike
-_NOISE = (0.5, 0.05)  # deviation of an action in the first walk that the agent is heard in, and in the last
-_DEAF = 10.0  # a deviation so wide that the agent is not heard
+_AT_RANDOM = 0.25  # fraction of the walks that are random, before the agent is used
+_LEAST = 0.1  # smallest fraction of a layer, before all layers are scaled to the target
+_NOISE = (0.5, 0.05)  # standard deviation of an action in the first walk that uses the agent, and in the last
+_DEAF = 10.0  # a deviation so large that actions are random
 _HIDDEN = 64
-_SAMPLED = 64  # steps that are learned from at a time
+_SAMPLED = 64  # batch size of the training steps
 _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 
 
 @torch.enable_grad()
 def best_walk(subject: Subject) -> Scores:
-    """Scores that land on the network of the best walk."""
+    """Return scores that land on the network of the best walk."""
     masked, aim, way = Masked(subject), aim_of(subject), Way(subject.graph)
-    # The place of a filter in its layer: 1 for the one with the largest weights.
+    # The rank of a filter in its layer: 1 for the one with the largest weights.
     places = {
         name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in absolute(subject).items()
     }
     agent = Agent(way.features, subject.seed)
-    # A reward is a number of images: it cannot tell more walks apart than there are images.
+    # The reward counts images, so it cannot distinguish more walks than there are images.
     walks = min(_WALKS, sum(len(labels) for _, labels in masked.batches))
     heard_from = math.ceil(_AT_RANDOM * walks)
     found: Scores = {}
@@ -59,7 +59,8 @@ def best_walk(subject: Subject) -> Scores:
         reward = masked.accuracy(masks)
         if reward > best:
             best, found = reward, scores
-        kept = [float(masks[name].mean()) for name in places]  # what was done is what came of it
+        # The fractions that were really kept count as the actions.
+        kept = [float(masks[name].mean()) for name in places]
         agent.remember([way.seen(kept[:place]) for place in range(len(kept))], kept, reward)
         for _ in kept if walk + 1 >= heard_from else ():
             agent.learn()
@@ -67,7 +68,9 @@ def best_walk(subject: Subject) -> Scores:
 
 
 def landing_on(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64]]) -> Scores:
-    """Scores that are 1 and more in the part of each layer that stays; any other level leaves parts in that ratio.
+    """Return scores that are at least 1 in the chosen fraction of each layer.
+
+    Any other threshold keeps fractions in the same ratio.
 
     >>> {name: values.round(2).tolist() for name, values in landing_on(
     ...     {"a": 0.5, "b": 0.25}, {"a": np.array([1, 2, 3, 4]), "b": np.array([2, 1, 4, 3])}
@@ -78,7 +81,7 @@ def landing_on(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64
 
 
 class Way:
-    """The way over all layers, and what is seen of it."""
+    """The observations of the agent on its way over all layers."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         rows = np.array([_described(layer) for layer in graph.layers.values()], np.float64)
@@ -90,9 +93,10 @@ class Way:
         self.features = self._fixed.shape[1] + 2
 
     def seen(self, kept: Sequence[float]) -> Tensor:
-        """What is seen at a layer where so much of each one before it stays: the layer, what is reduced, the last.
+        """Return the observation at the layer after those in `kept`, the fractions kept so far.
 
-        Each is taken to read what the one before it gives.
+        It consists of the properties of the layer, the fraction of all MACs removed so far, and the last fraction
+        kept. MACs are estimated as if each layer read the output of the one before it.
         """
         place, last = len(kept), kept[-1] if kept else 1.0
         left = self._macs[:place] * kept * np.array([1.0, *kept])[:place]
@@ -100,7 +104,7 @@ class Way:
 
 
 def _described(layer: Layer) -> tuple[float, ...]:
-    """Filters, input channels, pixels, stride, kernel and MACs of a layer."""
+    """Filters, input channels, pixels, stride, kernel size and MACs of a layer."""
     node = layer.nodes[0]
     read, made = (math.prod(value.shape[2:]) for value in (node.x, node.out))
     weights = math.prod(node.weight.shape)
@@ -109,7 +113,7 @@ def _described(layer: Layer) -> tuple[float, ...]:
 
 
 class Agent:
-    """An actor, a critic that foretells what an action will earn, and all that both remember."""
+    """A DDPG agent: an actor, a critic that predicts the reward of an action, and their replay memory."""
 
     def __init__(self, features: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -123,19 +127,22 @@ class Agent:
 
     @torch.no_grad()
     def act(self, state: Tensor, noise: float = 0.0) -> float:
-        """The part of a layer that stays, drawn from a normal distribution that is cut off where no part is."""
+        """Return the fraction of a layer to keep.
+
+        With `noise` it is drawn from a normal distribution that is truncated to valid fractions.
+        """
         action = self._action(state)
         if noise:
             nn.init.trunc_normal_(action, float(action), noise, _LEAST, 1.0, generator=self._random)
         return float(action)
 
     def remember(self, states: Sequence[Tensor], actions: Sequence[float], reward: float) -> None:
-        """Every step of a walk has earned what the whole of it did."""
+        """Store the steps of a walk, each with the reward of the whole walk."""
         for state, action in zip(states, actions, strict=True):
             self._memory.append(torch.cat([state, torch.tensor([action, reward], dtype=state.dtype)]))
 
     def learn(self) -> None:
-        """One step of the critic and one of the actor, from some of what they remember."""
+        """Train the critic and the actor for one step each, on a random sample of the memory."""
         drawn = torch.randint(len(self._memory), (_SAMPLED,), generator=self._random)
         rows = torch.stack([self._memory[number] for number in drawn.tolist()])
         states, reward = rows[:, :-2], rows[:, -1:]

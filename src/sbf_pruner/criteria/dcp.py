@@ -1,10 +1,10 @@
-"""DCP: the order in which an empty layer takes back the channels that it reads (Zhuang et al., 2018).
+"""DCP: the order in which an emptied layer takes back its input channels (Zhuang et al., 2018).
 
-A `Subject` enters; a score for each filter leaves, its place in that order.  Layer by layer, a classifier learns to
-tell the classes from what the layer makes.  Then all weights of the layer are zero, and round by round those
-channels come in whose weights have the largest gradient of a joint loss: how far what is made is from what it was,
-and how badly the classifier does with it.  Those that are in learn anew before the next round: a channel has
-nothing to add where another does the same.
+For each layer, a linear classifier is fitted to the outputs of the layer. Then all weights of the layer are set to
+zero, and round by round those channels are added whose weights have the largest gradient of a joint loss: the error
+in reconstructing the output, plus the classification loss. The weights of the channels added so far are refitted
+before the next round, so that a channel adds nothing where another one does the same. The score of a filter is its
+place in that order.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..errors import PruningError
 from ..utils.user_model import call
 from .subject import AT_ONCE, Scores, Subject, Summing, batched, met, read_values, readers, spots, summing
 
-_POSITIONS = 8  # in the maps of each image
-_ROUNDS = 16  # at most: of many channels, several come in at a time
-_STEPS = 3  # of the weights between rounds
-_FITTING = 30  # steps of the classifier, on what the whole layer makes
-_DECAY = 1e-3  # of its weights: a few images are easily told apart
+_POSITIONS = 8  # sampled per image
+_ROUNDS = 16  # at most; with more channels, several are added per round
+_STEPS = 3  # optimizer steps of the weights between rounds
+_FITTING = 30  # optimizer steps of the classifier, on the outputs of the whole layer
+_DECAY = 1e-3  # weight decay of the classifier, which would overfit a few images
 
 Loss = Callable[[Tensor], Tensor]
 
 
 def taken_back(subject: Subject) -> Scores:
-    """How early each filter is taken back, as the mean over all layers that read it.
+    """Score filters by how early they are taken back, averaged over all layers that read them.
 
-    One that nobody is known to read stays: its score is 1.
+    A filter without a known reader is kept: its score is 1.
     """
     read = {node.layer for node in readers(subject.graph)}
     asked = {name: module for name, module in summing(subject.model).items() if name in read}
@@ -52,10 +52,11 @@ def taken_back(subject: Subject) -> Scores:
 
 
 def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray[np.int64]:
-    """The channels of a layer in the order in which they come in.
+    """Return the channels of a layer in the order in which they are added.
 
-    Windows are positions, images, groups, channels and taps, weights are groups, outputs, channels and taps; shares
-    say how much of each image belongs to each class, and without them the layer only has to make what it made.
+    `windows` has shape (positions, images, groups, channels, taps), `weight` (groups, outputs, channels, taps).
+    `shares` (images, classes) says how much of each image belongs to each class; without it only the reconstruction
+    counts.
 
     >>> windows = torch.tensor([[1.0, 0.9, 0.0], [-1.0, -0.9, 0.1], [2.0, 1.8, -0.1]])  # two say the same
     >>> selection(windows.view(1, 3, 1, 3, 1), torch.tensor([[[[1.0], [1.0], [1.0]]]]), None)
@@ -63,15 +64,15 @@ def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray
     """
     positions, images, groups, channels, taps = windows.shape
     inputs = windows.permute(2, 0, 1, 3, 4).reshape(groups, positions * images, channels * taps)
-    inputs = inputs - inputs.mean(1, keepdim=True)  # a norm or a bias makes up for what is the same everywhere
+    inputs = inputs - inputs.mean(1, keepdim=True)  # A norm or a bias compensates a constant.
     dense = weight.flatten(2).mT
     made = inputs @ dense
     deviation = made.square().mean(1, keepdim=True).sqrt()
-    # An output that never changes has nothing to tell.
+    # Ignore outputs that are constant.
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)
 
     def features(outputs: Tensor) -> Tensor:
-        # A ReLU with a slope of 1/2 at 0, where every output of an empty layer is.
+        # A ReLU with slope 1/2 at 0, because all outputs of an empty layer are 0.
         risen = torch.where(outputs == 0, outputs / 2, outputs.relu())
         pooled = risen.unflatten(1, (positions, images)).mean(1).movedim(1, 0).flatten(1)
         return torch.cat([pooled, pooled.new_ones(images, 1)], 1)
@@ -98,12 +99,12 @@ def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray
             return np.array(order)
         inside.view(-1)[come] = True
         free = inside.repeat_interleave(taps, 1)
-        held = free.any(0)  # what is still out in all groups need not be reckoned with
+        held = free.any(0)  # Skip the inputs that are still out in all groups.
         now[:, held] = _descended(partial(joint, inputs[..., held]), now[:, held], _STEPS, free[:, held, None])
 
 
 def _classifier(features: Tensor, shares: Tensor) -> Tensor:
-    """The weights of a linear softmax classifier."""
+    """Fit the weights of a linear softmax classifier."""
     start = features.new_zeros(features.shape[1], shares.shape[1])
     return _descended(
         lambda weight: F.cross_entropy(features @ weight, shares) + _DECAY / 2 * weight.square().sum(),
@@ -113,7 +114,7 @@ def _classifier(features: Tensor, shares: Tensor) -> Tensor:
 
 
 def _sloped(loss: Loss, at: Tensor) -> tuple[float, Tensor]:
-    """A loss and its gradient."""
+    """Return a loss and its gradient."""
     with torch.enable_grad():
         at = at.detach().requires_grad_()
         value = loss(at)
@@ -121,7 +122,7 @@ def _sloped(loss: Loss, at: Tensor) -> tuple[float, Tensor]:
 
 
 def _descended(loss: Loss, start: Tensor, steps: int, free: Tensor | None = None) -> Tensor:
-    """Where a few steps down the loss lead, of what is free to move."""
+    """Minimize a loss for a few L-BFGS steps, moving only the entries where `free` is True."""
     held = start.clone()
     optimizer = torch.optim.LBFGS([held], max_iter=steps, line_search_fn="strong_wolfe")
 
@@ -135,7 +136,11 @@ def _descended(loss: Loss, start: Tensor, steps: int, free: Tensor | None = None
 
 
 def _portions(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, Summing]]:
-    """Layers that are looked at in one go: what they read of so many images is kept until they are judged."""
+    """Split the layers into groups that are processed together.
+
+    The inputs sampled from all images are in memory for a whole group, so a group of several layers is limited to
+    `AT_ONCE` numbers.
+    """
     part: dict[str, Summing] = {}
     room = 0
     for name, module in asked.items():
@@ -151,15 +156,15 @@ def _portions(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, S
 
 
 def _seen(subject: Subject, asked: Mapping[str, Summing]) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
-    """Of every layer, windows of what it reads, the weights they meet, and the classes of each image."""
-    # Whatever else is looked at, a layer is looked at in the same positions.
+    """Sample windows of the input of each layer; return them, the weights applied to them, and the class shares."""
+    # The positions sampled in a layer do not depend on the other layers in the group.
     random = {name: np.random.default_rng([subject.seed, *name.encode()]) for name in asked}
     windows: dict[str, list[Tensor]] = defaultdict(list)
     classes: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, Tensor] = {}
     count = 1 + max((int(labels.max()) for _, labels in subject.batches), default=0)
     for images, labels in subject.batches:
-        # Where every position has a label, a part of the image belongs to each class.
+        # If every position has a label, an image belongs to several classes in part.
         shares = F.one_hot(labels.reshape(len(labels), -1), count).double().mean(1)
 
         def see(name: str, inputs: Tensor, shares: Tensor = shares) -> None:
@@ -177,6 +182,6 @@ def _seen(subject: Subject, asked: Mapping[str, Summing]) -> dict[str, tuple[Ten
     found: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
     for name, weight in weights.items():
         held, told = torch.cat(windows[name], 1), torch.cat(classes[name])
-        # What is no longer one sample for each image cannot be asked for the image's class.
+        # A layer that does not get one sample per image has no class per sample.
         found[name] = held, weight, told if len(told) == held.shape[1] else None
     return found

@@ -1,9 +1,9 @@
-"""After GAL: soft masks that are driven to zero while an adversary is not to notice (Lin et al., 2019).
+"""Modeled on GAL: soft masks driven to zero against a discriminator (Lin et al., 2019).
 
-A `Subject` enters; a score for each filter leaves, the mean of its mask over the course.  Each filter has a mask, a
-factor that starts at 1; the weights stand still.  A discriminator learns to tell what the masked network gives from
-what the whole one gives.  The masks learn to deceive it and to give the same, under a penalty on their sum that
-grows, by accelerated proximal steps (FISTA: Beck and Teboulle, 2009).  No label is looked at.
+Each filter has a mask, a factor that starts at 1; the weights are frozen. A discriminator learns to distinguish the
+outputs of the masked network from those of the whole one. The masks are trained to deceive it and to reproduce the
+outputs, under a growing penalty on their sum, by accelerated proximal steps (FISTA: Beck and Teboulle, 2009). The
+score of a filter is the mean of its mask over all steps. No labels are used.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from ..utils.user_model import call
 from .subject import Scores, Subject
 
 _STEPS = 100
-_PENALTY = (0.3, 10.0)  # on the mean mask, at first and at last; losing all there is of the outputs costs 1/2
-_TRIALS = 30  # of a step's length, each half of the last
-_LONGER = 0.9  # the curvature that the next step supposes: the loss may bend less there
+# Weight of the mean mask at first and at last; losing all information in the outputs costs 1/2
+_PENALTY = (0.3, 10.0)
+_TRIALS = 30  # step lengths to try, each half of the last
+_LONGER = 0.9  # factor on the curvature assumed for the next step, as the loss may be flatter there
 _ROUNDING = 1e-6
-_HIDDEN = (128, 256, 128)  # of the discriminator
-_RATE = 1e-3  # of its weights
-_WIDEST = 4096  # numbers of a sample that it looks at
+_HIDDEN = (128, 256, 128)  # layer widths of the discriminator
+_RATE = 1e-3  # learning rate of the discriminator
+_WIDEST = 4096  # outputs per sample that the discriminator reads
 
 
 def outlasting(subject: Subject) -> Scores:
-    """The mean of each filter's mask over all steps: the sooner it is gone, the less the filter is worth."""
+    """Score filters by the mean of their mask over all steps: the sooner it is zero, the lower the score."""
     if not subject.batches:
         return {}
     masked = _Masked(subject)
@@ -54,9 +55,9 @@ def outlasting(subject: Subject) -> Scores:
 
 
 class Descent:
-    """Accelerated proximal steps of numbers that are never below zero, under a penalty on their sum.
+    """Accelerated proximal gradient steps (FISTA) for nonnegative values, under a penalty on their sum.
 
-    A step is as long as the loss allows: it has to lie below the parabola that the step goes down.
+    The step length is found by backtracking: the loss must not exceed the parabola that the step minimizes.
 
     >>> wanted, descent = torch.tensor([1.0, 0.5, 0.1]), Descent(torch.ones(3))
     >>> for _ in range(20):
@@ -70,7 +71,7 @@ class Descent:
         self.momentum, self.curvature = 1.0, 1.0 / len(start)
 
     def step(self, loss: Callable[[Tensor], Tensor], penalty: float) -> None:
-        """One step; the loss is asked last where it ends."""
+        """Take one step; the last evaluation of `loss` is at the point where it ends."""
         with torch.enable_grad():
             ahead = self.ahead.detach().requires_grad_()
             here = loss(ahead)
@@ -83,7 +84,7 @@ class Descent:
                 if loss(moved) <= parabola + _ROUNDING * here.abs():
                     break
                 self.curvature *= 2
-            if (ahead - moved) @ (moved - self.held) > 0:  # it has swung back
+            if (ahead - moved) @ (moved - self.held) > 0:  # The step reverses direction, so restart the momentum.
                 self.momentum = 1.0
             before, self.momentum = self.momentum, (1 + math.sqrt(1 + 4 * self.momentum**2)) / 2
             self.ahead = moved + (before - 1) / self.momentum * (moved - self.held)
@@ -92,7 +93,7 @@ class Descent:
 
 
 class _Masked:
-    """The network with a factor at each filter, and what it gives without."""
+    """The network with a factor on each filter, and its normalized outputs without them."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -102,7 +103,7 @@ class _Masked:
         spread = (torch.cat(rows) - self.mean).square().mean().sqrt()
         if not spread.isfinite():
             raise PruningError("what the network gives is not finite")
-        self.unit = torch.where(spread > 0, spread, 1.0)  # so that a loss says the same of any network
+        self.unit = torch.where(spread > 0, spread, 1.0)  # Makes losses comparable between networks.
         self.rows = [(row - self.mean) / self.unit for row in rows]
         self.latest = self.rows[0]
 
@@ -125,10 +126,10 @@ class _Masked:
 
 
 class _Discriminator:
-    """Tells what the whole network gives from what the masked one does: above 0 is what it takes for real."""
+    """Distinguishes outputs of the whole network (logits above 0) from those of the masked one."""
 
     def __init__(self, rows: Tensor, seed: int) -> None:
-        random = torch.Generator().manual_seed(seed)  # on the CPU, so that it is the same on every device
+        random = torch.Generator().manual_seed(seed)  # Drawn on the CPU, so that it is the same on every device.
         self.held: list[Tensor] = []
         for inputs, outputs in zip((rows.shape[1], *_HIDDEN), (*_HIDDEN, 1), strict=True):
             weight = torch.randn(inputs, outputs, generator=random) * math.sqrt(2 / inputs)
@@ -141,7 +142,10 @@ class _Discriminator:
         return (rows @ self.held[-2] + self.held[-1])[:, 0]
 
     def learn(self, real: Tensor, fake: Tensor) -> None:
-        """One step.  That it is to take what is fake for real as well keeps it from winning at once."""
+        """Take one step.
+
+        The last term, which labels fake outputs as real as well, keeps the discriminator from winning at once.
+        """
         with torch.enable_grad():
             loss = F.softplus(-self(real)) + F.softplus(self(fake)) + F.softplus(-self(fake))
         for held, slope in zip(self.held, torch.autograd.grad(loss.mean(), self.held), strict=True):
@@ -150,7 +154,10 @@ class _Discriminator:
 
 
 def _row(outputs: Any, samples: int) -> Tensor:
-    """All that a network gives, as one row of numbers for each sample."""
+    """Flatten the floating-point outputs of a network to one row of numbers per sample.
+
+    Rows longer than `_WIDEST` are reduced by average pooling.
+    """
     given = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
     rows = [x.reshape(samples, -1) for x in given if len(x) == samples]
     if not rows:

@@ -1,9 +1,10 @@
-"""NISP: the importance of the last features, sent back through absolute weights (Yu et al., 2018).
+"""NISP: importance of the last features, propagated back through absolute weights (Yu et al., 2018).
 
-A `Subject` enters; a score for each filter leaves.  The last features are ranked by infinite feature selection
-(Roffo et al., 2015).  A neuron is then as important as those that read it, each times the absolute weight between
-them: which is the gradient of a network with absolute weights and no biases at inputs just above 0, where every
-activation lets them pass, ReLU6 and tanh too, and norms only scale.  That network is made, and asked.
+The features that the last layer reads are ranked by infinite feature selection (Roffo et al., 2015). The importance
+of a neuron is the sum over its readers of their importance times the absolute weight between them. This is the
+gradient of a network with absolute weights and no biases, at inputs just above 0, where no activation saturates
+(ReLU6 and tanh included) and norms only scale. So it is computed by one backward pass in such a copy of the
+network.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..errors import PruningError
 from ..utils.user_model import call, map_tensors, real_copy
 from .subject import Scores, Subject, readers
 
-_MIXING = 0.5  # of the deviation of two features against how little they go together
-_REACH = 0.9  # of the largest factor with which the sum over all paths is finite
-_ABOVE = 1e-150  # an input that no activation bends, however deep
+_MIXING = 0.5  # weight of the deviation of two features against their lack of correlation
+_REACH = 0.9  # fraction of the largest factor with which the sum over all paths is finite
+_ABOVE = 1e-150  # an input so small that no activation saturates, however deep
 _CENTRING = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def propagated(subject: Subject) -> Scores:
-    """The importance of each filter, as a part of its layer's mean: depth alone changes the size."""
+    """Score filters by their importance relative to the mean of their layer, as depth alone changes its scale."""
     last, features = _last_features(subject)
     importance = infinite_selection(features)
     model = _absolute(subject.model)
@@ -36,7 +37,7 @@ def propagated(subject: Subject) -> Scores:
         def add(slope: Tensor) -> None:
             found[name] = found.get(name, 0) + subject.per_filter(name, slope).sum(0).abs()
 
-        if given.requires_grad:  # else it does not depend on the images
+        if given.requires_grad:  # Otherwise it does not depend on the images.
             given.register_hook(add)
 
     images = map_tensors(subject.batches[0][0], _barely)
@@ -53,7 +54,9 @@ def propagated(subject: Subject) -> Scores:
 
 
 def infinite_selection(features: Tensor) -> Tensor:
-    """The energy of all paths through each feature, where two are joined by deviation and by being unlike.
+    """Return the energy of all paths through each feature, for features of shape (samples, features).
+
+    The weight between two features grows with the larger of their deviations and falls with their rank correlation.
 
     >>> steady, wide = torch.zeros(50), torch.linspace(-1, 1, 50)
     >>> infinite_selection(torch.stack([wide, steady, wide.square()], 1).double()).argmin()
@@ -63,7 +66,7 @@ def infinite_selection(features: Tensor) -> Tensor:
     deviation = features.std(0, correction=0)
     deviation = deviation / deviation.max().clamp_min(tiny)
     alike = torch.corrcoef(_ranks(features.T)).view(len(deviation), -1).abs()
-    alike = alike.nan_to_num(1.0)  # one that never changes tells nothing that others do not
+    alike = alike.nan_to_num(1.0)  # A constant feature adds no information to others.
     joined = _MIXING * torch.maximum(deviation[:, None], deviation) + (1 - _MIXING) * (1 - alike)
     radius = torch.linalg.eigvalsh(joined).abs().max().clamp_min(tiny)
     one = torch.eye(len(joined), dtype=joined.dtype, device=joined.device)
@@ -71,7 +74,7 @@ def infinite_selection(features: Tensor) -> Tensor:
 
 
 def _ranks(rows: Tensor) -> Tensor:
-    """The place of each number in its row; those that are equal share theirs, as the zeros behind a ReLU are.
+    """Return the rank of each number in its row; equal numbers, such as zeros after a ReLU, share their mean rank.
 
     >>> _ranks(torch.tensor([[3.0, 0.0, 0.0, 5.0]]))
     tensor([[2.5000, 1.0000, 1.0000, 3.5000]], dtype=torch.float64)
@@ -83,7 +86,7 @@ def _ranks(rows: Tensor) -> Tensor:
 
 
 def _last_features(subject: Subject) -> tuple[str, Tensor]:
-    """The last layer that the network calls, and what it reads: images by channels."""
+    """Return the name of the last layer that the network calls, and its inputs as images by channels."""
     names = [node.layer for node in readers(subject.graph)]
     kept: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -92,7 +95,7 @@ def _last_features(subject: Subject) -> tuple[str, Tensor]:
 
     with subject.reading(names, see):
         subject.look()
-    # A head that is there for training alone is not called now.
+    # An auxiliary head for training is not called in evaluation mode.
     last = next((name for name in reversed(names) if name in kept), None)
     if last is None:
         raise PruningError("no convolution or linear layer is called as a module, so there are no last features")
@@ -100,14 +103,14 @@ def _last_features(subject: Subject) -> tuple[str, Tensor]:
 
 
 def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
-    """The mean over all positions, samples by channels."""
-    if isinstance(model.get_submodule(name), nn.Linear):  # reads the last dimension
+    """Average the inputs of a layer over all positions: samples by channels."""
+    if isinstance(model.get_submodule(name), nn.Linear):  # A linear layer reads the last dimension.
         inputs = inputs.movedim(-1, 1) if inputs.dim() > 2 else inputs
     return inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs
 
 
 def _barely(inputs: Tensor) -> Tensor:
-    """Of one sample, inputs just above 0; whole numbers as they are."""
+    """Return inputs just above 0 for one sample; integers stay as they are."""
     inputs = inputs[:1]
     if not inputs.is_floating_point():
         return inputs
@@ -115,7 +118,7 @@ def _barely(inputs: Tensor) -> Tensor:
 
 
 def _absolute(model: nn.Module) -> nn.Module:
-    """A copy with absolute weights and scales, nothing that is added, and norms that scale alone."""
+    """Copy a model with absolute weights and scales, no biases or running means, and norms that only scale."""
     mirror = real_copy(model).double().eval()
     with torch.no_grad():
         for name, parameter in mirror.named_parameters():
@@ -132,11 +135,11 @@ def _absolute(model: nn.Module) -> nn.Module:
 
 
 def _scaled(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a norm that would take the mean away does beside that."""
+    """Forward of a norm without its normalization, which would subtract the mean: only the scale is applied."""
     weight: Tensor | None = getattr(module, "weight", None)
     if weight is None:
         return inputs
-    # Many a network has a LayerNorm of its own that works on maps, where channels come second.
+    # Many networks define their own LayerNorm for feature maps, where channels are the second dimension.
     if type(module).forward is nn.LayerNorm.forward or inputs.shape[1] != weight.numel():
         return inputs * weight
     return inputs * weight.view(-1, *[1] * (inputs.dim() - 2))

@@ -1,8 +1,8 @@
-"""After NPPM: gates that are learned to maximise the accuracy which a small network foretells (Gao et al., 2021).
+"""Modeled on NPPM: gates that maximize the accuracy predicted by a small network (Gao et al., 2021).
 
-A `Subject` enters; a score for each filter leaves: what its gate has come to.  In every step gates are drawn, open
-or closed, and the accuracy of the sub-network they make goes into a memory, from which a predictor learns what
-accuracy hangs on.  The gates follow it, the loss, and the cost as long as that is more than was asked for.
+In every step binary gates are sampled, and the accuracy of the sub-network that they select is stored in a memory,
+on which a predictor is trained. The gates follow the gradients of the predicted accuracy, of the loss, and of the
+cost as long as that exceeds the target. The score of a filter is the logit of its gate.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .ranking import Masked, aim_of
 from .subject import Scores, Subject
 
 _EPOCHS = 10
-_OPEN = 3.0  # where all gates begin: 95 of 100 are open
-_SHARP = 1.0  # temperature of a gate
-_RATE = 0.1  # of the gates
-_COST, _FORETOLD = 4.0, 1.0  # how much the cost and the foretold accuracy count beside the loss
-_PRICED = 16  # steps after which it is asked anew what filters cost
-_REMEMBERED = 128  # sub-networks
+_OPEN = 3.0  # initial logit of all gates: 95 of 100 are open
+_SHARP = 1.0  # temperature of the gates
+_RATE = 0.1  # learning rate of the gates
+_COST, _FORETOLD = 4.0, 1.0  # weights of the cost and the predicted accuracy relative to the loss
+_PRICED = 16  # steps after which the costs of filters are recomputed
+_REMEMBERED = 128  # sub-networks in the memory
 _HIDDEN = 64
-_LEARNED = 4  # steps of the predictor in each of the gates
+_LEARNED = 4  # steps of the predictor per step of the gates
 
 
 @torch.enable_grad()
 def learned_gates(subject: Subject) -> Scores:
-    """What the gate of each filter has come to: above 0 it is open more often than closed."""
+    """Score filters by the learned logit of their gate: above 0 it is open more often than closed."""
     masked, random = Masked(subject), np.random.default_rng(subject.seed)
     spans, count = masked.gates.spans, len(masked.gates.soft)
     values = torch.full((count,), _OPEN, dtype=torch.float64, requires_grad=True)
@@ -49,20 +49,20 @@ def learned_gates(subject: Subject) -> Scores:
         for name, price in priced.items():
             slope[spans[name]] += _COST * price
         descent.zero_grad()
-        drawn.backward(slope)  # straight through: a gate passes its gradient on to what it was drawn from
+        drawn.backward(slope)  # Straight-through: the gradient of a gate goes to the value that was thresholded.
         descent.step()
     return {name: values.detach()[span].numpy() for name, span in spans.items()}
 
 
 class Toll:
-    """The logarithm of what a sub-network costs above what was asked for, and how it changes with a filter."""
+    """Penalty on sub-networks above the target: the logarithm of their cost relative to the target."""
 
     def __init__(self, aim: Aim) -> None:
         self._aim, self._steps = aim, 0
         self._prices = aim.prices
 
     def slope(self, keep: Mapping[str, Mask]) -> dict[str, float]:
-        """For each layer, how the toll grows with one of its filters; nothing where the size asked for is kept."""
+        """Return the derivative of the penalty by one filter of each layer, which is 0 where the target is met."""
         aim, limits = self._aim, self._aim.limits
         assert limits is not None
         self._steps += 1
@@ -74,7 +74,7 @@ class Toll:
 
 
 class Predictor:
-    """Foretells the accuracy of a sub-network from its gates, by a memory of those that were tried."""
+    """Predicts the accuracy of a sub-network from its gates; trained on a memory of those that were tried."""
 
     def __init__(self, gates: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -85,7 +85,7 @@ class Predictor:
         self.memory: list[tuple[Tensor, float]] = []
 
     def remember(self, gates: Tensor, accuracy: float) -> None:
-        """Keep what a sub-network has come to; where the memory is full, in the place of the one most like it."""
+        """Store the accuracy of a sub-network; if the memory is full, in place of the most similar one."""
         if len(self.memory) < _REMEMBERED:
             self.memory.append((gates, accuracy))
         else:
@@ -93,7 +93,7 @@ class Predictor:
             self.memory[int(np.argmin(unlike))] = gates, accuracy
 
     def learn(self) -> None:
-        """Some steps towards all that is remembered."""
+        """Take a few training steps on the whole memory."""
         gates = torch.stack([held for held, _ in self.memory])
         accuracies = torch.tensor([accuracy for _, accuracy in self.memory], dtype=gates.dtype)
         for _ in range(_LEARNED):
@@ -102,11 +102,11 @@ class Predictor:
             self._descent.step()
 
     def foretold(self, gates: Tensor) -> Tensor:
-        """The accuracy of each sub-network."""
+        """Predict the accuracy of each sub-network."""
         found: Tensor = self._network(gates).squeeze(-1)
         return found
 
     def slope(self, gates: Tensor) -> Tensor:
-        """How the accuracy of a sub-network would change with each of its gates."""
+        """Return the gradient of the predicted accuracy of a sub-network by its gates."""
         gates = gates.clone().requires_grad_()
         return torch.autograd.grad(self.foretold(gates), gates)[0]

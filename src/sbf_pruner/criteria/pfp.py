@@ -1,9 +1,8 @@
-"""PFP: the largest part that a filter has in anything the next layers make of it (Liebenwein et al., 2020).
+"""PFP: the largest contribution of a filter to any output of the layers that read it (Liebenwein et al., 2020).
 
-A `Subject` enters; a score for each filter leaves, a part between 0 and 1.  What a channel adds to an output of the
-layer that reads it is compared with what all channels add, in absolute values; the largest part over all outputs
-and a small sample of images, and of positions in them, counts.  This is not PFP as published yet: see `unlike` in
-`METHODS`.
+The contribution of a channel to an output is divided by that of all channels, in absolute values. The score,
+between 0 and 1, is the maximum over all outputs, and over a small sample of images and of positions in them. This
+is not PFP as published yet: see `unlike` in `METHODS`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,20 @@ from torch import Tensor
 
 from .subject import Scores, Subject, batched, met, pieces, read_values, summing
 
-_POSITIONS = 8  # in the maps of each batch
+_POSITIONS = 8  # sampled per batch
 
 
 def largest_part(subject: Subject) -> Scores:
-    """The largest relative contribution of a filter.  One that nobody is known to read stays: its score is 1."""
+    """Score filters by their largest relative contribution.
+
+    A filter without a known reader is kept: its score is 1.
+    """
     held = read_values(subject.graph, _parts(subject))
     return {name: values.max(0).filled(1.0) for name, values in held.items()}
 
 
 def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
-    """Of every layer, the largest part of each input channel in its outputs."""
+    """Return, for every layer, the largest relative contribution of each input channel to its outputs."""
     random = np.random.default_rng(subject.seed)
     found: dict[str, Tensor] = {}
     asked = summing(subject.model)
@@ -42,10 +44,9 @@ def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
 
 
 def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
-    """The largest part of each input channel in any output.
+    """Return the largest relative contribution of each input channel to any output.
 
-    Inputs are samples, groups, channels and what a filter meets of each; weights are groups, outputs, channels and
-    the same.
+    `inputs` has shape (samples, groups, channels, taps) and `weight` (groups, outputs, channels, taps).
 
     >>> part_of_each(torch.tensor([[[[1.0], [-3.0]]]]), torch.tensor([[[[1.0], [1.0]], [[6.0], [2.0]]]]))
     tensor([0.5000, 0.7500])

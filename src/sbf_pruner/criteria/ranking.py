@@ -1,11 +1,7 @@
-"""From a method to scores: what it says of every filter, comparable across all layers of a network.
+"""Score filters by any criterion, and evaluate sub-networks before any of their weights are trained.
 
-A method and a `Subject` enter; a score for each filter leaves, the higher the better.
-
-Sub-networks on trial: the size they are held to, and how well one does before any of its weights are trained.
-
-A `Subject` enters; a copy of its network under gates leaves, and for any choice of filters its accuracy.  What
-holds: the subject's own network is not touched.
+Scores are comparable across all layers of a network; higher is better. `Masked` evaluates sub-networks in a copy,
+so the subject's own network does not change.
 """
 
 from __future__ import annotations
@@ -31,11 +27,11 @@ from ..utils.user_model import real_copy, without_attached
 from . import METHODS
 from .subject import Batch, Scores, Subject, logits
 
-REHEARSED = 2  # images
+REHEARSED = 2  # number of images for `rehearse`
 
 
 def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
-    """So many images, from the first batches.
+    """Return the first `images` images of the batches.
 
     >>> import torch
     >>> [len(labels) for _, labels in shown([(torch.zeros(4, 1), torch.zeros(4))] * 3, 6)]
@@ -51,10 +47,10 @@ def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
 
 
 def ranked(name: str, subject: Subject) -> Scores:
-    """The scores of a method, as it compares them; a PruningError where it cannot judge this network.
+    """Return the scores of a method; raise a PruningError if it cannot score this network.
 
-    Where a method compares within layers, a score becomes the filter's place among those of its layer, from just
-    above 0 to 1: whatever is below some level is then the same part of every layer.
+    If the method compares within layers, a score becomes the filter's rank in its layer, scaled to (0, 1]: any
+    threshold then removes the same fraction of every layer.
 
     >>> import torch
     >>> from torch import nn
@@ -66,7 +62,7 @@ def ranked(name: str, subject: Subject) -> Scores:
     [1.0, 0.75, 0.25, 0.5]
     """
     nothing = {layer: np.zeros(held.filters) for layer, held in subject.graph.layers.items()}
-    scores = nothing | _judged(name, subject)  # not called: worth nothing
+    scores = nothing | _judged(name, subject)  # A layer that is not called scores 0.
     for layer, values in scores.items():
         if not np.isfinite(values).all():
             raise PruningError(
@@ -77,9 +73,9 @@ def ranked(name: str, subject: Subject) -> Scores:
 
 
 def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int = 0) -> None:
-    """Let a method judge the filters of a model in a loop of your own, and set its gates within the budget.
+    """Score the filters of a model in your own training loop, and set its gates within the budget.
 
-    `batches` are pairs of inputs and labels, as a loader gives them, where the model is; methods that judge by
+    `batches` are pairs of inputs and labels, as from a DataLoader, on the device of the model; methods that use
     weights alone need none.
 
     >>> import torch
@@ -104,7 +100,7 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
 
 
 def rehearse(name: str, subject: Subject) -> None:
-    """Raise the PruningError now that a method would raise of this network when its time has come."""
+    """Raise the PruningError now that a method would raise for this network later in the run."""
     if METHODS[name].learned:
         return
     ranked(name, subject)
@@ -122,12 +118,12 @@ def _judged(name: str, subject: Subject) -> Scores:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Whatever goes wrong while it is open becomes a sentence that names the method."""
+    """Convert any exception to a PruningError that names the method."""
     try:
         yield
     except PruningError as error:
         raise PruningError(f"method {name}: {error}; choose another method") from error
-    except Exception as error:  # a user's network may fail in any way
+    except Exception as error:  # A user's network may fail in any way.
         cause = " ".join(str(error).split())
         raise PruningError(
             f"method {name} cannot judge this network ({type(error).__name__}: {cause}); give it pairs of inputs "
@@ -136,17 +132,17 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _places(values: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Of filters that are worth the same, the first is the better one."""
+    """Return ranks scaled to (0, 1]; of equal values, the first ranks highest."""
     places = np.empty(len(values))
     places[np.argsort(-values, kind="stable")] = np.arange(len(values), 0, -1) / len(values)
     return places
 
 
-_UNASKED = 0.5  # of the MACs, where nobody says what is to be left
+_UNASKED = 0.5  # fraction of the MACs to keep if there is no target
 
 
 def aim_of(subject: Subject) -> Aim:
-    """What is asked for; else half of the MACs, or the least that can be left where that is more."""
+    """Return the target of a subject; without one, half of the MACs, or the fewest reachable if that is more."""
     if subject.aim is not None and subject.aim.limits is not None:
         return subject.aim
     aim = Aim(subject.graph, Budget(macs=_UNASKED), refuse=False)
@@ -156,21 +152,21 @@ def aim_of(subject: Subject) -> Aim:
 
 
 class Masked:
-    """A copy of a network, of which any part can be gated off."""
+    """A gated copy of the subject's network, to evaluate sub-networks."""
 
     def __init__(self, subject: Subject) -> None:
         self._graph = subject.graph
         self._model = real_copy(subject.model).eval().requires_grad_(False)
         filters = {name: layer.filters for name, layer in self._graph.layers.items()}
         self.gates = Gates(self._model, self._graph.sites, filters)
-        # Of one image alone a norm may not be able to take its statistics.
+        # A norm may be unable to compute statistics from a single image.
         self.batches = [batch for batch in subject.batches if len(batch[1]) > 1] or list(subject.batches)
 
     def accuracy(self, keep: Mapping[str, Mask]) -> float:
-        """The part of all images that a choice of filters gets right.
+        """Return the fraction of all images that a choice of filters classifies correctly.
 
-        Norms take their statistics from these images: with those of the whole network, and no weight trained, one
-        sub-network is hardly better than another, and none than chance.
+        Norms take their statistics from these images: with those of the whole network and untrained weights,
+        sub-networks are hardly better than chance, and hardly differ.
         """
         _, flow = self._graph.settled(keep)
         self.gates.set_hard([site.open(flow) for site in self._graph.sites])
@@ -181,12 +177,12 @@ class Masked:
         return right / sum(labels.numel() for _, labels in self.batches)
 
     def felt(self, gates: Tensor, batch: Batch) -> tuple[float, Tensor]:
-        """The accuracy on a batch with these gates, one for each filter, and the slope of the loss by them."""
+        """Return the accuracy on a batch with these gates, one per filter, and the gradient of the loss by them."""
         felt = self.gates.soft.copy_(gates).requires_grad_()
         self.gates.mode = "soft"
         outputs = self._outputs(batch)
         loss = F.cross_entropy(outputs, batch[1])
-        # In what does not depend on any filter there is no slope.
+        # There is no gradient if the loss does not depend on any filter.
         slope = torch.autograd.grad(loss, felt, allow_unused=True)[0] if loss.requires_grad else None
         felt.requires_grad_(False)
         accuracy = float(_hits(outputs, batch[1]).double().mean())
@@ -200,7 +196,7 @@ class Masked:
 
 
 def _hits(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Where the largest of all logits is that of the label.
+    """Return True where the largest of the logits is that of the label.
 
     >>> _hits(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor([ True, False])

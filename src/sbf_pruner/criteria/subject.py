@@ -1,19 +1,10 @@
-"""A trained network, and how methods look at it: its filters, what its layers give, what the loss thinks of that.
+"""What criteria read from a trained network: weights, outputs and inputs of layers, and derivatives of the loss.
 
-A model, its channel graph and labelled images enter; each method reads what it judges filters by.  What holds: the
-model is in evaluation mode and comes out as it went in; what a layer "gives" is taken where its gate would stand,
-behind the norm, before an addition makes it one of many.
-
-Whose filter is it that a later layer reads?
-
-A channel graph enters; for every convolution and linear layer the filters of other layers that its input channels
-are leave, and what is said of channels is told of them.  A channel that is made of several filters of one layer
-counts as that of none.
-
-What a convolution or linear layer reads for one position: windows of its inputs, and the weights they meet.
-
-A module and what it reads enter; samples, groups, channels and taps leave, and the same of its weights, so that the
-output is the sum over channels and taps of their products, whatever the kind of layer.
+The model is in evaluation mode and stays unchanged, except for `Subject.empty`. The output of a layer is taken
+where its gate would be: after the norm, and before an addition merges it with others. `read_filters` finds which
+filter each input channel of a later layer is; a channel made of several filters of one layer counts as none of
+them. `met` samples what a convolution or linear layer reads for one output position, in the shape samples, groups,
+channels, taps, so that for every kind of layer the output is a sum of products over channels and taps.
 """
 
 from __future__ import annotations
@@ -38,31 +29,35 @@ from ..graph.layer_nodes import Contract
 from ..graph.nodes import Mask, along, shrink
 from ..utils.user_model import call, map_tensors
 
-Batch = tuple[Any, Tensor]  # images, or all that the network is called with, and labels
+Batch = tuple[Any, Tensor]  # images, or whatever the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
-AT_ONCE = 2**25  # numbers that are made of images at a time: large maps would fill the memory
-See = Callable[[str, Tensor], Tensor | None]  # a layer, and what it gives or reads
+# Largest number of elements computed from images at a time, as large feature maps would fill the memory
+AT_ONCE = 2**25
+See = Callable[[str, Tensor], Tensor | None]  # called with the name of a layer, and its output or input
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a method may look at."""
+    """A network to score, and what a criterion may use to do so."""
 
     model: nn.Module
     graph: ChannelGraph
     batches: Sequence[Batch]
-    """the images it may look at and their labels, where the model is"""
+    """images and their labels, on the device of the model"""
     seed: int = 0
     aim: Aim | None = None
-    """what is to be left, for those who have to know"""
+    """the target, for criteria that need it"""
 
     def rows(self, name: str) -> Tensor:
-        """The weights of a layer as it uses them, in double precision, one row for each filter."""
+        """Return the weights of a layer as it uses them, in float64, with one row per filter."""
         weight = self._by_group(name, self._used(name))
         return weight.reshape(self.graph.layers[name].filters, -1).double()
 
     def check_stored(self) -> None:
-        """Raise a PruningError where a weight is no parameter itself: without one, weight_norm divides by zero."""
+        """Raise a PruningError if the weight of a layer is no parameter itself.
+
+        Zeroing its filters may be impossible: `weight_norm` would divide by zero.
+        """
         for name, layer in self.graph.layers.items():
             if not layer.nodes[0].stored:
                 raise PruningError(
@@ -71,7 +66,7 @@ class Subject:
 
     @torch.no_grad()
     def empty(self, keep: Mapping[str, Mask]) -> None:
-        """Set the weights of all filters but these to zero, where they are; they may grow again."""
+        """Zero the weights of all filters that are not in `keep`, in place; training may let them grow again."""
         self.check_stored()
         for name, mask in keep.items():
             weight = self._by_group(name, self._stored(name))
@@ -83,7 +78,7 @@ class Subject:
         return held[self.graph.layers[name].weight].detach()
 
     def _used(self, name: str) -> Tensor:
-        """The weight that a layer's module shows, where it makes one of what is stored (weight_norm); else that."""
+        """Return the weight that a module computes from the stored one (weight_norm), or else the stored one."""
         stored, module = self._stored(name), dict(self.model.named_modules()).get(name)
         if module is None or self.graph.layers[name].nodes[0].stored:
             return stored
@@ -92,15 +87,18 @@ class Subject:
         return used.detach() if isinstance(used, Tensor) and used.shape == stored.shape else stored
 
     def _by_group(self, name: str, weight: Tensor) -> Tensor:
-        """The weights of a layer, seen as groups, filters of the group, and the weights of each."""
+        """Return a view of a layer's weights as groups, filters of the group, and the weights of each."""
         layer = self.graph.layers[name]
-        if layer.nodes[0].transposed:  # stored as inputs, then the filters of one group
+        if layer.nodes[0].transposed:  # Stored as inputs, then the filters of one group.
             return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2)
         return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (layer.groups, -1))
 
     @contextmanager
     def watched(self, see: See) -> Iterator[None]:
-        """While it is open, what every layer gives is shown, call by call; what is returned takes its place."""
+        """Call `see` with the output of every layer, at each call inside this context.
+
+        A tensor that `see` returns replaces the output.
+        """
         modules = dict(self.model.named_modules())
         with ExitStack() as hooks:
             for name, layer in self.graph.layers.items():
@@ -113,7 +111,7 @@ class Subject:
 
     @contextmanager
     def reading(self, names: Sequence[str], see: See) -> Iterator[None]:
-        """While it is open, what these layers read is shown, call by call, where they are modules."""
+        """Call `see` with the input of the named layers that are modules, at each call inside this context."""
         modules = dict(self.model.named_modules())
         with ExitStack() as hooks:
             for name in dict.fromkeys(names):
@@ -126,47 +124,48 @@ class Subject:
             yield
 
     def upright(self, name: str, given: Tensor) -> Tensor:
-        """What a layer gives with its filters in the second dimension, behind the samples."""
+        """Return the output of a layer with its filters in the second dimension, after the samples."""
         return given.movedim(self.graph.layers[name].site.dim, 1)
 
     def per_filter(self, name: str, given: Tensor) -> Tensor:
-        """The sum over all positions, samples by filters."""
+        """Sum the output of a layer over all positions: samples by filters."""
         upright = self.upright(name, given)
         return upright.flatten(2).sum(2) if upright.dim() > 2 else upright
 
     @torch.no_grad()
     def look(self) -> None:
-        """Pass the images through the model, for hooks to see."""
+        """Run the images through the model without gradients, for hooks to read."""
         for images, _ in self.batches:
             call(self.model, images)
 
     def sensitivities(self) -> dict[str, Tensor]:
-        """The derivative of each image's loss by a factor before each filter: images by filters, for every layer.
+        """Return for every layer the derivative of each image's loss by a factor on each filter: images by filters.
 
-        Taylor's expansion says of it, with the sign turned, how the loss would change if the filter went.
+        To the first order of a Taylor expansion, its negative is the change of the loss if the filter is removed.
         """
         found: dict[str, list[Tensor]] = {name: [] for name in self.graph.layers}
 
         def see(name: str, given: Tensor) -> None:
-            # What comes behind may change it in place.
+            # A later operator may change it in place.
             value = given.detach().clone()
-            if given.requires_grad:  # else it does not depend on the images
+            if given.requires_grad:  # Otherwise it does not depend on the images.
                 given.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
 
         for images, labels in self.batches:
             calls = {name: len(held) for name, held in found.items()}
             with self.watched(see), torch.enable_grad():
-                # Whatever is frozen: a gradient of the images passes through all of it, and none stays behind.
+                # The gradient of the images passes through all layers, even if their parameters are frozen, and
+                # leaves no `.grad`.
                 images = map_tensors(images, _followed)
                 loss = F.cross_entropy(logits(self.model, images), labels, reduction="sum")
                 torch.autograd.grad(loss, [x for x in tree_leaves(images) if _slopes(x)], allow_unused=True)
-            for name, first in calls.items():  # a layer that is called twice has two parts in the loss
+            for name, first in calls.items():  # Sum over the calls of a layer that is called several times.
                 found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
         return {name: torch.cat(held).double() for name, held in found.items() if held}
 
 
 def logits(model: nn.Module, images: Any) -> Tensor:
-    """What a network gives for images; a PruningError where that is more than one tensor."""
+    """Return the outputs of a network for images; raise a PruningError if they are not a single tensor."""
     outputs = call(model, images)
     if not isinstance(outputs, Tensor):
         raise PruningError("the network gives several outputs, and the loss needs logits alone")
@@ -174,7 +173,7 @@ def logits(model: nn.Module, images: Any) -> Tensor:
 
 
 def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:
-    """Samples in as few parts as may be, where `each` makes so many numbers.
+    """Split samples into as few parts as `AT_ONCE` allows, where each sample makes `each` numbers.
 
     >>> [len(part) for part in pieces(torch.zeros(5), AT_ONCE // 2)]
     [2, 2, 1]
@@ -183,7 +182,7 @@ def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:
 
 
 def _followed(inputs: Tensor) -> Tensor:
-    """The same, so that a gradient of it can be taken; of whole numbers there is none."""
+    """Return a tensor that requires gradients; integers stay as they are."""
     return inputs.detach().requires_grad_() if inputs.is_floating_point() else inputs
 
 
@@ -195,15 +194,15 @@ NOBODY = -1
 
 
 def readers(graph: ChannelGraph) -> list[Contract]:
-    """The layers that add channels up; a depthwise one passes each of them on by itself."""
+    """Return the layers that sum over channels; a depthwise layer processes each of them separately."""
     return [node for node in graph.nodes if isinstance(node, Contract) and not node.depthwise]
 
 
 def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[Contract, NDArray[np.int64]]]:
-    """Every reader of a layer, and for each of its input channels the number of the filter that it is.
+    """Yield every reader of a layer, with the number of the filter that each of its input channels is, or `NOBODY`.
 
-    Filters have numbers, and numbers have digits: those whose digit is 1 are sent through the graph, then those
-    whose digit is 0, and where only one of both arrives, that is the digit of what arrives.
+    The numbers are found bit by bit: the filters with a 1 in a bit are sent through the graph, then those with a 0.
+    If only one of the two sets reaches a channel, that is its bit.
 
     >>> import torch
     >>> from torch import nn
@@ -228,55 +227,58 @@ def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[Contract, NDA
 def read_values(
     graph: ChannelGraph, values: Mapping[str, NDArray[np.floating]]
 ) -> dict[str, np.ma.MaskedArray[Any, np.dtype[np.floating]]]:
-    """What each reader's input channels are worth, told of the filters that they are: readers by filters.
+    """Convert values of each reader's input channels to values of the filters that they are: readers by filters.
 
-    A filter that a reader gets several times counts as the best of them, and one that it does not get is masked.
+    If a reader gets a filter several times, the largest value counts; a filter that it does not get is masked.
     """
     found = {}
     for name, layer in graph.layers.items():
-        rows = [np.full(layer.filters, -np.inf)]  # also where nobody reads it
+        rows = [np.full(layer.filters, -np.inf)]  # A first row, for layers without readers.
         for node, numbers in read_filters(graph, name):
             if node.layer in values:
                 mine = numbers != NOBODY
                 rows.append(np.full(layer.filters, -np.inf))
-                with np.errstate(invalid="ignore"):  # what is not finite is told by whoever asked
+                with np.errstate(invalid="ignore"):  # The caller reports values that are not finite.
                     np.maximum.at(rows[-1], numbers[mine], values[node.layer][mine])
         found[name] = np.ma.masked_equal(np.stack(rows), -np.inf)
     return found
 
 
 def _arrived(graph: ChannelGraph, name: str, chosen: Mask) -> list[Mask]:
-    """Which input channels of every reader some filters of a layer get to."""
+    """Return the input channels of every reader that the chosen filters of a layer reach."""
     flow = graph.carried({name: chosen})
     return [shrink(flow.alive[node.x], along(1, node.x.shape)).reshape(-1) for node in readers(graph)]
 
 
-Summing = _ConvNd | nn.Linear  # makes every output of a sum over its inputs
+Summing = _ConvNd | nn.Linear  # Every output is a weighted sum over inputs.
 
 
 def summing(model: nn.Module) -> dict[str, Summing]:
-    """The modules that can be asked, by name."""
+    """Return the convolutions and linear layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Summing)}
 
 
 def batched(module: Summing, inputs: Tensor) -> Tensor:
-    """What a layer reads, behind a dimension of samples also where there was only one without it."""
+    """Return the detached input of a layer, with a batch dimension added if it has none."""
     least = 2 if isinstance(module, nn.Linear) else 2 + len(module.kernel_size)
     return inputs.detach().unsqueeze(0) if inputs.dim() < least else inputs.detach()
 
 
 def spots(module: Summing, inputs: Tensor) -> int:
-    """How many positions each sample has in what a layer reads."""
+    """Return the number of positions per sample in the input of a layer."""
     return inputs[0].numel() // inputs.shape[-1 if isinstance(module, nn.Linear) else 1]
 
 
 def met(module: Summing, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """What a layer reads for one output position, chosen at random, and the weights it meets there."""
+    """Sample what a layer reads for one random output position, and the weights applied to it.
+
+    The shapes are (samples, groups, channels, taps) and (groups, outputs, channels, taps).
+    """
     if isinstance(module, nn.Linear):
         inputs = inputs if inputs.dim() == 2 else inputs.flatten(1, -2)[:, random.integers(spots(module, inputs))]
         return inputs[:, None, :, None], module.weight[None, :, :, None]
     groups = module.groups
-    if isinstance(module, _ConvTransposeNd):  # every input is spread: each tap of the kernel is an output
+    if isinstance(module, _ConvTransposeNd):  # Every input is spread, so each tap of the kernel is an output.
         window = [slice(at, at + 1) for at in (int(random.integers(size)) for size in inputs.shape[2:])]
         weight = module.weight.flatten(1).unflatten(0, (groups, -1)).mT.unsqueeze(3)
     else:

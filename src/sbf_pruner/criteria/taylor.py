@@ -1,7 +1,4 @@
-"""Methods that ask the loss what it would be without a filter, by its derivatives at a factor before each.
-
-A `Subject` enters; a score for each filter leaves.
-"""
+"""Criteria that estimate the loss without a filter, from its derivatives by a factor on each filter."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from .subject import Scores, Subject
 
 
 def first_order(subject: Subject) -> Scores:
-    """The absolute first term of Taylor's expansion, image by image, over the layer's norm of it.
+    """Score filters by the absolute first term of the Taylor expansion, averaged over images.
 
-    That is Molchanov et al. (2017), who make layers comparable so.
+    Dividing by the norm over the layer makes layers comparable (Molchanov et al., 2017).
     """
     found = {}
     for name, slopes in subject.sensitivities().items():
@@ -24,17 +21,18 @@ def first_order(subject: Subject) -> Scores:
 
 
 def pairs(subject: Subject) -> Scores:
-    """The growth of the loss, with what pairs of filters of a layer share (CCP: Peng et al., 2019).
+    """Score filters by the growth of the loss, including what pairs of filters of a layer share.
 
-    To the second order, with the mean product of slopes for the curvature, a set of filters costs minus the sum of
-    its slopes plus half the sum of its products.  Filters go one by one, each time the cheapest; a score is what
-    the next one cost by then, and never less than what one before it did.
+    This is CCP (Peng et al., 2019). To the second order, with the mean product of gradients as the curvature,
+    removing a set of filters costs minus the sum of its gradients plus half the sum of its products. Filters are
+    removed one by one, the cheapest first. A score is the cost of a removal at that time, but never less than that
+    of an earlier one.
     """
     return {name: _greedy(slopes).cpu().numpy() for name, slopes in subject.sensitivities().items()}
 
 
 def _greedy(slopes: Tensor) -> Tensor:
-    """What the loss grows by as filters go one by one.
+    """Return what the loss grows by as filters are removed one by one.
 
     >>> _greedy(torch.tensor([[2.0, 0.1, 2.0], [-2.0, 0.1, -2.0]]))  # of the two alike, one is cheaper than both
     tensor([ 2.0000, -0.0950,  6.0000])

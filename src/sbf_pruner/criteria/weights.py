@@ -1,7 +1,4 @@
-"""Methods that judge a filter by its weights alone, and the one that judges by chance.
-
-A `Subject` enters; a score for each filter leaves.  None of them looks at an image.
-"""
+"""Criteria that score a filter by its weights alone, and a random control; none of them uses images."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from .subject import Scores, Subject
 
 
 def absolute(subject: Subject) -> Scores:
-    """The sum of a filter's absolute weights (Li et al., 2017)."""
+    """Score filters by the sum of their absolute weights (Li et al., 2017)."""
     return {name: subject.rows(name).abs().sum(1).cpu().numpy() for name in subject.graph.layers}
 
 
 def euclidean(subject: Subject) -> Scores:
-    """The l2 norm of a filter, as soft filter pruning has it (He et al., 2018)."""
+    """Score filters by the l2 norm of their weights, as soft filter pruning does (He et al., 2018)."""
     return {name: subject.rows(name).norm(dim=1).cpu().numpy() for name in subject.graph.layers}
 
 
 def distance(subject: Subject) -> Scores:
-    """The sum of a filter's distances to all others of its layer (FPGM: He et al., 2019).
+    """Score filters by the sum of their distances to all others of the layer (FPGM: He et al., 2019).
 
-    The one nearest to their geometric median is the one that the others can stand in for.
+    The filter nearest to the geometric median is the one that the others can replace best.
     """
     found = {}
     for name in subject.graph.layers:
@@ -35,12 +32,11 @@ def distance(subject: Subject) -> Scores:
 
 
 def norm_scale(subject: Subject) -> Scores:
-    """The absolute scale of the norm behind a filter.
+    """Score filters by the absolute scale of the norm after them.
 
-    Network slimming (Liu et al., 2017) also has a penalty on these scales during training; here there is none.
+    Network slimming (Liu et al., 2017) also penalizes these scales during training; here there is no penalty.
 
-    A layer without such a norm cannot be judged so; its filters go when no others are left.  A network that has
-    none at all is refused.
+    The filters of a layer without such a norm are removed last. Raises a PruningError if no layer has one.
     """
     modules = dict(subject.model.named_modules())
     scales: Scores = {}
@@ -55,6 +51,6 @@ def norm_scale(subject: Subject) -> Scores:
 
 
 def chance(subject: Subject) -> Scores:
-    """A random number: what any other method has to be better than."""
+    """Score filters at random, the baseline for any other method."""
     random = np.random.default_rng(subject.seed)
     return {name: random.random(layer.filters) for name, layer in subject.graph.layers.items()}

@@ -1,4 +1,4 @@
-"""Data sets, images and batches."""
+"""Data sets, their splits, and batches of images."""
 
 from ...utils.lazy import lazy_exports
 

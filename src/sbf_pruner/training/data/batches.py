@@ -1,13 +1,9 @@
-"""A part of a data set: images that lie in memory, or that are read when they are needed.
+"""Splits of a data set, and batches of normalized float images made from them.
 
-Both kinds know how many images they hold, their shape and, where they are known, their labels, and give a part of
-themselves.  What turns them into batches is `batches` for the first kind and `loaded` for the second.
-
-The batches of a split, epoch by epoch: normalised float images and their labels.
-
-What an epoch holds follows from the seed and the epoch's number alone (random numbers are drawn on the CPU): it can
-be replayed after a resume, on any device.  `Resident` keeps a split on the device and makes each batch there with a
-few tensor operations, without workers; `loaded` has the kind that reads images as they are needed.
+A split is held in memory (`Split`) or read on demand (`Stream`). `Resident` keeps a `Split` on the device and makes
+each batch there with a few tensor operations, without worker processes; `images.Loaded` reads a `Stream`. The
+contents of an epoch depend only on the seed and the number of the epoch, and random numbers are drawn on the CPU,
+so an epoch can be repeated after a resume and on any device.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from ...utils.user_code import failing_line
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images (uint8, N,C,H,W) and their labels (int64, N); an empty split is false."""
+    """Images (uint8, N,C,H,W) and their labels (int64, N) in memory. An empty split is falsy."""
 
     images: Tensor
     labels: Tensor
@@ -51,24 +47,28 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Rows of a map-style dataset of (image, label) pairs, read when they are needed."""
+    """Rows of a map-style dataset of (image, label) pairs, read on demand."""
 
     dataset: Dataset[Any]
     rows: Tensor
     shape: tuple[int, ...]
     """channels, height and width"""
     labels: Tensor | None = None
-    """of the rows, where they are known without reading"""
+    """labels of the rows; None if they are unknown before the items are read"""
     pixels: bool = True
-    """are images uint8, to be normalised, or floats that come as the network is to see them?"""
+    """True if images are uint8 and need normalization, False if they are floats that are used as they are"""
     where: str = "the dataset"
-    """what messages call it"""
+    """name of the dataset in error messages"""
     windows: bool = False
-    """may a part of an image be asked for, by (row, window) instead of the row?"""
+    """True if the dataset accepts (row, window) as an index and then reads a part of the image"""
 
     @classmethod
     def of(cls, dataset: Dataset[Any], where: str) -> Stream:
-        """All of a dataset of the user's; `where` names it in messages."""
+        """Wrap all rows of a user's dataset; `where` names it in error messages.
+
+        Reads the first item to find the shape and dtype of the images. Raises a DataError if that fails, or if the
+        dataset is empty or not map-style.
+        """
         kind = type(dataset)
         if isinstance(dataset, DataLoader) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
             raise DataError(
@@ -76,7 +76,7 @@ class Stream:
             )
         try:
             count = len(dataset)  # type: ignore[arg-type]
-            with same_chance(nn.Identity()):  # a look must not move the user's random numbers
+            with same_chance(nn.Identity()):  # Leave the user's random number generators as they are.
                 item = dataset[0] if count else None
         except Exception as error:
             raise DataError(f"{where}: its first item cannot be read: {failing_line(error)}") from error
@@ -93,12 +93,12 @@ class Stream:
         return replace(self, rows=self.rows[chosen], labels=labels)
 
     def spread(self, most: int) -> list[int]:
-        """Up to `most` of the rows, evenly spread."""
+        """Return up to `most` of the rows, evenly spaced."""
         return [int(row) for row in self.rows[:: -(-len(self) // most)]]
 
 
 def wrong_label(labels: Tensor, num_classes: int) -> str | None:
-    """What is wrong with labels of which one is no class.
+    """Describe a label outside of `0..num_classes - 1`; return None if there is none.
 
     >>> wrong_label(torch.tensor([0, 3]), 2)
     'label 3 is outside 0..1; count classes from 0, or set model.num_classes (it is 2)'
@@ -112,7 +112,7 @@ def wrong_label(labels: Tensor, num_classes: int) -> str | None:
 
 
 def check_item(item: Any, where: str) -> Tensor:
-    """The image of an item, which is an image with its label."""
+    """Return the image of an (image, label) pair; raise a DataError if the item is not a valid pair."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise DataError(f"{where}: an item is a {type(item).__name__}; give pairs of an image and its label")
     image, label = item
@@ -135,12 +135,13 @@ Batch = tuple[Tensor, Tensor]  # images and labels
 
 @dataclass(frozen=True)
 class Augment:
-    """Training order: shuffled, cropped at random after `crop` pixels of zero padding, half mirrored.
+    """How training batches are augmented; all of them are shuffled.
 
-    With a `scale` below 1 a window of at least that part of the image is looked at instead of all of it, where
-    images are read as they are needed.  With `cutout` a square of so many pixels a side is then blanked, its middle
-    anywhere in the image.  With `mixup` an image is blended with another of its batch, and their labels alike; what
-    it keeps of itself is drawn from Beta(mixup, mixup).
+    Images are cropped at random after `crop` pixels of zero padding, and with `flip` half of them are mirrored.
+    `cutout` blanks a square with sides of so many pixels, whose center is anywhere in the image. `mixup` blends
+    each image and its label with another of the batch; the image's own weight is drawn from Beta(mixup, mixup).
+    With a `scale` below 1 a random window of at least that fraction of the image is used instead of all of it,
+    which requires images that are read on demand.
     """
 
     crop: int = 0
@@ -151,7 +152,7 @@ class Augment:
 
 
 class How(TypedDict, total=False):
-    """The settings that all kinds of batches have."""
+    """Keyword arguments that all kinds of batches accept."""
 
     device: torch.device | str
     augment: Augment | None
@@ -160,12 +161,12 @@ class How(TypedDict, total=False):
 
 
 class Batches(ABC):
-    """The batches of a split on a device: normalised float images and their labels.
+    """Batches of a split on a device: normalized float images and their labels.
 
-    Labels are numbers of classes; where images are blended, the part of each of the `num_classes`.
-    With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is
-    the only one.  With `augment=None` it is one of evaluation: every image, in order, in every epoch.
-    Without `mean` and `std` images are taken as they come.
+    With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is the
+    only one. With `augment=None` it is one of evaluation: every image, in order. Labels are class indices or, with
+    mixup, one row of `num_classes` probabilities per image. Images are not normalized if `mean` and `std` are
+    empty.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Batches(ABC):
         self.augment = augment
         self.seed = seed
         self.device = torch.device(device)
-        # Pixels stay 0..255 until a batch is made, so the statistics are scaled instead of every batch.
+        # Pixels are in 0..255, so scale the statistics once instead of scaling every batch.
         self.mean, self.std = (
             torch.tensor([255.0 * value for value in values], device=self.device).view(-1, 1, 1)
             for values in (mean, std)
@@ -198,29 +199,29 @@ class Batches(ABC):
 
     @property
     def each(self) -> int:
-        """How many images a batch of training has."""
+        """Number of images in a training batch."""
         return min(self.batch_size, self.count)
 
     @abstractmethod
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of epoch number `index`, from number `first` on."""
+        """Yield the batches of epoch number `index`, from batch number `first` on."""
 
     def regrouped(self, batch_size: int, augment: Augment) -> Self:
-        """The same images in training batches of another size, or augmented otherwise."""
+        """Return batches of the same images with another batch size and augmentation; nothing is copied."""
         found = copy(self)
         found.batch_size, found.augment = batch_size, augment
         return found
 
     def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
-        """What one process of a team sees of an epoch, from batch number `first` on."""
+        """Yield the part of each batch of an epoch that belongs to a rank, from batch number `first` on."""
         for images, labels in self.epoch(index, first):
             yield team.part(images), team.part(labels)
 
     def draw(self, index: int) -> dict[str, Tensor]:
-        """All random choices of an epoch, one for each image: order, windows, and the arguments of `dressed`.
+        """Draw all random choices of an epoch, one row per image: order, windows, and the arguments of `dressed`.
 
-        A window is the part of the image's area that it has, and three numbers from 0 to 1: its shape from tall
-        to wide, and where it lies from left to right and from top to bottom.  All are drawn on the CPU, so that an
+        A window is four numbers: its fraction of the area of the image, and from 0 to 1 its shape from tall to
+        wide, and its position from left to right and from top to bottom. All numbers are drawn on the CPU, so an
         epoch is the same on every device.
         """
         augment, count = self.augment or Augment(), self.count
@@ -249,10 +250,11 @@ class Batches(ABC):
         middle: Tensor | None = None,
         own: Tensor | None = None,
     ) -> Batch:
-        """A batch as the network is trained on it, by its part of what was drawn.
+        """Crop, mirror, normalize, cut out and blend the images of a training batch.
 
-        That is the offsets of the images' crops, whether each is mirrored, where the middle of what is cut out of
-        it lies (a part of its height and of its width), and what a blend keeps of it.
+        `top` and `left` are the offsets of the crops, and `mirrored` tells which images are mirrored. `middle` is
+        the center of each cutout, as fractions of height and width, and `own` the weight of each image in its
+        blend.
         """
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
@@ -264,18 +266,19 @@ class Batches(ABC):
             images = images * _outside(middle, self.augment.cutout, images.shape[-2:])
         if own is None:
             return images, labels
-        # Their order is random already: the first goes with the last, the second with the last but one.
+        # The order is random already, so the first image is blended with the last, the second with the last but
+        # one.
         parts = F.one_hot(labels, self.num_classes).to(images.dtype)
         return _blended(images, own.view(-1, 1, 1, 1)), _blended(parts, own.view(-1, 1))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Images as the network sees them."""
+        """Convert images to floats and normalize them, if there are a mean and a deviation."""
         images = images.to(self.mean.dtype)
         return (images - self.mean) / self.std if self.mean.numel() else images
 
 
 class Resident(Batches):
-    """Batches of images that lie on the device."""
+    """Batches of images that are kept on the device."""
 
     def __init__(
         self, split: Split, batch_size: int, mean: Sequence[float], std: Sequence[float], **how: Unpack[How]
@@ -296,19 +299,19 @@ class Resident(Batches):
             yield self.take(**{name: choice[part] for name, choice in drawn.items()})
 
     def take(self, order: Tensor, *args: Tensor, **kwargs: Tensor) -> Batch:
-        """One batch from its part of what was drawn: the images' order, and what `dressed` makes of them."""
+        """Make one batch from its part of the result of `draw`: image indices, and the arguments of `dressed`."""
         return self.dressed(self.images[order], self.labels[order], *args, **kwargs)
 
 
 def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """From each image its own rows and columns: crop and mirror in one indexing."""
+    """Select rows and columns for each image, which crops and mirrors in one indexing operation."""
     image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
     return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
-    """0 in a square around each middle, of which the border may cut off a part, and 1 elsewhere."""
+    """Return 0 in a square around each `middle`, clipped at the borders, and 1 elsewhere, as N,1,H,W."""
     inside = []
     for part, size in zip(middle.unbind(1), shape, strict=True):
         first = (part * size).long() - side // 2

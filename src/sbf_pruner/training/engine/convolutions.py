@@ -1,17 +1,10 @@
-"""What was found to be quickest on a device, kept for the processes after this one.
+"""Convolutions with gradients that are fast for few channels, and a disk cache of the fastest kernels.
 
-A question enters, as words; the answer that an earlier process gave leaves, if there was one.  It lies beside what
-the compiler keeps, one small file each, so that runs which start together do not disturb one another's timing.
-Losing all of it costs the seconds it takes to measure again.
-
-Convolutions whose gradients suit few channels, for the captured engine.
-
-The gradient of the input of a convolution with stride 1 is itself a convolution, with the kernel turned round
-and the channels exchanged.  Written so, the compiler tunes it like any forward, where the library's own kernel
-for it is made for many more channels than a CIFAR network has.  The weights in the type the device computes
-in, as they are and turned, are made for all layers at once by two kernels a step: one at a time, 55 layers
-spend more on starting kernels than on the work.  Where there is Triton, a kernel of ours computes the gradients of
-weights, wherever it is the quicker one.
+The input gradient of a convolution with stride 1 is itself a convolution, with the kernel flipped and the channels
+exchanged. In this form the compiler tunes it like any forward, while the library's kernel for it is made for many
+more channels than a CIFAR network has. Two kernels per step cast and flip the weights of all layers at once: layer
+by layer, 55 layers spend more time on kernel launches than on the work. With Triton, a kernel of this package
+(`triton_kernels`) computes weight gradients wherever it is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +26,11 @@ from ...utils.user_model import Attached
 
 
 def recall(question: str) -> str | None:
-    """The answer that was kept, if any."""
+    """Return the answer that an earlier process stored for a question, if any.
+
+    Each answer is a small file in the cache folder of torch's compiler. Stored answers keep runs that start
+    together from disturbing each other's timings; losing them costs only the seconds it takes to measure again.
+    """
     with suppress(OSError, UnicodeDecodeError):
         asked, _, answer = _place(question).read_text("utf-8").partition("\n")
         if asked == question:
@@ -42,7 +39,7 @@ def recall(question: str) -> str | None:
 
 
 def keep(question: str, answer: str) -> None:
-    """Keep an answer; a folder that cannot be written to keeps none."""
+    """Store an answer for later processes; do nothing if the cache folder is not writable."""
     with suppress(OSError, RunError), replacing(_place(question)) as path:
         path.write_text(f"{question}\n{answer}\n", "utf-8")
 
@@ -51,13 +48,13 @@ def _place(question: str) -> Path:
     return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.txt"
 
 
-_ALIGNED = 64  # elements; a tensor that starts anywhere would be copied before a compiled kernel reads it
+_ALIGNED = 64  # elements; a compiled kernel would first copy a tensor that is not aligned
 
 
 class TunableConvolutions:
-    """While entered, the network's convolutions of stride 1 have gradients the compiler can tune.
+    """Context in which a network's convolutions with stride 1 have gradients that the compiler can tune.
 
-    They read their weights from copies in `dtype` that `refresh` makes; gradients go to the weights themselves.
+    They read copies of their weights in `dtype` that `refresh` updates; gradients go to the weights themselves.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
@@ -77,7 +74,7 @@ class TunableConvolutions:
         for module, weight, start in zip(self.modules, weights, starts, strict=True):
             filters, channels, height, width = weight.shape
             part = slice(start, start + weight.numel())
-            # Both in the order that channels_last means: filter, row, column, channel.
+            # Both are channels_last: filter, row, column, channel.
             cast = self._plain[part].view(filters, height, width, channels).permute(0, 3, 1, 2)
             turned = self._turned[part].view(channels, height, width, filters).permute(0, 3, 1, 2)
             numbers = torch.arange(part.start, part.stop).view(filters, height, width, channels)
@@ -98,17 +95,17 @@ class TunableConvolutions:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights anew."""
+        """Update the cast and the flipped copies of the weights."""
         if self.modules:
             torch._foreach_copy_(self._casts, self._weights)
             torch.index_select(self._plain, 0, self._places, out=self._turned)
 
 
 class _Tuned(Attached):
-    """What stands for one convolution's forward.
+    """Replaces the forward of one convolution.
 
-    A partial function would do, but a compiler writes down what it relies on, and would print the tensors with it,
-    row by row from the device.
+    This is no partial function, because the compiler writes down the values that it guards on, and would print the
+    tensors of a partial, row by row from the device.
     """
 
     def __init__(self, module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool) -> None:
@@ -152,7 +149,7 @@ class _Convolution(torch.autograd.Function):
 def _suits(module: nn.Conv2d) -> bool:
     return (
         "forward" not in module.__dict__
-        and "weight" in module._parameters  # and not made anew by a hook, as the old weight norm does
+        and "weight" in module._parameters  # not recomputed by a hook, as the old weight_norm does
         and module.stride == module.dilation == (1, 1)
         and module.groups == 1
         and module.bias is None
@@ -165,6 +162,6 @@ def _suits(module: nn.Conv2d) -> bool:
 def _has_kernel(module: nn.Conv2d, dtype: torch.dtype) -> bool:
     if not (module.weight.is_cuda and dtype in (torch.bfloat16, torch.float16) and find_spec("triton")):
         return False
-    from . import triton_kernels  # noqa: F401 (registers the operator; there is no Triton elsewhere)
+    from . import triton_kernels  # noqa: F401 (registers the operator; needs Triton)
 
     return module.kernel_size == (3, 3) and module.padding == (1, 1)

@@ -1,20 +1,9 @@
-"""Steps that the device repeats by itself: captured once as a CUDA graph, then replayed.
+"""Training and evaluation steps that are captured once as a CUDA graph and then replayed.
 
-Batches and a piece of work on one batch enter; sums over an epoch leave.  Learning rates of a whole epoch, and
-random choices where images lie on the device (`supply`), are laid there beforehand and a counter says which step it
-is, so that the host only says "again".  Capturing runs the step a few times to warm it up: everything it changed is
-put back before the first real one.  On the CPU the same steps are run one by one, for tests.
-
-How the images of a step come to where a captured step reads them.
-
-Batches enter; tensors that stay in their place leave, holding another batch at every step.  Images that lie on the
-device are picked there by the step itself; those that are read as they are needed are handed over before it.
-
-Compiled functions that share nothing with one another.
-
-torch keeps what it compiled with the code object of a function, for whoever calls it next.  Two networks of one
-process, dressed differently, would meet there: the second could be given what was made for the first, and after
-eight of them nothing would be compiled any more.  So every engine compiles copies of its functions.
+The learning rates of an epoch and, if the images are on the device, its random choices are copied to the device
+beforehand, and a counter on the device selects those of the current step, so the host only launches the graph.
+Capturing runs the step a few times to warm up, and then restores everything that these runs changed. On the CPU the
+same steps run without a graph, for tests.
 """
 
 from __future__ import annotations
@@ -39,12 +28,15 @@ _WARM_UPS = 3
 
 
 def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """One run of `once` as a graph; what cannot be compiled or captured is said with the way out."""
+    """Capture one run of `once` as a CUDA graph; `before_each` is called before every warm-up run and the capture.
+
+    A step that cannot be compiled or captured raises a RunError that names the alternative.
+    """
     try:
         return _captured(once, before_each)
     except (PruningError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # compilers fail in many ways, and a user's forward may wait for the host
+    except Exception as error:  # Compilers fail in many ways, and a user's forward may synchronize with the host.
         cause = (str(error).strip() or "no reason given").splitlines()[0]
         raise RunError(
             f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
@@ -53,7 +45,7 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
 
 
 def _captured(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """One run of `once` as a graph, after a few that warm it up and leave the random numbers as they were."""
+    """Capture one run of `once` after a few warm-up runs; the random state of the device is restored."""
     random = torch.cuda.get_rng_state()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -71,7 +63,7 @@ def _captured(once: Callable[[], None], before_each: Callable[[], Any]) -> torch
 
 
 class Changed:
-    """Everything a step changes, remembered so that warming it up leaves no trace."""
+    """Snapshot of all tensors that a step changes, to undo its warm-up runs."""
 
     def __init__(
         self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], more: Sequence[Tensor] = ()
@@ -83,14 +75,15 @@ class Changed:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore the snapshot in place."""
         for tensor, before in zip(self.tensors, self.before, strict=True):
             tensor.copy_(before)
         for parameter, held in self._held():
             before_state = self.state.get(parameter, {})
             for key, value in held.items():
                 if isinstance(value, Tensor):
-                    # A moment that did not exist is the same as one of zero: the step adds to it either way.
+                    # State that the optimizer created in the warm-up is reset to zero, which has the same effect as
+                    # no state.
                     value.copy_(before_state[key]) if key in before_state else value.zero_()
 
     def _held(self) -> list[tuple[Any, dict[str, Any]]]:
@@ -98,7 +91,10 @@ class Changed:
 
 
 class Step:
-    """One training step over the data of an epoch; `inside` is how the network is dressed while it runs."""
+    """A training step that is captured once and run for every batch of an epoch.
+
+    `inside` is the context in which the network runs, such as folded gates.
+    """
 
     def __init__(
         self,
@@ -121,7 +117,7 @@ class Step:
         self.images = kind(batches, self.at, self.team)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
-            with self.inside:  # a replay reads the same tensors wherever the model looks by then
+            with self.inside:  # A replay reads the tensors of the capture, so it does not need this context.
                 self.graph = capture(self._once, self.at.zero_)
             changed.undo()
 
@@ -132,9 +128,9 @@ class Step:
         after_step: AfterStep | None = None,
         begun: Begun = BEGINNING,
     ) -> Tally:
-        """Run all steps of an epoch, or those that are left.
+        """Run the steps of an epoch, or those that are left after `begun`.
 
-        The only waits for the device are for the three sums at its end, and whatever `after_step` asks of it.
+        The host synchronizes only to read the three sums at the end, and for whatever `after_step` does.
         """
         self.images.begin(index, begun.steps)
         if self.rate is not None:
@@ -148,7 +144,7 @@ class Step:
                 once()
                 if after_step is not None:
                     after_step(step, self.steps)
-        self.images.look_ahead(index + 1)  # while the device is busy
+        self.images.look_ahead(index + 1)  # Runs on the CPU while the device is busy.
         self.team.add_up(self.sums)
         loss, hits, penalty = (self.sums / self.seen).tolist()
         return Tally(loss, 100 * hits, penalty)
@@ -164,9 +160,9 @@ class Step:
 
 
 class Evaluation:
-    """A pass over all images of a split in order, in batches of one size.
+    """Evaluation of all images of a split in order, captured for batches of equal size.
 
-    The last batch is filled up with its last image; what is there only to fill up does not count.
+    The last batch is padded with its last image; the padding is not counted.
     """
 
     def __init__(
@@ -189,10 +185,10 @@ class Evaluation:
                 self.graph = capture(self._once, self.at.zero_)
 
     def run(self) -> Tally:
-        """Loss and accuracy over all images."""
+        """Return loss and accuracy over all images."""
         self.at.zero_()
         self.sums.zero_()
-        with self.inside:  # entering brings the gated pairs up to date
+        with self.inside:  # Entering recomputes the gated parameters.
             for _ in range(len(self.rows)):
                 self._once() if self.graph is None else self.graph.replay()
         self.team.add_up(self.sums)
@@ -203,7 +199,8 @@ class Evaluation:
     def _once(self) -> None:
         rows = self.rows.index_select(0, self.at)[0]
         chosen = rows.clamp_max(self.count - 1)
-        images, labels = self.batches.take(chosen, *[chosen] * 3)  # neither cropped nor mirrored
+        # Without augmentation the offsets and flags are not used.
+        images, labels = self.batches.take(chosen, *[chosen] * 3)
         losses, outputs = self.judge(images, labels)
         results = torch.stack([losses.double(), (outputs.argmax(1) == labels).double()])
         self.sums += (results * (rows < self.count)).sum(1)
@@ -215,7 +212,10 @@ def _clone(value: Any) -> Any:
 
 
 class Laid:
-    """All random choices of an epoch lie beside the images, and `at` says which step's are to be taken."""
+    """Batches that a captured step makes itself, from images on the device.
+
+    The random choices of an epoch are in fixed buffers on the device, and `at` selects those of the current step.
+    """
 
     def __init__(self, batches: Batches, at: Tensor, team: Team) -> None:
         assert isinstance(batches, Resident)
@@ -225,20 +225,20 @@ class Laid:
         self.next: tuple[int, dict[str, Tensor]] | None = None
 
     def begin(self, index: int, first: int = 0) -> None:
-        """Lay out what epoch number `index` has drawn; `at` says which step is the first."""
+        """Copy the random choices of epoch number `index` into the buffers; `at` already selects the first step."""
         drawn = self._draw(index) if self.next is None or self.next[0] != index else self.next[1]
         for name, held in self.drawn.items():
             held.copy_(drawn[name], non_blocking=True)
 
     def advance(self) -> None:
-        """Nothing: the step counts by itself."""
+        """Do nothing: the step itself advances `at`."""
 
     def look_ahead(self, index: int) -> None:
-        """Draw what the next epoch needs."""
+        """Draw the random choices of the next epoch on the CPU."""
         self.next = index, self._draw(index)
 
     def batch(self) -> Batch:
-        """This process's part of the batch, made by the step itself."""
+        """Return this rank's part of the batch, made by operations of the step itself."""
         images, labels = self.take(
             **{name: choice.index_select(0, self.at)[0] for name, choice in self.drawn.items()}
         )
@@ -253,7 +253,10 @@ class Laid:
 
 
 class Handed:
-    """Two tensors, into which every batch is copied before its step."""
+    """Batches that are copied into two fixed buffers on the device before each step.
+
+    A captured step reads these buffers, so their addresses never change.
+    """
 
     def __init__(self, batches: Batches, at: Tensor, team: Team) -> None:
         self.batches, self.team = batches, team
@@ -266,20 +269,20 @@ class Handed:
         self.coming: Iterator[Batch] = iter(())
 
     def begin(self, index: int, first: int = 0) -> None:
-        """Have the batches of epoch number `index` read, from number `first` on."""
+        """Start reading the batches of epoch number `index`, from number `first` on."""
         self.coming = self.batches.parts(index, self.team, first)
 
     def advance(self) -> None:
-        """Hand over the next batch."""
+        """Copy the next batch into the buffers."""
         images, labels = next(self.coming)
         self.images.copy_(images)
         self.labels.copy_(labels)
 
     def look_ahead(self, index: int) -> None:
-        """Nothing: batches are read ahead anyway."""
+        """Do nothing: batches are read ahead anyway."""
 
     def batch(self) -> Batch:
-        """This process's part of the batch, as it was handed over."""
+        """Return the buffers, which hold this rank's part of the batch."""
         return self.images, self.labels
 
 
@@ -288,12 +291,17 @@ Result = TypeVar("Result")
 
 
 def compiled(function: Callable[Given, Result], **settings: Any) -> Callable[Given, Result]:
-    """The function, or bound method, compiled for its caller alone."""
+    """Compile a copy of a function or bound method.
+
+    torch stores compiled code with the code object of a function. Two networks in one process, with different hooks
+    and gates, would share it: the second could run what was compiled for the first, and after eight networks
+    nothing would be compiled any more. A copy has its own code object.
+    """
     return cast("Callable[Given, Result]", torch.compile(own_code(function), **settings))
 
 
 def own_code(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same function or bound method, with a code object of its own.
+    """Return a copy of a function or bound method with its own code object.
 
     >>> def double(x): return 2 * x
     >>> own_code(double)(3), own_code(double).__code__ is double.__code__

@@ -1,25 +1,8 @@
-"""The inner loops: one epoch of weights, of scores or of both, and one pass of evaluation.
+"""Eager training engine: epochs of weights, scores or both, evaluation, optimizers, averages and distillation.
 
-A network and batches enter; plain numbers leave.  Losses and hits are summed on the device and read once an
-epoch, so nothing waits for the host between steps.  The learning rate is a tensor that is filled in place and
-the gates are too: a step holds no Python number that changes, and can be compiled or captured as it is.
-
-What trains the weights of a phase: an optimiser and, where the recipe asks for one, an average beside it.
-
-A network and a section of the recipe enter; a `Descent` leaves, fresh or as a checkpoint left it.  What holds: the
-learning rate is one tensor that is filled in place; a restored optimiser rounds as the one that was saved.
-
-A running average of a network while it trains: what is judged, and what a phase leaves.
-
-A network enters; beside it a second set of its tensors is kept, which every step draws a little towards the
-first.  Batch-norm statistics are averaged with the weights; counters are taken as they are.  What holds: an
-update is tensor operations alone, so it can be captured with the step it belongs to, and only the values of
-the network's tensors ever change, never the tensors themselves.
-
-Distillation: the dense network, as its own stage left it, teaches what is left of it.
-
-A frozen network, the weight of its opinion and a temperature enter; a loss leaves that mixes the labels'
-with the divergence from the teacher's soft answers.  The teacher sees the very images the student sees.
+Losses and hits are summed on the device and read once per epoch, so there is no host synchronization between steps.
+The learning rate and the gates are tensors that are filled in place: a step contains no Python number that changes,
+so it can be compiled or captured as it is.
 """
 
 from __future__ import annotations
@@ -43,19 +26,19 @@ from ..data.batches import Batches
 from ..device import lay_out
 from ..sections import OptimizerConfig
 
-AfterStep = Callable[[int, int], None]  # is told how many steps of how many are done
+AfterStep = Callable[[int, int], None]  # called with the number of steps done and of all steps of the epoch
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The part of an epoch of training that was done before the run was stopped."""
+    """The part of a training epoch that was done before the run was interrupted."""
 
     steps: int = 0
     sums: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """of loss, hits and penalty, over these steps"""
+    """sums of loss, hits and penalty over these steps"""
     seconds: float = 0.0
     random: tuple[Tensor, ...] = ()
-    """the states of torch's random streams, of the CPU and of the GPU in use"""
+    """states of torch's random number generators, of the CPU and of the GPU in use"""
 
 
 BEGINNING = Begun()
@@ -63,7 +46,7 @@ BEGINNING = Begun()
 
 @dataclass(frozen=True)
 class Tally:
-    """What an epoch came to: mean loss (without the penalty), accuracy in percent, the scores' penalty."""
+    """Result of an epoch: mean loss without the penalty, accuracy in percent, and mean penalty of the scores."""
 
     loss: float
     accuracy: float
@@ -71,7 +54,7 @@ class Tally:
 
     @property
     def finite(self) -> bool:
-        """Is every loss of the epoch a number?"""
+        """True if loss and penalty are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.penalty)
 
 
@@ -98,11 +81,11 @@ class Engine:
         self.device, self.dtype, self.order = torch.device(device), dtype, order
         self.pruner = pruner
         self.team = team or Team.present()
-        """the processes that share every batch"""
+        """ranks that share every batch"""
         self.after_step: AfterStep | None = None
         self.before_evaluation_batch: Callable[[], None] | None = None
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        """of loss, hits and penalty, over the steps of the present epoch of training"""
+        """sums of loss, hits and penalty over the steps of the current training epoch"""
 
     def train_epoch(
         self,
@@ -115,10 +98,10 @@ class Engine:
         average: Average | None = None,
         begun: Begun = BEGINNING,
     ) -> Tally:
-        """Train the weights for one epoch, or what is left of it; `rates` holds the learning rate of each step.
+        """Train the weights for one epoch, or for what is left of it; `rates` holds the learning rate of each step.
 
-        An optimiser is always used with the same smoothing, teacher and average.  Inside
-        `pruner.scoring(joint=True)` the scores are trained in the same steps.
+        Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
+        optimizer. Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
         self.network.train()
         scored = self._scored()
@@ -150,7 +133,7 @@ class Engine:
     def score_epoch(
         self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
     ) -> Tally:
-        """Train the scores for one epoch, or what is left of it, inside `pruner.scoring()`."""
+        """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
         self.network.train()
@@ -170,26 +153,29 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tally:
-        """Loss and accuracy over the batches, in evaluation mode."""
+        """Return loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(torch.zeros_like(self.sums))
         for images, labels in batches.parts(0, self.team):
             if self.before_evaluation_batch is not None:
                 self.before_evaluation_batch()
-            if len(labels):  # the last batch may be smaller than the team
+            if len(labels):  # The last batch may have fewer images than there are ranks.
                 outputs = self._forward(images)
                 sums.add(outputs, labels, F.cross_entropy(outputs, labels))
         return sums.tally(self.team)
 
     def recalibrate(self, batches: Batches, epoch: int, count: int) -> Callable[[], None]:
-        """Take batch-norm statistics anew, from the first `count` batches of an epoch; returns what undoes it."""
+        """Recompute batch norm statistics from the first `count` batches of an epoch.
+
+        Returns a function that restores the previous statistics.
+        """
         self.network.eval()
         with fresh_statistics(self.network) as undo:
             self.look(batches, epoch, count)
         return undo
 
     def look(self, batches: Batches, epoch: int, count: int) -> None:
-        """Pass the first `count` batches of an epoch through the network, for the norms to see."""
+        """Run the first `count` batches of an epoch through the network, to update the statistics of its norms."""
         for images, _ in islice(batches.epoch(epoch), count):
             self._forward(images)
 
@@ -197,12 +183,12 @@ class Engine:
         self.team.average([p.grad for p in self.network.parameters() if p.grad is not None])
 
     def _agree(self, average: Average | None) -> None:
-        """Every process has seen other images: let all have the same statistics of norms, and averages of them."""
+        """Average the statistics of norms, and the moving average, over all ranks, which see different images."""
         held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
         self.team.average([*held, *([] if average is None else average.tensors)])
 
     def _scored(self) -> Pruner | None:
-        """The pruner, if it is in a phase that trains its scores."""
+        """Return the pruner if it is in a phase that trains its scores, otherwise None."""
         return None if self.pruner is None or self.pruner.optimizer is None else self.pruner
 
     def _forward(self, images: Tensor) -> Tensor:
@@ -212,7 +198,7 @@ class Engine:
         return self._computed(teacher.answers, images)
 
     def _computed(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-        """What a network says of images, computed in the engine's type and with maps in its order."""
+        """Apply a network in the engine's dtype and memory format; the outputs are float32."""
         images, lower = images.contiguous(memory_format=self.order), self.dtype != torch.float32
         with torch.autocast(self.device.type, self.dtype, enabled=lower):
             outputs = function(images.to(self.dtype) if lower else images)
@@ -220,7 +206,7 @@ class Engine:
 
 
 def hits(outputs: Tensor, labels: Tensor) -> Tensor:
-    """How many images were told right; one that is blended counts as the class it has most of.
+    """Count the images that are classified correctly; a blended image belongs to its most probable class.
 
     >>> hits(torch.eye(3), torch.tensor([0, 1, 1])), hits(torch.eye(2), torch.tensor([[0.6, 0.4], [0.7, 0.3]]))
     (tensor(2), tensor(1))
@@ -229,7 +215,7 @@ def hits(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Running sums on the device: loss, hits and penalty, each weighted by the batch."""
+    """Running sums of loss, hits and penalty on the device; loss and penalty are weighted by batch size."""
 
     def __init__(self, held: Tensor, begun: Begun = BEGINNING, batches: Batches | None = None) -> None:
         self.held = held.copy_(torch.tensor(begun.sums, dtype=held.dtype))
@@ -237,7 +223,8 @@ class _Sums:
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)
-        self.held[0] += count * loss.detach().double()  # in float32 a batch of 24 would be rounded
+        # In float32 the product with a batch size of 24 would be rounded.
+        self.held[0] += count * loss.detach().double()
         self.held[1] += hits(outputs, labels)
         if penalty is not None:
             self.held[2] += count * penalty.detach().double()
@@ -253,7 +240,7 @@ class _Sums:
 
 @dataclass
 class Descent:
-    """The optimiser of a phase and the running average of what it trains."""
+    """Optimizer of a phase and, if the recipe asks for it, the moving average of what it trains."""
 
     optimizer: torch.optim.Optimizer
     average: Average | None = None
@@ -266,7 +253,7 @@ class Descent:
         optimizer: dict[str, Any] | None = None,
         average: dict[str, Any] | None = None,
     ) -> Descent:
-        """One for a phase that begins, or, with the two states of a checkpoint, for one that goes on."""
+        """Create both for a new phase or, with the two states of a checkpoint, for one that is resumed."""
         made = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
         if optimizer is not None:
             restore_optimizer(made.optimizer, optimizer)
@@ -275,25 +262,25 @@ class Descent:
         return made
 
     def settle(self) -> None:
-        """Make the network its average for good, at the end of a phase."""
+        """Replace the network's tensors by their average, at the end of a phase, and drop the average."""
         if self.average is not None:
             self.average.take_over()
             self.average = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state that a checkpoint stores."""
         average = None if self.average is None else self.average.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "average": average}
 
 
 def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """A fresh optimiser over the parameters that are trained, with its learning rate in a tensor."""
+    """Create an optimizer over the parameters that require gradients, with its learning rate in a tensor."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     on_cuda = trained[0].is_cuda
     rate: Any = torch.tensor(config.lr, device=trained[0].device)
     groups: list[dict[str, Any]] = [{"params": trained}]
     if not config.decay_all:
-        # Scales, shifts and biases are the vectors among the parameters.
+        # Scales and shifts of norms, and biases, are the parameters with one dimension.
         matrices = [parameter for parameter in trained if parameter.dim() > 1]
         vectors = [parameter for parameter in trained if parameter.dim() <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -313,10 +300,10 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state and lay its tensors out as the parameters are: a file holds them channels first.
+    """Load a state dict into an optimizer, and give its tensors the memory format of the parameters.
 
-    An element-wise step rounds the same either way only if it walks over both in the same order.  The rate
-    stays the one tensor, on the optimiser's own device, that all groups were made with.
+    A file stores tensors channels first, and an element-wise step rounds identically only if it walks over both in
+    the same order. The learning rate stays the single tensor, on the optimizer's own device, that all groups share.
     """
     rate = optimizer.param_groups[0]["lr"]
     optimizer.load_state_dict(for_this_device(state, optimizer))
@@ -329,16 +316,18 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate without changing any Python number the step depends on."""
+    """Set the learning rate in place, without changing any Python number that the step depends on."""
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
 
 
 class Average:
-    """The exponential moving average of a network's parameters and buffers.
+    """Exponential moving average of a network's parameters and floating-point buffers.
 
-    It starts as a copy, and with a small decay that grows to `decay` over the first steps, so that what the
-    network was at the start is soon forgotten.
+    It starts as a copy, with a small decay that grows to `decay` over the first steps, so that the initial values
+    are soon forgotten. Batch norm statistics are averaged with the weights; integer buffers such as counters are
+    not. An update consists of tensor operations only, so it can be captured with its step, and only the values of
+    the network's tensors ever change, never the tensors themselves.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> average = Average(net, decay=0.5)
@@ -367,7 +356,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Draw the average towards the network."""
+        """Move the average towards the current values of the network."""
         self.steps += 1
         towards = 1 - (self.steps / (9 + self.steps)).clamp(max=self.decay)
         change = torch._foreach_sub(self._now, self._average)
@@ -376,7 +365,7 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While entered, the network is its average."""
+        """Context in which the network's tensors hold the average."""
         before = [tensor.clone() for tensor in self._now]
         self.take_over()
         try:
@@ -386,32 +375,35 @@ class Average:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Make the network its average for good."""
+        """Copy the average into the network for good."""
         torch._foreach_copy_(self._now, self._average)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how many steps are in it."""
+        """Return the average and the number of updates."""
         return {"average": dict(zip(self._names, self._average, strict=True)), "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state, in place."""
+        """Restore a state in place."""
         for name, tensor in zip(self._names, self._average, strict=True):
             tensor.copy_(state["average"][name])
         self.steps.copy_(state["steps"])
 
 
 class Teacher:
-    """A network that is only listened to: in evaluation mode, without gradients."""
+    """A network whose outputs are distilled into another; it runs without gradients.
+
+    It must be in evaluation mode, and gets the same augmented images as the student.
+    """
 
     def __init__(self, network: nn.Module, alpha: float, temperature: float, *, mirrored: bool = False) -> None:
         self.network, self.temperature, self.mirrored = network, temperature, mirrored
         device = next((parameter.device for parameter in network.parameters()), None)
-        # Filled in place as it fades: a captured step sees that.
+        # Filled in place when distillation fades, so that a captured step sees the new value.
         self.alpha = torch.tensor(alpha, device=device)
 
     def answers(self, images: Tensor) -> Tensor:
-        """The teacher's logits; where it looks at mirror images too, the mean of both.
+        """Return the teacher's logits; with `mirrored`, the mean over images and their mirror images.
 
         >>> Teacher(nn.Flatten(), 0.5, 4.0, mirrored=True).answers(torch.tensor([[[[1.0, 3.0]]]]))
         tensor([[2., 2.]])
@@ -424,7 +416,7 @@ class Teacher:
         return outputs.unflatten(0, (2, -1)).mean(0) if self.mirrored else outputs
 
     def mixed(self, loss: Tensor, outputs: Tensor, answers: Tensor) -> Tensor:
-        """`(1 - alpha) loss + alpha T^2 KL(teacher || student)`; T^2 keeps the gradient's size as T grows.
+        """Return `(1 - alpha) loss + alpha T^2 KL(teacher || student)`; T^2 keeps the gradient's size as T grows.
 
         >>> same = torch.tensor([[1.0, 2.0]])
         >>> Teacher(nn.Identity(), 0.5, 4.0).mixed(torch.tensor(3.0), same, same)

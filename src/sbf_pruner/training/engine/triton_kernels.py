@@ -1,19 +1,10 @@
-"""Which of several ways to compute the same thing is the quickest on this device.
+"""Triton kernel for the weight gradient of 3x3 convolutions with few channels, and selection of the fastest kernel.
 
-Pieces of work enter, the first of them trusted; the quickest that agrees with it leaves, and is remembered, here
-and for other processes.  A way that cannot be taken here, or that comes to something else, is not taken: a kernel
-is as good as the compiler that made it.
-
-The weight gradient of a 3x3 convolution with few channels, as one small matrix product over all pixels.
-
-The map that entered a convolution and the gradient of the one that left it enter, in bfloat16 or float16 with
-the channels last; the gradient of the weight leaves, in float32.  A library's kernels for this are made for
-hundreds of channels and mostly wait with 16.  Here the window is folded into the product: the map is read at
-the three rows of the window side by side, the gradient at its three columns, and all nine parts of the result
-are blocks of one product, which is large enough for the chip's matrix units.  Every program walks over its own
-stretch of pixels; the programs' sums are then added in a fixed order, so equal inputs give equal bits.  The
-first call at each shape tries the ways to do it, the library's included, and keeps the quickest that agrees
-with the library.  Needs Triton and a CUDA device; `convolutions` imports this only where both are there.
+A library's kernels for this are made for hundreds of channels and mostly idle with 16. Here the window is folded
+into one matrix product: the input is read at the three rows of the window side by side, the output gradient at its
+three columns, and all nine parts of the result are blocks of a product large enough for the tensor cores. Every
+program handles its own range of pixels; their sums are added in a fixed order, so equal inputs give equal bits.
+Needs Triton and a CUDA device; `convolutions` imports this module only where both exist.
 """
 
 from __future__ import annotations
@@ -35,15 +26,17 @@ from .convolutions import keep, recall
 Candidate = TypeVar("Candidate")
 Work = Callable[[], Tensor]
 
-_AGREES = 0.02  # of the norm: what is trusted may round its result to bfloat16
-_IMPOSSIBLE = (RuntimeError, triton.TritonError)  # too few registers here, or too little shared memory
-_HEAD_START = 10_000_000  # cycles the device idles while the host lines up what is timed: it is slower to launch
+_AGREES = 0.02  # largest accepted difference, relative to the norm: the trusted result may be rounded to bfloat16
+_IMPOSSIBLE = (RuntimeError, triton.TritonError)  # The device has too few registers or too little shared memory.
+# Cycles that the device sleeps while the host queues the timed launches, which take longer than the work
+_HEAD_START = 10_000_000
 
 
 class Choices(Generic[Candidate]):
-    """What was found to be quickest, for each size and type of a layer's map and each number of its filters.
+    """The fastest candidate found for each shape, dtype and device of an input and number of filters.
 
-    `source` is the file of the kernels: what was remembered of others says nothing about them.
+    Choices are stored for other processes. `source` is the file of the kernels: stored choices are used only for
+    identical kernels.
     """
 
     def __init__(self, trusted: Candidate, source: str) -> None:
@@ -52,14 +45,17 @@ class Choices(Generic[Candidate]):
         self._made: dict[tuple[torch.Size, int, torch.dtype, torch.device], Candidate] = {}
 
     def choose(self, x: Tensor, filters: int, works: Mapping[Candidate, Work]) -> Candidate:
-        """The way for such a layer; the first call with one tries all ways, unless it is being captured."""
+        """Return the candidate for a layer; the first call measures all of them.
+
+        During graph capture nothing is measured, and a layer without a choice uses the trusted candidate.
+        """
         layer = (x.shape, filters, x.dtype, x.device)
         if layer not in self._made and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._made[layer] = self._found(x, filters, works)
         return self._made.get(layer, self.trusted)
 
     def told(self) -> dict[str, str]:
-        """All choices so far, for a benchmark to tell."""
+        """Return all choices so far as text, for benchmarks."""
         return {f"{tuple(layer[0])} to {layer[1]}": str(way) for layer, way in self._made.items()}
 
     def _found(self, x: Tensor, filters: int, works: Mapping[Candidate, Work]) -> Candidate:
@@ -76,7 +72,7 @@ class Choices(Generic[Candidate]):
 
 
 def quickest(works: Mapping[Candidate, Work]) -> Candidate:
-    """The way that takes the least time, of those whose result is that of the first."""
+    """Return the fastest candidate whose result agrees with that of the first, which is trusted."""
     ways = list(works)
     trusted = works[ways[0]]()
     times = {way: seconds(works[way]) for way in ways if way == ways[0] or _agrees(works[way], trusted)}
@@ -88,13 +84,16 @@ def _agrees(work: Work, trusted: Tensor) -> bool:
         found = work()
     except _IMPOSSIBLE:
         return False
-    return float((found - trusted).norm()) <= _AGREES * float(trusted.norm())  # never true of what is no number
+    return float((found - trusted).norm()) <= _AGREES * float(trusted.norm())  # False for NaN.
 
 
 def seconds(work: Work, repeats: int = 10, rounds: int = 3) -> float:
-    """How long it takes on the device, in the best of some rounds: others may use it too; forever if impossible."""
+    """Return the device time of one run, in the best of several rounds, as others may use the device too.
+
+    Returns infinity if the work cannot run on this device.
+    """
     try:
-        for _ in range(3):  # compiles it, and lets the library choose for itself
+        for _ in range(3):  # Compile the kernels, and let the library choose its algorithm.
             work()
         return min(_round(work, repeats) for _ in range(rounds)) / repeats
     except _IMPOSSIBLE:
@@ -112,14 +111,14 @@ def _round(work: Work, repeats: int) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-_LARGEST = 128 * 128  # numbers of the product that a program can hold in registers
-_SMALL = 64 * 64  # so many need only half of the registers
+_LARGEST = 128 * 128  # elements of the product that a program can hold in registers
+_SMALL = 64 * 64  # this many need only half of the registers
 
 
 class Way(NamedTuple):
-    """How to compute it: rows of the window a program takes on, how many steps ahead it loads, and programs.
+    """Configuration of the kernel: rows of the window per program, pipeline stages of its loads, and programs.
 
-    Programs are counted for each multiprocessor and row of the window that is left to another program.
+    `programs` is the number per multiprocessor, over all rows of the window.
     """
 
     rows: int
@@ -132,10 +131,10 @@ CHOICES = Choices(LIBRARY, __file__)
 
 
 def ways(x: Tensor, filters: int) -> list[Way]:
-    """The ways there are for such a map: all rows at once where that fits, else a program for each.
+    """Return the configurations to try: all rows of the window in one program where that fits, else one per row.
 
-    What is loaded ahead waits in shared memory.  What is not goes through the cache beside it, which windows that
-    overlap hit, and needs more programs that wait in turns.
+    Data that is loaded ahead is held in shared memory. Other loads go through the L1 cache, which overlapping
+    windows hit, and need more programs to hide their latency.
     """
     whole, row = (_product(rows, x.shape[1], filters) for rows in (3, 1))
     if row > _LARGEST or not _small_enough(x, filters):
@@ -151,12 +150,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     C_UNIT: tl.constexpr, F_UNIT: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    # Widths come as a count of units: so the compiler knows what divides them, and loads whole vectors, without
-    # being asked again for every width.
+    # Channel counts are passed as multiples of a unit, so that the compiler knows what divides them and vectorizes
+    # the loads, without a compilation for every count.
     C = c_units * C_UNIT
     N_F = f_units * F_UNIT
     program = tl.program_id(0)
-    # Three rows of the window need room for four: sizes are powers of two. The fourth is masked.
+    # Sizes are powers of two, so three rows of the window take the room of four. The fourth is masked.
     place_x = tl.arange(0, 4 * BC if ROWS == 3 else BC)
     place_y = tl.arange(0, 4 * BF)
     c, f = place_x % BC, place_y % BF
@@ -171,7 +170,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         inside = (at < pixels)[:, None]
         row = ((at // WIDTH) % HEIGHT)[:, None] + down[None, :]
         column = (at % WIDTH)[:, None] - right[None, :]
-        # The map `down` rows below a pixel meets the gradient `right` columns left of it.
+        # The input `down` rows below a pixel is multiplied by the gradient `right` columns left of it.
         x = tl.load(
             x_ptr + at[:, None] * C + (down * WIDTH * C + c)[None, :],
             mask=inside & seen[None, :] & (row >= 0) & (row < HEIGHT),
@@ -183,7 +182,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         product = tl.dot(tl.trans(x), dy, product)
-    # Laid out as a weight with its channels last is: filter, row, column, channel.
+    # Store in the layout of a channels_last weight: filter, row, column, channel.
     window = (down[:, None] + 1) * 3 + right[None, :] + 1
     place = program * 9 * C * N_F + f[None, :] * (9 * C) + window * C + c[:, None]
     tl.store(sums_ptr + place, product, mask=seen[:, None] & asked[None, :])
@@ -202,7 +201,11 @@ def _add_up(sums_ptr, result_ptr, programs, size, ROWS: tl.constexpr, COLUMNS: t
 
 @torch.library.custom_op("sbf_pruner::weight_gradient", mutates_args=())
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of the weight of conv2d(x, weight, padding=1), a 3x3 kernel with stride 1."""
+    """Return the weight gradient of `conv2d(x, weight, padding=1)` for a 3x3 kernel with stride 1, in float32.
+
+    `x` and the output gradient `dy` are bfloat16 or float16. The first call for each shape measures all ways to
+    compute it, including the library's, and selects the fastest one that agrees with the library.
+    """
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     works = {way: partial(compute, x, dy, way) for way in ways(x, dy.shape[1])}
     return works[CHOICES.choose(x, dy.shape[1], works)]()
@@ -214,7 +217,7 @@ def _(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
-    """The gradient, in the given way; both maps have their channels last."""
+    """Compute the weight gradient with a given configuration; `x` and `dy` are channels_last."""
     images, channels, height, width = x.shape
     filters, result = dy.shape[1], _empty(x, dy)
     if way == LIBRARY:
@@ -240,12 +243,12 @@ def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
 
 
 def _product(rows: int, channels: int, filters: int) -> int:
-    """How many numbers the product of a program has."""
+    """Return the number of elements of the product of one program."""
     return _tile(channels) * (4 if rows == 3 else 1) * 4 * _tile(filters)
 
 
 def _small_enough(x: Tensor, filters: int) -> bool:
-    """Do places in a layer's maps fit the 32 bits that the kernel counts with?"""
+    """Return True if all offsets into the input and the output gradient fit the kernel's 32-bit integers."""
     return max(x.shape[1], filters) * (x.numel() // x.shape[1]) < 2**31
 
 
@@ -254,7 +257,7 @@ def _multiprocessors(x: Tensor) -> int:
 
 
 def _tile(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())  # the chip multiplies matrices of at least 16 x 16
+    return max(16, 1 << (count - 1).bit_length())  # Tensor cores multiply matrices of at least 16 x 16.
 
 
 def _empty(x: Tensor, dy: Tensor) -> Tensor:
