@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sbf_pruner.models import BasicBlock, ResNet
 from sbf_pruner.models import resnet20 as plain_resnet20
-from sbf_pruner.modules import GatePlace
+from sbf_pruner.modules import GatePoint
 
 
 class Block(BasicBlock):
@@ -22,7 +22,7 @@ class Block(BasicBlock):
         nn.Module.__init__(self)
         for name, part in block.named_children():
             setattr(self, name, part)
-        self.place = GatePlace(block.conv2.out_channels)
+        self.place = GatePoint(block.conv2.out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.relu(self.bn1(self.conv1(x)))

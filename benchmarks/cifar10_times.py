@@ -20,7 +20,7 @@ from saving import save_result
 
 from sbf_pruner import Plan
 from sbf_pruner.graph import trace
-from sbf_pruner.measurement import Pairs, here, read_model, same_place
+from sbf_pruner.measurement import PlanTimer, comparable_conditions, conditions_here, read_model
 from sbf_pruner.models import resolve
 
 HERE = Path(__file__).resolve().parent
@@ -37,10 +37,10 @@ def main() -> int:
     network, example = resolve("resnet56").eval(), torch.zeros(1, 3, 32, 32)
     clock = read_model(str(CLOCK), trace(network, example))
     held = clock.conditions
-    if not same_place(held, here(held.runtime, held.batch, held.threads)):
+    if not comparable_conditions(held, conditions_here(held.runtime, held.batch, held.threads)):
         print(f"{CLOCK.name} was measured elsewhere ({held.told()}); make one: sbf latency resnet56 --out FILE")
         return 2
-    pairs = Pairs(network, example, held)
+    pairs = PlanTimer(network, example, held)
     found: list[dict[str, Any]] = []
     for run in (run for run in read_runs(Path(args.jobs), Path(args.root), []) if run.finished):
         plan = Plan.load(run.folder / "plan.json")

@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 
 from sbf_pruner import Plan, Pruner, extract, measure, trace
 from sbf_pruner.graph import ChannelGraph
-from sbf_pruner.modules import Adapted
-from sbf_pruner.utils import other_sizes
+from sbf_pruner.modules import RemappedModule
+from sbf_pruner.utils import resized_inputs
 
 TOLERANCE = 1e-10
 KEEP = (0.7, 0.5, 0.2)
@@ -123,7 +123,7 @@ def connected(graph: ChannelGraph, masks: Masks, rng: np.random.Generator) -> Ma
         for name in rng.permutation(empty)[: (len(empty) + 1) // 2]:
             masks[name][rng.integers(masks[name].size)] = True
         if not empty:  # filters are left, but meet nothing: the factors of a product
-            for name in graph.lifelines(masks):
+            for name in graph.disconnecting_layers(masks):
                 masks[name][:] = True
     return masks
 
@@ -180,7 +180,7 @@ def _removable(model: nn.Module, images: Tensor, graph: ChannelGraph) -> dict[st
         small = dict(extract(numbered, images.float(), plan, graph).named_modules())
         for name, (width, axis) in widths.items():
             module = small[name]
-            module = module.module if isinstance(module, Adapted) else module
+            module = module.module if isinstance(module, RemappedModule) else module
             weight = module._parameters.get("weight")
             there = np.zeros(width, bool)
             if weight is not None:
@@ -213,7 +213,7 @@ def worst(errors: list[float]) -> float:
 @torch.no_grad()
 def other_images(model: nn.Module, images: Tensor) -> Tensor | None:
     """Images and a batch of another size, or None if the network takes images of one size only."""
-    for others in other_sizes(images):
+    for others in resized_inputs(images):
         with suppress(Exception):
             model(others)
             return torch.randn_like(others)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner, measure
 from sbf_pruner.models import resolve
-from sbf_pruner.training import Machine, OptimizerConfig
-from sbf_pruner.training.data import Augment, Resident, Split
-from sbf_pruner.training.engine import CapturedEngine, Engine, Tally, captured, make_engine, make_optimizer
+from sbf_pruner.training import ComputeConfig, OptimizerConfig
+from sbf_pruner.training.data import Augment, DeviceBatches, Split
+from sbf_pruner.training.engine import CapturedEngine, Engine, EpochResult, captured, make_engine, make_optimizer
 
 LIMITS = {  # at most, or at least where a ratio says how many times as fast
     "weight_step_ms": ("most", 5.0),
@@ -100,11 +100,11 @@ def run(
     """The sections' figures, one after another."""
     if "plain" in sections:
         # The loop anyone would write: eager, in bfloat16 where that is safe, with the data on the device.
-        plain = Machine(device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        plain = ComputeConfig(device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
         yield {"plain": time_engine(plain, setting, setting.eager_steps)}
         release()
     if "captured" in sections:
-        fast = Machine(device, captured=True, dtype=torch.bfloat16)
+        fast = ComputeConfig(device, captured=True, dtype=torch.bfloat16)
         yield {"captured": time_engine(fast, setting, setting.steps, dissected=True)}
         yield {"chosen": chosen_ways()}
         release()
@@ -140,7 +140,7 @@ def goals(figures: dict[str, Any]) -> dict[str, float]:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def time_engine(machine: Machine, setting: Setting, steps: int, *, dissected: bool = False) -> dict[str, Any]:
+def time_engine(machine: ComputeConfig, setting: Setting, steps: int, *, dissected: bool = False) -> dict[str, Any]:
     """Milliseconds of a weight step and of a score step on the dense network, and seconds of an evaluation.
 
     Where it is dissected, also what kinds of kernels the time of a step goes to.
@@ -180,7 +180,7 @@ def weight_steps(engine: Engine, setting: Setting, steps: int, *, dissected: boo
     batches = made_up(setting, setting.batch * steps, engine.device)
     optimizer = make_optimizer(engine.network, OptimizerConfig(lr=0.1))
 
-    def epoch(index: int) -> Tally:
+    def epoch(index: int) -> EpochResult:
         return engine.train_epoch(batches, index, optimizer, [1e-3] * steps)
 
     first, times = timed_epochs(epoch, setting.repeats, engine.device)
@@ -188,7 +188,9 @@ def weight_steps(engine: Engine, setting: Setting, steps: int, *, dissected: boo
     return found | ({"weight_kernels": dissect(lambda: epoch(0), steps, engine.device)} if dissected else {})
 
 
-def timed_epochs(epoch: Callable[[int], Tally], repeats: int, device: torch.device) -> tuple[float, list[float]]:
+def timed_epochs(
+    epoch: Callable[[int], EpochResult], repeats: int, device: torch.device
+) -> tuple[float, list[float]]:
     """Seconds of the first epoch, which compiles what there is to compile, and of those after it."""
     seconds = []
     for index in range(repeats + 1):
@@ -238,12 +240,12 @@ def chosen_ways() -> dict[str, str]:
     return {} if kernel is None else kernel.CHOICES.told()
 
 
-def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> Resident:
+def made_up(setting: Setting, count: int, device: torch.device, *, training: bool = True) -> DeviceBatches:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, setting.side, setting.side), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (count,), generator=random))
     augment = Augment(crop=setting.side // 8, flip=True) if training else None
-    return Resident(split, setting.batch, (0.5,) * 3, (0.25,) * 3, device=device, augment=augment)
+    return DeviceBatches(split, setting.batch, (0.5,) * 3, (0.25,) * 3, device=device, augment=augment)
 
 
 def release() -> None:
@@ -267,8 +269,8 @@ def compare_engines(setting: Setting, device: torch.device, dtype: torch.dtype) 
             torch.backends.cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
         of_plain = dtype if device.type == "cuda" else torch.float32
-        plain = short_run(Machine(device, dtype=of_plain), setting)
-        fast = short_run(Machine(device, captured=True, dtype=dtype), setting)
+        plain = short_run(ComputeConfig(device, dtype=of_plain), setting)
+        fast = short_run(ComputeConfig(device, captured=True, dtype=dtype), setting)
     finally:
         torch.backends.cudnn.allow_tf32 = before[0]
         torch.set_float32_matmul_precision(before[1])
@@ -282,7 +284,7 @@ def compare_engines(setting: Setting, device: torch.device, dtype: torch.dtype) 
     }
 
 
-def short_run(machine: Machine, setting: Setting) -> tuple[list[Tally], Tensor]:
+def short_run(machine: ComputeConfig, setting: Setting) -> tuple[list[EpochResult], Tensor]:
     """Weights, scores, gated weights, evaluation; what every epoch came to, and all weights at the end."""
     torch.manual_seed(0)
     device = machine.device

@@ -23,8 +23,8 @@ from speed import PLAN, resnet50, resnet56
 
 from sbf_pruner.compare import Subject
 from sbf_pruner.measurement import measure
-from sbf_pruner.runtimes import FORMS, Deployable, fastest, ready, written
-from sbf_pruner.utils import compared, take_turns, using_threads
+from sbf_pruner.runtimes import FORMS, CapturedNetwork, make_forms, make_runner, min_times
+from sbf_pruner.utils import median_ratio, time_interleaved, torch_threads
 
 NETWORKS = {"resnet56": (resnet56, (1, 64)), "resnet50": (resnet50, (8,))}
 TARGETS = ("onnxruntime", "eager")
@@ -39,24 +39,24 @@ def forms_of(subject: Subject, target: str, batch: int, threads: int, rounds: in
         calls: dict[str, dict[str, Any]] = {}
         macs = {}
         for side, network in (("dense", subject.dense), ("compact", subject.compact)):
-            made = written(Deployable(network, subject.example), named)
+            made = make_forms(CapturedNetwork(network, subject.example), named)
             calls[side] = {
-                name: ready(form, inputs, target, threads, Path(folder) / f"{side}-{index}.onnx")
+                name: make_runner(form, inputs, target, threads, Path(folder) / f"{side}-{index}.onnx")
                 for index, (name, form) in enumerate(made.items())
             }
             macs |= {name: measure(form, subject.example).macs for name, form in made.items()}
-        tried = fastest(calls["dense"], TRIAL)
+        tried = min_times(calls["dense"], TRIAL)
         dense = min(tried, key=tried.__getitem__)
         # The network as it was saved stands beside its forms.
-        as_saved = ready(subject.compact, inputs, target, threads, Path(folder) / "saved.onnx")
-        taken = take_turns({"dense": calls["dense"][dense], "as saved": as_saved, **calls["compact"]}, rounds)
+        as_saved = make_runner(subject.compact, inputs, target, threads, Path(folder) / "saved.onnx")
+        taken = time_interleaved({"dense": calls["dense"][dense], "as saved": as_saved, **calls["compact"]}, rounds)
     return {
         "target": target,
         "batch": batch,
         "dense_form": dense,
         "milliseconds": {name: 1e3 * sorted(times)[len(times) // 2] for name, times in taken.items()},
         "macs": macs,
-        "speedup": {n: asdict(compared(taken["dense"], times)) for n, times in taken.items() if n != "dense"},
+        "speedup": {n: asdict(median_ratio(taken["dense"], times)) for n, times in taken.items() if n != "dense"},
     }
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of ResNet-56 in eager torch, nothing saved")
     args = parser.parse_args()
     found: dict[str, Any] = {}
-    with using_threads(args.threads):
+    with torch_threads(args.threads):
         for name in ["resnet56"] if args.quick else args.networks.split(","):
             build, batches = NETWORKS[name]
             torch.manual_seed(0)

@@ -44,7 +44,7 @@ def rows(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     images, channels, filters, height, width = shape
     x, dy = (made_up(images, count, height, width) for count in (channels, filters))
     wanted = expected(x, dy)
-    for way in triton_kernels.ways(x, filters):
+    for way in triton_kernels.candidate_configs(x, filters):
         limit = ROUNDED if way == triton_kernels.LIBRARY else EXACT
         yield row(shape, f"gradient {tuple(way)}", partial(triton_kernels.compute, x, dy, way), wanted, limit)
     triton_kernels.weight_gradient(x, dy)  # the training's own choice, told at the end

@@ -18,22 +18,22 @@ from quiet import wait
 from saving import save_result
 
 from sbf_pruner import Budget, Plan, Pruner
-from sbf_pruner.budget import Aim, Guards
+from sbf_pruner.budget import Constraints, Selector
 from sbf_pruner.graph import ChannelGraph, network_cost, trace
 from sbf_pruner.measurement import (
-    WAYS,
+    COUPLINGS,
     LatencyModel,
-    Pairs,
-    choose_way,
+    PlanTimer,
+    choose_coupling,
+    conditions_here,
+    constraints_for,
     from_dict,
-    get_model,
-    guarded,
-    here,
-    made_up,
+    load_or_calibrate,
+    synthetic_scores,
 )
 from sbf_pruner.models import resolve
-from sbf_pruner.training import Timed, coupling
-from sbf_pruner.utils import load
+from sbf_pruner.training import LatencyTarget, pruner_options
+from sbf_pruner.utils import busy_cores
 
 RUNTIMES = ("onnxruntime", "torch")
 TARGETS = (0.6, 0.4)
@@ -41,28 +41,28 @@ HALF = 0.5
 WITHIN = 0.05
 
 
-def timed_pairs(pairs: Pairs, plan: Plan, count: int, patience: float) -> dict[str, Any]:
+def timed_pairs(pairs: PlanTimer, plan: Plan, count: int, patience: float) -> dict[str, Any]:
     before = wait(patience)
     found = asdict(pairs.interval(plan, count))
-    return {**found, "load_before": before, "load_after": load()}
+    return {**found, "load_before": before, "load_after": busy_cores()}
 
 
-def to_target(model: LatencyModel, pairs: Pairs, share: float, args: argparse.Namespace) -> dict[str, Any]:
+def to_target(model: LatencyModel, pairs: PlanTimer, share: float, args: argparse.Namespace) -> dict[str, Any]:
     """Land at a part of the dense network's time, as a run does at its end; then time it anew."""
     network, example = pairs.network, pairs.example
     graph = trace(network, example)
     clock, budget = from_dict(model.to_dict(), graph), Budget(latency=share)
-    chosen = choose_way(graph, clock, budget, Guards())
-    pruner = Pruner(network, example, budget=budget, clock=clock, graph=graph, **coupling(chosen.way))
-    scores = made_up(graph, pruner.aim.guards)
+    chosen = choose_coupling(graph, clock, budget, Constraints())
+    pruner = Pruner(network, example, budget=budget, clock=clock, graph=graph, **pruner_options(chosen.way))
+    scores = synthetic_scores(graph, pruner.aim.guards)
     pruner.rank(scores)
-    timed = Timed(clock, chosen)
+    timed = LatencyTarget(clock, chosen)
 
     def ratio(plan: Plan) -> float:
         wait(args.patience)
         return pairs.ratio(plan)
 
-    timed.come_in_time(pruner, ratio)
+    timed.correct_by_measurement(pruner, ratio)
     plan = pruner.plan()
     pruner.detach()
     kept = network_cost(graph, plan.masks(graph))
@@ -75,14 +75,16 @@ def to_target(model: LatencyModel, pairs: Pairs, share: float, args: argparse.Na
     }
 
 
-def at_half_the_macs(graph: ChannelGraph, model: LatencyModel, pairs: Pairs, args: argparse.Namespace) -> list[Any]:
+def at_half_the_macs(
+    graph: ChannelGraph, model: LatencyModel, pairs: PlanTimer, args: argparse.Namespace
+) -> list[Any]:
     """What equal MACs are worth in time, by the way they are taken."""
     found = []
-    cases = [*((way, 1) for way in WAYS), ("filters", 8), ("streams", 8)]
+    cases = [*((way, 1) for way in COUPLINGS), ("filters", 8), ("streams", 8)]
     for way, unit in cases:
-        guards = guarded(graph, Guards(round_to=unit), way)
+        guards = constraints_for(graph, Constraints(round_to=unit), way)
         assert guards is not None
-        masks = Aim(graph, Budget(macs=HALF), guards).choose(made_up(graph, guards)).masks
+        masks = Selector(graph, Budget(macs=HALF), guards).choose(synthetic_scores(graph, guards)).masks
         plan = Plan.from_masks(graph.settle(masks))
         left = network_cost(graph, masks).macs / network_cost(graph, {}).macs
         foretold = model.ratio(plan.masks(graph))
@@ -109,11 +111,11 @@ def main() -> int:
     network, example = resolve("resnet56").eval(), torch.zeros(1, 3, 32, 32)
     missed = 0
     for runtime in args.runtimes.split(","):
-        conditions = here(runtime, 64, args.threads)
+        conditions = conditions_here(runtime, 64, args.threads)
         began = wait(args.patience)
-        model = get_model(network, example, conditions, fresh=args.again, report=said)
+        model = load_or_calibrate(network, example, conditions, fresh=args.again, report=said)
         held = model.calibration
-        pairs = Pairs(network, example, conditions)
+        pairs = PlanTimer(network, example, conditions)
         found[runtime] = {
             "dense_ms": 1e3 * model.dense_seconds,
             "layers": sum(map(len, model.table.points.values())),

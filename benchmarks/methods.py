@@ -21,7 +21,7 @@ import numpy as np
 from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
-from sbf_pruner.compare import enter
+from sbf_pruner.compare import plan_runs
 from sbf_pruner.criteria import METHODS, OWN
 from sbf_pruner.training.data import load_cifar10
 
@@ -76,7 +76,9 @@ def compete(contest: Contest, share: float, seed: int, changes: list[str], folde
     runs = held_runs(contest.result)
     if all(held(runs, what) for what in asked.values()):
         return
-    for entrant in enter(recipe, list(contest.methods), [seed], folder):  # the first trains what the others share
+    for entrant in plan_runs(
+        recipe, list(contest.methods), [seed], folder
+    ):  # the first trains what the others share
         before = held(held_runs(contest.result), asked[entrant.method])
         if entrant.method != OWN and before is not None:
             continue

@@ -21,7 +21,7 @@ from torch import nn
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.measurement import saved_activations
 from sbf_pruner.models import resolve
-from sbf_pruner.utils import compared, take_turns
+from sbf_pruner.utils import median_ratio, time_interleaved
 
 STEADY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**28)}
 LIMITS = {"score_step": 0.90, "gated_step": 1.05, "forward_scores_at_1": 1.03, "saved_activations": 1.0}
@@ -65,10 +65,10 @@ def main(rounds: int = 40) -> int:
             "forward": lambda: forward(plain),
             "forward_scores_at_1": lambda: forward(idle),
         }
-        seconds = take_turns(timed, rounds, sample=0)
+        seconds = time_interleaved(timed, rounds, sample=0)
         saved = score_saved() / saved_activations(lambda: criterion(dense(images), labels))
     base = {"score_step": "dense_step", "gated_step": "dense_step", "forward_scores_at_1": "forward"}
-    ratios = {n: compared(seconds[n], seconds[b]) for n, b in base.items()}
+    ratios = {n: median_ratio(seconds[n], seconds[b]) for n, b in base.items()}
     figures = {n: ratio.median for n, ratio in ratios.items()} | {"saved_activations": saved}
     spread = {n: [ratio.low, ratio.high] for n, ratio in ratios.items()}
     milliseconds = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from jobs import DENSE, LAST, Run
 from locks import take_lock
 
-from sbf_pruner.utils import from_plain, replacing
+from sbf_pruner.utils import atomic_path, from_plain
 
 SCORED = "checkpoints/scored.safetensors"  # nothing else can tell what other sizes the scores would have given
 UNFINISHED = (
@@ -44,7 +44,7 @@ def pack(runs: Iterable[Run], path: Path) -> dict[str, int]:
     """Write the runs that have anything to carry; returns each one's bytes, 0 if its checkpoint is damaged."""
     sizes: dict[str, int] = {}
     manifest: dict[str, int] = {}
-    with replacing(path) as partial, tarfile.open(partial, "w") as tar:
+    with atomic_path(path) as partial, tarfile.open(partial, "w") as tar:
         for run in runs:
             names = FINISHED if run.finished else UNFINISHED
             if not (run.folder / names[0]).is_file():
@@ -83,7 +83,7 @@ def _bring(tar: tarfile.TarFile, name: str, epochs: int, root: Path) -> str:
         for file in reversed(FINISHED if epochs == ALL else UNFINISHED):
             if (member := f"{name}/{file}") in tar.getnames():
                 changed = tar.getmember(member).mtime  # a run keeps the day it was made on
-                with replacing(run.folder / file) as partial:
+                with atomic_path(run.folder / file) as partial:
                     partial.write_bytes(_read(tar, member))
                     os.utime(partial, (changed, changed))
         return "unpacked"

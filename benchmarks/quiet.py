@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sbf_pruner.utils import load
+from sbf_pruner.utils import busy_cores
 
 QUIET = 0.15  # of a core
 
@@ -13,7 +13,7 @@ def wait(most: float) -> float:
     """Wait until the machine has been quiet for a while, or so many seconds; how busy it was then."""
     end, calm = time.monotonic() + most, 0
     while True:
-        busy = load() or 0.0
+        busy = busy_cores() or 0.0
         calm = calm + 1 if busy <= QUIET else 0
         if calm >= 5 or time.monotonic() > end:
             return busy

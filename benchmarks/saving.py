@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sbf_pruner.utils import counted, environment, write_text
+from sbf_pruner.utils import environment, pluralize, write_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,7 +41,7 @@ def held(runs: list[dict[str, Any]], what: dict[str, Any]) -> dict[str, Any] | N
 def origin(result: dict[str, Any]) -> list[str]:
     """The line under a table that says which run it shows."""
     machine = result["environment"]
-    where = machine["gpu"] or f"{machine['cpu']}, {counted(machine['threads'], 'thread')}"
+    where = machine["gpu"] or f"{machine['cpu']}, {pluralize(machine['threads'], 'thread')}"
     return [
         "",
         f"`benchmarks/results/{result['benchmark']}.json`: {where}, torch {machine['torch']}, {result['date']}.",

@@ -24,7 +24,7 @@ from torch import nn
 
 from sbf_pruner import Plan, Pruner, extract
 from sbf_pruner.cli import bench_lines
-from sbf_pruner.compare import Settings, Subject, run_bench
+from sbf_pruner.compare import BenchOptions, Subject, run_bench
 from sbf_pruner.models import resolve
 
 PLAN = Path(__file__).parent / "plans" / "cifar10-resnet56-best-medium-seed0.json"
@@ -73,7 +73,7 @@ def main() -> int:
     for name in ["resnet56"] if args.quick else args.networks.split(","):
         build, batches = NETWORKS[name]
         runtimes = ("eager",) if args.quick else tuple(args.runtimes.split(","))
-        settings = Settings((1,) if args.quick else batches, runtimes, pairs=1 if args.quick else args.pairs)
+        settings = BenchOptions((1,) if args.quick else batches, runtimes, pairs=1 if args.quick else args.pairs)
         torch.manual_seed(0)
         if not args.quick and (busy := wait(args.patience)) > QUIET:
             print(f"others keep {busy:.1f} cores busy; measure again when it is quiet", file=sys.stderr)

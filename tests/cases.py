@@ -15,11 +15,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils import _pytree as pytree
 
-from sbf_pruner.graph import ChannelGraph, Contract
+from sbf_pruner.graph import ChannelGraph, LayerNode
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from sbf_pruner.utils import call, other_sizes, real_copy
+from sbf_pruner.utils import call, real_copy, resized_inputs
 from zoo import fresh_inputs
 
 
@@ -200,7 +200,7 @@ def assert_every_layer_is_in_one_list(model: nn.Module, graph: ChannelGraph) -> 
     named = [*graph.layers, *graph.followers, *graph.skipped]
     assert len(named) == len({*named})
     layers = {name for name, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
-    ran = {node.layer for node in graph.nodes if isinstance(node, Contract)}
+    ran = {node.layer for node in graph.nodes if isinstance(node, LayerNode)}
     assert layers | ran <= {*named}
     assert all(graph.unscored.values())
 
@@ -208,7 +208,7 @@ def assert_every_layer_is_in_one_list(model: nn.Module, graph: ChannelGraph) -> 
 @torch.no_grad()
 def other_inputs(model: nn.Module, inputs: Any) -> Any:
     """Inputs of another size and number, or None where the model takes those of one size only."""
-    for others in other_sizes(inputs):
+    for others in resized_inputs(inputs):
         with suppress(RuntimeError):
             call(model.eval(), others)
             return fresh_inputs(others)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner.training import Machine, Recipe, Result, fit
+from sbf_pruner.training import ComputeConfig, Recipe, Result, fit
 from sbf_pruner.training.engine import Engine
 
 EPOCHS = 10
@@ -74,7 +74,7 @@ def small_run(folder: Path, report: Any = None, force: bool = False, **changes: 
 def made_by(kind: type[Engine]) -> Callable[..., Engine]:
     """In the place of `make_engine`: an engine of one kind, whatever the machine asks for."""
 
-    def make(network: nn.Module, machine: Machine, pruner: Any = None, team: Any = None) -> Engine:
+    def make(network: nn.Module, machine: ComputeConfig, pruner: Any = None, team: Any = None) -> Engine:
         return kind(network, machine.device, pruner, team, order=machine.order)
 
     return make

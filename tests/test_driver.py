@@ -23,8 +23,8 @@ from sbf_pruner import Recipe
 from sbf_pruner.cli import main as sbf_main
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
-from sbf_pruner.training import DECIDES, load_checkpoint, save_checkpoint
-from sbf_pruner.utils import flat
+from sbf_pruner.training import DENSE_STAGE_KEYS, load_checkpoint, save_checkpoint
+from sbf_pruner.utils import flatten_keys
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -386,13 +386,13 @@ def test_every_job_has_a_recipe_and_may_take_over_the_dense_stage_it_asks_for(
 ) -> None:
     monkeypatch.chdir(BENCHMARKS.parent)
     runs = {run.name: run for run in read_runs(path, Path("runs"))}
-    recipes = {name: flat(Recipe.load(run.recipe, run.overrides).to_dict()) for name, run in runs.items()}
+    recipes = {name: flatten_keys(Recipe.load(run.recipe, run.overrides).to_dict()) for name, run in runs.items()}
     for name, run in runs.items():
         for other in filter(None, (run.dense_from, run.beside)):
             assert f"{other}-seed{run.seed}" in runs
         if run.dense_from:
             theirs, ours = recipes[f"{run.dense_from}-seed{run.seed}"], recipes[name]
-            assert {key for key in ours if key.startswith(DECIDES) and ours[key] != theirs[key]} == set()
+            assert {key for key in ours if key.startswith(DENSE_STAGE_KEYS) and ours[key] != theirs[key]} == set()
 
 
 def test_the_sweep_judges_by_images_held_out() -> None:

@@ -29,7 +29,7 @@ from cases import (
 from sbf_pruner.errors import PlanError
 from sbf_pruner.graph import trace
 from sbf_pruner.measurement import measure
-from sbf_pruner.modules import Adapted, Remap, Zeros
+from sbf_pruner.modules import Remap, RemappedModule, Zeros
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.saving import load, save
@@ -305,7 +305,7 @@ def test_layers_keep_the_filters_of_the_settled_plan(name):
         modules = dict(small.named_modules())
         for layer, kept in settled.keep.items():
             module = modules[layer]
-            module = module.module if isinstance(module, Adapted) else module
+            module = module.module if isinstance(module, RemappedModule) else module
             if not kept:
                 stays = graph.layers[layer].site.module.startswith(f"{layer}.")  # it holds more than the layer
                 assert stays or isinstance(module, Zeros), f"{layer} is empty but still a {type(module).__name__}"
@@ -579,4 +579,4 @@ def test_no_helper_module_stands_where_none_is_needed():
     for name in ("Plain", "FlattenLinear", "Depthwise", "Concat"):
         model, inputs = ZOO[name]()
         small = extract(model, inputs, half(trace(model, inputs)))
-        assert not [m for m in small.modules() if isinstance(m, (Remap, Adapted, Zeros))], name
+        assert not [m for m in small.modules() if isinstance(m, (Remap, RemappedModule, Zeros))], name

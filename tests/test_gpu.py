@@ -15,12 +15,12 @@ import torch.distributed as dist
 from sbf_pruner.cli import main
 from sbf_pruner.criteria import METHODS, Subject, ranked
 from sbf_pruner.graph import trace
-from sbf_pruner.measurement import get_model, here
+from sbf_pruner.measurement import conditions_here, load_or_calibrate
 from sbf_pruner.models import resolve
 from sbf_pruner.training import OptimizerConfig, Result, fit, load_recipe
-from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.data import Augment, DeviceBatches, Split
 from sbf_pruner.training.engine import CapturedEngine, make_optimizer
-from sbf_pruner.utils import Team
+from sbf_pruner.utils import DistributedContext
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_the_settings_of_torch_stay_the_callers(tmp_path: Path) -> None:
     assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == before
 
 
-class Messaging(Team):
+class Messaging(DistributedContext):
     """A team of one that sends its messages all the same."""
 
     alone = False  # type: ignore[assignment]
@@ -98,10 +98,12 @@ def nccl() -> Iterator[None]:
 def test_messages_between_processes_are_captured_with_a_step() -> None:
     """One GPU cannot show more: that a graph with them is captured, and that they lose nothing on the way."""
     found = []
-    for team in (Team(), Messaging()):
+    for team in (DistributedContext(), Messaging()):
         torch.manual_seed(0)
         split = Split(torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
-        batches = Resident(split, 32, (0.5,) * 3, (0.25,) * 3, device="cuda", augment=Augment(crop=4, flip=True))
+        batches = DeviceBatches(
+            split, 32, (0.5,) * 3, (0.25,) * 3, device="cuda", augment=Augment(crop=4, flip=True)
+        )
         model = resolve("resnet20").cuda()
         engine = CapturedEngine(model, "cuda", team=team)
         optimizer = make_optimizer(model, OptimizerConfig(lr=0.01))
@@ -133,7 +135,9 @@ def test_a_method_says_the_same_of_a_network_on_the_gpu(name: str) -> None:
 
 def test_a_clock_for_the_gpu_foretells_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
-    model = get_model(resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), here("cuda", 256, 1))
+    model = load_or_calibrate(
+        resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), conditions_here("cuda", 256, 1)
+    )
     assert 0 < model.dense_seconds < 0.1
     assert model.ratio({}) == pytest.approx(1.0)
     assert model.calibration["mean_error"] < 0.3

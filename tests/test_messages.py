@@ -565,7 +565,7 @@ def test_two_pruners():
     with says(
         PruningError,
         "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is gone, "
-        "take its gates off with sbf_pruner.utils.without_attached(model)",
+        "take its gates off with sbf_pruner.utils.remove_pruner_hooks(model)",
     ):
         Pruner(model, inputs)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runs import EPOCHS, FOLDER, foreign_copy, small_run
-from sbf_pruner.compare import Request, draw_frontier, run_frontier
+from sbf_pruner.compare import FrontierOptions, draw_frontier, run_frontier
 from sbf_pruner.models import resolve
 from sbf_pruner.report import Run, draw, inspect_model, read_run, write_report
 from test_cli import MODULE, RECIPE, command
@@ -303,7 +303,7 @@ def test_a_channel_graph_is_asked_and_searched(visit: Open, tmp_path: Path) -> N
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("frontier")
     small_run(path / "run", model={"name": "runs:Small", "num_classes": 4, "in_channels": 1})
-    found = run_frontier(path / "run", Request(at=("0.7", "0.4"), trust=True))
+    found = run_frontier(path / "run", FrontierOptions(at=("0.7", "0.4"), trust=True))
     for ending in (".html", ".svg"):
         (path / f"sizes{ending}").write_text(draw_frontier(found, ending), encoding="utf-8")
     return found, path

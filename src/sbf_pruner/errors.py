@@ -44,12 +44,12 @@ class Stopped(KeyboardInterrupt):
         self.signal, self.saved = signal, saved
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def suggestion(word: str, choices: Iterable[str]) -> str:
     """Return the end of an error message: the valid choice closest to `word`, or all of them.
 
-    >>> nearest("epoch", ["epochs", "seed"])
+    >>> suggestion("epoch", ["epochs", "seed"])
     "did you mean 'epochs'?"
-    >>> nearest("zzz", ["epochs", "seed"])
+    >>> suggestion("zzz", ["epochs", "seed"])
     'known: epochs, seed'
     """
     known = list(choices)

@@ -22,35 +22,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .errors import DataError, PruningError, RunError, nearest
-from .runtimes.capture import exported, quietly
-from .runtimes.forms import SECONDS, SMALLEST, TARGETS, choose
-from .runtimes.onnx import require, run, session, to_onnx
+from .errors import DataError, PruningError, RunError, suggestion
+from .runtimes.capture import export_program, suppress_exporter_output
+from .runtimes.forms import SMALLEST, TARGETS, TIMING_SECONDS, choose
+from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
 from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
-from .training.data.batches import Split, Stream
+from .training.data.batches import LazySplit, Split
 from .training.data.datasets import Data, batches_of, load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
-from .utils.files import aside, is_there, replacing, write_text
-from .utils.formatting import rounded, some
+from .utils.files import atomic_path, path_exists, temporary_path, write_text
+from .utils.formatting import first_names, format_percentage
 from .utils.paths import why_not_writable
 from .utils.timing import environment, version_of
-from .utils.user_model import call, made_up_inputs
+from .utils.user_model import call, random_inputs
 
 IMAGES = 512  # training images used to calibrate activation ranges
 
 
-def quantise(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path) -> int:
+def quantize_int8(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path) -> int:
     """Quantize an ONNX file to eight-bit integers, statically, and return the number of calibration images used.
 
     The cost in accuracy has to be measured on other images, with `accuracy`.
     """
-    require()
+    import_onnxruntime()
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     name = session(source, 1).get_inputs()[0].name
     reader = _Reader(name, batches)
-    with tempfile.TemporaryDirectory() as folder, quietly(), _silent(), replacing(path) as temporary:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        suppress_exporter_output(),
+        _silent(),
+        atomic_path(path) as temporary,
+    ):
         prepared = Path(folder) / "prepared.onnx"
         quant_pre_process(str(source), str(prepared))
         quantization.quantize_static(
@@ -151,13 +156,13 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     lines += ["", _input(facts["input"]), ""]
     if classes := facts["classes"]:
         rest = " (the rest in `export.json`)" if len(classes) > _LISTED else ""
-        lines += [f"Outputs: one number per class, in this order: {some(classes, _LISTED)}{rest}.", ""]
+        lines += [f"Outputs: one number per class, in this order: {first_names(classes, _LISTED)}{rest}.", ""]
     lines += ["## Loading", "", *_loading(run, sizes), "", "## Form", "", _form(facts), ""]
     lines += ["## Recipe", "", "```toml", recipe.to_toml().strip(), "```", "", "## Limits", ""]
     lines += [
         f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of {recipe.data.name}; nothing "
         "is known about other images.",
-        *_untrained(sizes),
+        *_inference_only_note(sizes),
         "- The form was chosen on one machine; on another one, a different form may be faster. What it computes is "
         "the same.",
         "- The checksums in `export.json` tell a damaged file, not a forged folder.",
@@ -186,7 +191,7 @@ def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
     return ["```python", "\n\n".join(blocks), "```"]
 
 
-def _untrained(sizes: Mapping[str, int]) -> list[str]:
+def _inference_only_note(sizes: Mapping[str, int]) -> list[str]:
     """Return the line about exported files that cannot be trained further."""
     names = [f"`{name}`" for name in sizes if name.startswith("network")]
     if not names:
@@ -219,7 +224,7 @@ def _form(facts: Mapping[str, Any]) -> str:
 
 
 def _percent(accuracy: float | None) -> str:
-    return "not measured" if accuracy is None else f"{rounded(accuracy, 2)} %"
+    return "not measured" if accuracy is None else f"{format_percentage(accuracy, 2)} %"
 
 
 def _numbers(values: Any) -> str:
@@ -235,7 +240,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportOptions:
     """Options of an export."""
 
     formats: Sequence[str] = USUAL
@@ -243,7 +248,7 @@ class Request:
     """target runtime of the form, or "size"; empty: onnxruntime, or eager if no ONNX file is requested"""
     batch: int = 64
     threads: int | None = None
-    seconds: float = SECONDS
+    seconds: float = TIMING_SECONDS
     """approximate time for timing forms"""
     force: bool = False
     trust: bool = False
@@ -252,11 +257,11 @@ class Request:
     def __post_init__(self) -> None:
         for name in self.formats:
             if name not in FORMATS:
-                raise PruningError(f"no format is called {name!r}; {nearest(name, FORMATS)}")
+                raise PruningError(f"no format is called {name!r}; {suggestion(name, FORMATS)}")
         if not self.formats:
             raise PruningError(f"name at least one format: {', '.join(FORMATS)}")
         if self.target and self.target not in TARGETS:
-            raise PruningError(f"no runtime is called {self.target!r}; {nearest(self.target, TARGETS)}")
+            raise PruningError(f"no runtime is called {self.target!r}; {suggestion(self.target, TARGETS)}")
 
     @property
     def runtime(self) -> str:
@@ -272,22 +277,22 @@ class Request:
 def export_run(
     path: str | Path,
     to: str | Path | None = None,
-    request: Request | None = None,
+    request: ExportOptions | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Export a finished run to a folder, and return the manifest with the path of the folder."""
-    request = request or Request()
+    request = request or ExportOptions()
     if request.onnx or request.target == "onnxruntime":
-        require()
+        import_onnxruntime()
     finished = read_run(path, trust=request.trust)
     folder = Path(to) if to is not None else finished.path / EXPORT
     _check_place(folder, finished.path, request.force)
     place = folder.resolve()  # A folder cannot be moved to "." or "..".
-    work = aside(place)
+    work = temporary_path(place)
     work.mkdir(parents=True)
     try:
         manifest = _Export(finished, request, work, report).write()
-        _put(work, place, folder)
+        _move_into_place(work, place, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return {**manifest, "folder": os.fspath(folder)}
@@ -308,7 +313,7 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
     if (reason := why_not_writable(folder.resolve().parent)) is not None:  # The export is moved there.
         raise RunError(f"{folder} cannot be written, because {reason}; name another folder (--to)")
     if folder.is_dir() and any(folder.iterdir()):
-        if not is_there(folder / MANIFEST):
+        if not path_exists(folder / MANIFEST):
             raise RunError(f"{folder} holds files but no export; name another folder (--to)")
         if not force:
             raise RunError(f"{folder} holds an export already; replace it (--force) or name another folder (--to)")
@@ -317,12 +322,12 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
             raise RunError(f"{folder} cannot be replaced, because {reason}; name another folder (--to)")
 
 
-def _put(work: Path, place: Path, shown: Path) -> None:
+def _move_into_place(work: Path, place: Path, shown: Path) -> None:
     """Move the finished folder to its place, then remove the older export there, and no other file."""
     if not place.exists():
         os.replace(work, place)
         return
-    old = aside(place)
+    old = temporary_path(place)
     os.replace(place, old)  # Moved away first, so that no file is added while it is checked.
     try:
         files = exported_files(old, shown) if any(old.iterdir()) else []
@@ -337,7 +342,7 @@ def _put(work: Path, place: Path, shown: Path) -> None:
 
 
 class _Export:
-    def __init__(self, finished: FinishedRun, request: Request, folder: Path, report: Report) -> None:
+    def __init__(self, finished: FinishedRun, request: ExportOptions, folder: Path, report: Report) -> None:
         self.run, self.request, self.folder, self.report = finished, request, folder, report
         recipe = finished.recipe
         self.data: Data | None = None
@@ -353,7 +358,7 @@ class _Export:
 
     def inputs(self, batch: int) -> Any:
         """Return random inputs with `batch` samples."""
-        return made_up_inputs(self.run.small.sbf_inputs, batch, seed=batch)
+        return random_inputs(self.run.small.sbf_inputs, batch, seed=batch)
 
     def write(self) -> dict[str, Any]:
         request, facts = self.request, self._facts()
@@ -408,7 +413,7 @@ class _Export:
             apart[ONNX] = self._apart(ONNX, lambda inputs: run(ready, inputs))
         if "pt2" in self.request.formats:
             self.report(f"writing {PROGRAM}")
-            write_program(exported(network, self.inputs(2)), self.folder / PROGRAM)
+            write_program(export_program(network, self.inputs(2)), self.folder / PROGRAM)
             again = read_program(self.folder / PROGRAM)
             apart[PROGRAM] = self._apart(PROGRAM, lambda inputs: call(again, inputs))
         return apart
@@ -437,10 +442,10 @@ class _Export:
         data = self.data
         assert data is not None
 
-        def batches(split: Split | Stream) -> Iterator[tuple[Tensor, Tensor]]:
+        def batches(split: Split | LazySplit) -> Iterator[tuple[Tensor, Tensor]]:
             return batches_of(split, 64, data).epoch(0)
 
-        images = quantise(self.folder / ONNX, batches(data.train), self.folder / INT8)
+        images = quantize_int8(self.folder / ONNX, batches(data.train), self.folder / INT8)
         self.report("measuring the accuracy on the test images")
         both = [accuracy(self.folder / name, batches(data.test)) for name in (INT8, ONNX)]
         return {"images": images, "accuracy": both[0], "float_accuracy": both[1]}

@@ -1,9 +1,9 @@
 """Modules that an extracted network contains beside the user's own.
 
 Layers of one residual stage may keep different filters, so their outputs must be brought into a common layout.
-`Remap` does that (gather, scatter into zeros, or both), `Zeros` replaces a layer without filters, and `Adapted`
-wraps a user's module with the remaps before and after it. None of them has parameters; index tables are buffers, so
-they move with the network to any device.
+`Remap` does that (gather, scatter into zeros, or both), `Zeros` replaces a layer without filters, and
+`RemappedModule` wraps a user's module with the remaps before and after it. None of them has parameters; index
+tables are buffers, so they move with the network to any device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Remap(nn.Module):
         return f"{self.inputs} -> {len(self.source)}" + (f", {zeros} zero" if zeros else "")
 
 
-class GatePlace(Remap):
+class GatePoint(Remap):
     """Identity that a model puts behind a sum to have a layer's gate applied there, not before the addition.
 
     A closed gate then removes the whole channel of the sum, including what the other operand adds to it. In an
@@ -171,7 +171,7 @@ class Zeros(nn.Module):
         return f"{self.width}"
 
 
-class Adapted(nn.Module):
+class RemappedModule(nn.Module):
     """A user's module with the remaps that fit it to its neighbors.
 
     Attributes of the module can be read, set and deleted here, so code that reads `block.conv1.stride` or assigns
@@ -232,11 +232,12 @@ class Adapted(nn.Module):
 
 
 def plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Map the qualified name of every module to that before an earlier pruning wrapped modules in `Adapted`."""
+    """Map the qualified name of every module to that before an earlier pruning wrapped modules in
+    `RemappedModule`."""
     names: dict[str, str] = {}
     for path in modules:
         head, _, tail = path.rpartition(".")
-        wrapped = isinstance(modules.get(head), Adapted) and tail == Adapted.INNER
+        wrapped = isinstance(modules.get(head), RemappedModule) and tail == RemappedModule.INNER
         parent = names.get(head, head)
         names[path] = parent if wrapped else f"{parent}.{tail}" if parent else tail
     return names

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import PlanError, nearest
+from .errors import PlanError, suggestion
 from .graph.channel_graph import ChannelGraph
 from .utils.files import write_text
 
@@ -70,7 +70,7 @@ class Plan:
                 raise PlanError(f"{name} cannot be pruned: {graph.unscored[name]}; leave it out of the plan")
             if name not in graph.layers:
                 raise PlanError(f"the plan names a layer the network does not have: {name!r}; "
-                                + nearest(name, graph.layers))  # fmt: skip
+                                + suggestion(name, graph.layers))  # fmt: skip
             filters = graph.layers[name].filters
             beyond = [i for i in kept if i >= filters]
             if beyond:

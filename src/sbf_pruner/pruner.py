@@ -20,27 +20,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .budget.constraints import Counts, Couple, Guards, Parts, with_coupled
-from .budget.controller import Aim, Clock, Steering
-from .budget.file_size import Stored
+from .budget.constraints import Constraints, Counts, Couple, Parts, with_coupled
+from .budget.controller import LatencyClock, Selector, Steering
+from .budget.file_size import FileSize
 from .budget.search import Landing
 from .budget.targets import Budget, check_budget
 from .errors import PruningError
 from .graph.build import trace
-from .graph.channel_graph import ChannelGraph, Pinned, residual_blocks
+from .graph.channel_graph import ChannelGraph, FixedSizes, residual_blocks
 from .graph.nodes import Mask
-from .graph.tracer import weights_now
-from .measurement.latency_model import bound
+from .graph.tracer import current_weights
+from .measurement.latency_model import bind_clock
 from .plan import Plan, check_plan
 from .scores.freezing import freeze_model
 from .scores.gates import Gates
 from .scores.norm_statistics import fresh_statistics
-from .scores.penalty import Balance, BlockScores, Gradient, Pressure, check_saved, for_this_device
-from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, comparable
-from .surgery.extract import extract, insisted
-from .utils.distributed import Team
+from .scores.penalty import Balance, BlockScores, Gradient, Penalty, check_saved, for_this_device
+from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, normalize_scores
+from .surgery.extract import extract, find_fixed_sizes
+from .utils.distributed import DistributedContext
 from .utils.settings import check_name, check_numbers
-from .utils.user_model import check_unattached, map_tensors, without_attached
+from .utils.user_model import check_no_pruner_hooks, map_tensors, remove_pruner_hooks
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -61,7 +61,7 @@ def prunable_graph(
         raise PruningError(f"no layer of the model can be pruned ({reasons})")
     if graph is None and sized:
         with suppress(PruningError):  # if the trial cut fails, nothing is recorded
-            note_insisted(model, example_inputs, found)
+            record_fixed_sizes(model, example_inputs, found)
     return found
 
 
@@ -76,8 +76,8 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
     >>> try_cuts(net, images, trace(net, images)) is None
     True
     """
-    note_insisted(model, example_inputs, graph)
-    least = Aim(graph).least()
+    record_fixed_sizes(model, example_inputs, graph)
+    least = Selector(graph).least()
     try:
         extract(model, example_inputs, Plan.from_masks(least), graph)
     except PruningError as error:
@@ -85,7 +85,7 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
     return None
 
 
-def note_insisted(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
+def record_fixed_sizes(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
     """Run trial cuts and record in the graph where the model's own code keeps channels nevertheless.
 
     Where it does may depend on which filters are removed: a slice up to the fourth channel changes only if one of
@@ -100,7 +100,7 @@ def note_insisted(model: nn.Module, example_inputs: Any, graph: ChannelGraph) ->
     for gone in (some, first, last, others):
         little = Plan({name: tuple(f for f in range(size) if f not in gone[name]) for name, size in layers})
         if graph.connected(little.masks(graph)):
-            _note(insisted(model, example_inputs, little, graph), graph)
+            _note(find_fixed_sizes(model, example_inputs, little, graph), graph)
 
 
 def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> Landing:
@@ -111,22 +111,22 @@ def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any,
     """
     landing = choose()
     try:
-        while _note(insisted(model, example_inputs, Plan.from_masks(landing.masks), graph), graph):
+        while _note(find_fixed_sizes(model, example_inputs, Plan.from_masks(landing.masks), graph), graph):
             landing = choose()
     except PruningError as error:
         _log.warning("what is left when the network is cut may be more than was asked for: %s", error)
     return landing
 
 
-def _note(found: Pinned, graph: ChannelGraph) -> bool:
+def _note(found: FixedSizes, graph: ChannelGraph) -> bool:
     """Add fixed channels to those recorded in the graph; return True if any are new."""
     held = graph.pinned
     more = not (found.positions <= held.positions and found.whole <= held.whole)
-    graph.pinned = Pinned(held.positions | found.positions, held.whole | found.whole)
+    graph.pinned = FixedSizes(held.positions | found.positions, held.whole | found.whole)
     return more
 
 
-class Gated:
+class GatedModel:
     """Gates on a model, all open at first."""
 
     def __init__(self, model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
@@ -164,7 +164,7 @@ class Gated:
         """Remove the gates from the model and return it, with the weights it has now."""
         self._check_settled("detach")
         self._attached = False
-        return without_attached(self.model)
+        return remove_pruner_hooks(self.model)
 
     def _hold(self, masks: dict[str, Mask]) -> None:
         self._held, flow = self.graph.settled(masks)
@@ -187,7 +187,7 @@ class Gated:
             raise PruningError(f"{call}() belongs behind `with pruner.scoring():`, whose end sets the gates")
 
 
-class Pruner(Gated):
+class Pruner(GatedModel):
     """Learns one score per filter from the filter weights, while the user alternates `scoring()` and `gated()`.
 
     Inputs: `example_inputs` are those of `trace`; `graph` is what `trace` returned for this model before.
@@ -250,11 +250,11 @@ class Pruner(Gated):
         round_to: Counts = 1,
         budget: Budget | None = None,
         steer: bool = True,
-        clock: Clock | str | PathLike[str] | None = None,
+        clock: LatencyClock | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         check_slope()
-        check_unattached(model)
+        check_no_pruner_hooks(model)
         check_name("projection", projection, PROJECTIONS)
         check_name("activation", activation, ACTIVATIONS)
         check_numbers(penalty=penalty, leak=leak, lr=lr, speed=speed, eps=eps, threshold=threshold)
@@ -265,16 +265,18 @@ class Pruner(Gated):
         self.activation = partial(ACTIVATIONS[activation], leak=leak)
         self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
         widths = [layer.filters for layer in graph.layers.values()]
-        self.projection: Projection = PROJECTIONS[projection](weights_now(model, graph), widths, even=bool(speed))
+        self.projection: Projection = PROJECTIONS[projection](
+            current_weights(model, graph), widths, even=bool(speed)
+        )
         self.optimizer: torch.optim.Optimizer | None = None
-        clock = bound(clock, graph)
-        stored = Stored(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
-        guards = with_coupled(Guards(min_filters, max_removed, round_to), graph, couple)
-        self.aim = Aim(graph, budget, guards, clock, stored)
+        clock = bind_clock(clock, graph)
+        stored = FileSize(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
+        guards = with_coupled(Constraints(min_filters, max_removed, round_to), graph, couple)
+        self.aim = Selector(graph, budget, guards, clock, stored)
         self.progress = 1.0  # moves the limits from the dense network (0) to the budget (1)
         steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
         balance = balance or ("area" if self.aim.limits is None else "cost")
-        self.pressure = Pressure(graph, self.aim, penalty, balance, steering)
+        self.pressure = Penalty(graph, self.aim, penalty, balance, steering)
         branches = [block.layer for block in residual_blocks(graph) if block.layer] if blocks else []
         super().__init__(model, example_inputs, graph)  # last, so that an error above leaves the model unchanged
         self.pressure.to(self.gates.soft)
@@ -302,8 +304,8 @@ class Pruner(Gated):
         if self.gates.soft.requires_grad:
             raise PruningError("a score phase is already under way; end it before the next one begins")
         if not self.projection.in_phase:
-            self.projection.begin_phase(weights_now(self.model, self.graph))
-            Team.present().follow([parameter.detach() for parameter in self.score_parameters])
+            self.projection.begin_phase(current_weights(self.model, self.graph))
+            DistributedContext.present().follow([parameter.detach() for parameter in self.score_parameters])
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
@@ -390,7 +392,7 @@ class Pruner(Gated):
         self._check_ready("rank")
         if self.aim.limits is None:
             raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
-        values = comparable(scores, self.filters)
+        values = normalize_scores(scores, self.filters)
         # In float64: stored scores may be float32, in which neighboring scores can become equal.
         landing = self._landed(values)
         self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))

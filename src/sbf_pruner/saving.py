@@ -30,8 +30,8 @@ from .budget.file_size import FORMAT, contents, wiring
 from .errors import PruningError, RunError
 from .plan import Plan
 from .surgery.extract import extract
-from .utils.files import from_plain, read_tensors, read_text, replacing, write_tensors, write_text
-from .utils.user_model import attached_hooks, check_model
+from .utils.files import atomic_path, from_plain, read_tensors, read_text, write_tensors, write_text
+from .utils.user_model import check_model, pruner_hooks
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
 _REMEDY = "write it again with sbf_pruner.save"
@@ -52,10 +52,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     check_model(model)
-    if any(attached_hooks(model)):
+    if any(pruner_hooks(model)):
         raise PruningError("the model is gated and still has all its filters; save what pruner.extract() gives")
     write_tensors(Path(folder) / MODEL, *contents(model))
-    write_text(Path(folder) / PLAN, _joined(getattr(model, "sbf_plans", ())).to_json())
+    write_text(Path(folder) / PLAN, _compose_plans(getattr(model, "sbf_plans", ())).to_json())
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
@@ -90,24 +90,24 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
     if written.get("format") != FORMAT:
         raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
     plans = [Plan(keep) for keep in written["plans"]]
-    _check_plan(path / PLAN, _joined(plans), remedy)
+    _check_plan(path / PLAN, _compose_plans(plans), remedy)
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
     if example_inputs is None:
         first = next(model.parameters())
-        inputs = from_plain(written["inputs"], lambda described: _made(described, first))
+        inputs = from_plain(written["inputs"], lambda described: _zeros_like_described(described, first))
     else:
         inputs = example_inputs
     for plan in plans:
-        model = _cut(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
+        model = _extract_or_explain(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
     _fill(model, tensors, path / MODEL)
     if written.get("wiring", wiring(model)) != wiring(model):
         raise RunError(f"{path / MODEL}: on zeros its channels meet differently than when it was cut; {_INPUTS}")
     return model
 
 
-def _cut(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool) -> nn.Module:
+def _extract_or_explain(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool) -> nn.Module:
     try:
         return extract(model, inputs, plan)
     except PruningError as error:
@@ -120,7 +120,7 @@ def _cut(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool
         ) from error
 
 
-def _joined(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
+def _compose_plans(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
     """Combine plans that were applied one after the other into one plan for the first network."""
     return reduce(Plan.then, plans, Plan({}))
 
@@ -152,7 +152,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     model.load_state_dict(tensors)
 
 
-def _made(described: dict[str, Any], like: Tensor) -> Tensor:
+def _zeros_like_described(described: dict[str, Any], like: Tensor) -> Tensor:
     """Return zeros of the described shape, with the floating-point dtype and device of `like`, for tracing."""
     kind: torch.dtype = getattr(torch, described["dtype"])
     return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)
@@ -435,7 +435,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
             f"{path.name} is not written, because it could not be read back safely: {error.reason}; leave that "
             "format out (--formats)"
         ) from error
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(buffer.getvalue())
 
 
@@ -483,7 +483,7 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
             packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
             if packed or sum(member.file_size for member in members) > len(content):
                 raise _Refused(path, "it is compressed")
-            found = [(_inner(member.filename), archive.read(member)) for member in members]
+            found = [(_member_name(member.filename), archive.read(member)) for member in members]
     except _Refused:
         raise
     except Exception as error:  # Damaged archives raise many types of errors.
@@ -511,7 +511,7 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     return records
 
 
-def _inner(name: str) -> str:
+def _member_name(name: str) -> str:
     """Return the name of a member relative to the archive's single folder."""
     return name.partition("/")[2]
 

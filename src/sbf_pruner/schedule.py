@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from .criteria import METHODS, OWN
 
 Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
-SCORED = ("score", "joint")  # kinds of phases that train scores
+SCORE_KINDS = ("score", "joint")  # kinds of phases that train scores
 
 
 class Phase(NamedTuple):
@@ -33,7 +33,7 @@ class Phase(NamedTuple):
     @property
     def trains_scores(self) -> bool:
         """Return True if the phase trains scores."""
-        return self.kind in SCORED
+        return self.kind in SCORE_KINDS
 
     @property
     def trains_weights(self) -> bool:
@@ -44,16 +44,16 @@ class Phase(NamedTuple):
         return f"{self.kind} {self.cycle}" if self.cycle else self.kind
 
 
-def planned(recipe: Mapping[str, Any]) -> list[Phase]:
+def phases_of(recipe: Mapping[str, Any]) -> list[Phase]:
     """Return the phases of a run in order, without those of no epochs, from its recipe as a table.
 
     The control is trained for as many epochs as the pruned network in all its phases together. For a method other
     than the default, the epochs of the cycles all train what the method needs, or are added to fine-tuning.
 
     >>> lengths = {"warmup": 2, "cycles": 2, "score": 1, "weights": 2, "finetune": 3}
-    >>> [(phase.kind, phase.epochs) for phase in planned({"phases": lengths, "method": "l1"})]
+    >>> [(phase.kind, phase.epochs) for phase in phases_of({"phases": lengths, "method": "l1"})]
     [('warmup', 2), ('finetune', 9)]
-    >>> [(phase.kind, phase.first) for phase in planned({"phases": lengths, "method": "sfp"})]
+    >>> [(phase.kind, phase.first) for phase in phases_of({"phases": lengths, "method": "sfp"})]
     [('warmup', 0), ('weights', 2), ('weights', 5), ('finetune', 8)]
     """
     lengths, name = recipe["phases"], recipe.get("method", OWN)

@@ -15,11 +15,11 @@ from sbf_pruner import Plan, Pruner, trace
 from sbf_pruner.graph import network_cost
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
-from sbf_pruner.modules import GatePlace
+from sbf_pruner.modules import GatePoint
 from sbf_pruner.saving import load, save
-from sbf_pruner.scores import Folded
+from sbf_pruner.scores import LeafGates
 from sbf_pruner.training import OptimizerConfig
-from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.data import Augment, DeviceBatches, Split
 from sbf_pruner.training.engine import CapturedEngine, Engine, make_optimizer
 from shares import mostly_slow
 from zoo import randomise
@@ -102,7 +102,7 @@ def test_gated_and_cut_networks_are_equal_and_cost_what_was_counted(tmp_path: Pa
             assert_equal_networks(pruner, small, training, seed=number)
         counted, found = network_cost(pruner.graph, plan.masks(pruner.graph)), measure(small, IMAGES)
         assert (counted.params, counted.macs) == (found.params, found.macs)
-        assert not any(isinstance(module, GatePlace) for module in small.modules())
+        assert not any(isinstance(module, GatePoint) for module in small.modules())
     save(small, tmp_path)
     again = load(tmp_path, lambda: resnet20().double()).eval()
     assert torch.equal(again(IMAGES), small.eval()(IMAGES))
@@ -130,7 +130,7 @@ def test_both_engines_train_it_alike(joint: bool) -> None:
     for kind in (Engine, CapturedEngine):
         torch.manual_seed(0)
         model = resnet20()
-        data = Resident(split, 16, (0.5,) * 3, (0.25,) * 3, augment=Augment(1, True), seed=3)
+        data = DeviceBatches(split, 16, (0.5,) * 3, (0.25,) * 3, augment=Augment(1, True), seed=3)
         pruner = Pruner(model, IMAGES.float(), lr=1e-4, penalty=1e-3)
         engine = kind(model, "cpu", pruner)
         optimizer = make_optimizer(model, OptimizerConfig("adam", lr=1e-3))
@@ -156,7 +156,7 @@ def test_a_compiler_follows_the_gates_on_the_sums(mode: str) -> None:
         pruner.gates.mode = mode  # type: ignore[assignment]
         with torch.no_grad():
             soft.uniform_(0.5, 1)
-        with Folded(model, pruner.gates) as folded:
+        with LeafGates(model, pruner.gates) as folded:
             leaves = [*folded.leaves, *(p for p in model.parameters() if p.dim() > 1), *[soft] * (mode == "soft")]
 
             def gradients(forward: nn.Module) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ def test_what_was_compiled_notices_that_the_gates_work_in_another_way() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def compare() -> Tensor:
-        with torch.no_grad(), Folded(model, pruner.gates):
+        with torch.no_grad(), LeafGates(model, pruner.gates):
             expected = model(IMAGES)
             torch.testing.assert_close(compiled(IMAGES), expected, rtol=1e-12, atol=1e-12)
         return expected
@@ -195,7 +195,7 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = (nn.Conv2d(3, 6, 3, padding=1) for _ in range(2))
-        self.place = GatePlace(6)
+        self.place = GatePoint(6)
         self.fc = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,23 +17,23 @@ from sbf_pruner.compare import (
     BENCH_RUNTIMES,
     LAYERS,
     REST,
-    Place,
-    Settings,
+    BenchOptions,
+    BenchTarget,
     Subject,
     Unavailable,
     bench,
     dissect,
-    faults,
-    known_by,
     outputs,
+    page_faults,
     read_settings,
+    resolve_subject,
     run_bench,
 )
 from sbf_pruner.errors import PruningError
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
-from sbf_pruner.runtimes import FORMS, Deployable, Form
+from sbf_pruner.runtimes import FORMS, CapturedNetwork, Form
 from sbf_pruner.surgery import extract
 from sbf_pruner.utils import call, timing
 from zoo import ZOO
@@ -45,18 +45,18 @@ CPU = torch.device("cpu")
 def less_work() -> Iterator[None]:
     """Two forms, tried less long, of networks captured once: that all are right is tested where they are made."""
     some = {runtime: (forms[0], forms[-1]) for runtime, forms in FORMS.items()}
-    captured: dict[int, Deployable] = {}
+    captured: dict[int, CapturedNetwork] = {}
 
-    def capture(model: nn.Module, example: Any) -> Deployable:
+    def capture(model: nn.Module, example: Any) -> CapturedNetwork:
         if id(model) not in captured:
-            captured[id(model)] = Deployable(model, example)
+            captured[id(model)] = CapturedNetwork(model, example)
             captured[id(model)].model = model  # alive, so that no other takes its place
         return captured[id(model)]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bench, "FORMS", some)
         patched.setattr(bench, "TRIAL", 0.05)
-        patched.setattr(bench, "Deployable", capture)
+        patched.setattr(bench, "CapturedNetwork", capture)
         yield
 
 
@@ -74,7 +74,7 @@ def subject() -> Subject:
 def result(subject: Subject) -> dict[str, Any]:
     """One real bench of a tiny network, without the compiler, which takes long."""
     before = {key: value.clone() for key, value in subject.dense.state_dict().items()}
-    found = run_bench(subject, Settings((1, 3), ("eager", "onnxruntime"), ("cpu",), pairs=6, threads=1))
+    found = run_bench(subject, BenchOptions((1, 3), ("eager", "onnxruntime"), ("cpu",), pairs=6, threads=1))
     torch.testing.assert_close(dict(subject.dense.state_dict()), before, rtol=0, atol=0)
     return found
 
@@ -142,7 +142,7 @@ def test_without_onnx_runtime_and_openvino_the_others_run(
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "onnxruntime" else ...)
     said: list[str] = []
-    asked = Settings((1,), ("onnxruntime", "openvino", "eager"), ("cpu",), pairs=1, threads=1)
+    asked = BenchOptions((1,), ("onnxruntime", "openvino", "eager"), ("cpu",), pairs=1, threads=1)
     result = run_bench(subject, asked, said.append)
     assert [(entry["runtime"], entry["reason"]) for entry in result["missing"]] == [
         ("onnxruntime", 'exporting to ONNX needs onnxruntime; run: pip install "sbf-pruner[export]"'),
@@ -155,7 +155,7 @@ def test_without_onnx_runtime_and_openvino_the_others_run(
 
 def test_that_nothing_could_be_timed_is_an_error(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
-    asked = Settings((1,), ("openvino",), ("cpu",), pairs=1, threads=1)
+    asked = BenchOptions((1,), ("openvino",), ("cpu",), pairs=1, threads=1)
     with pytest.raises(
         PruningError, match=r"^nothing could be timed \(openvino, cpu: OpenVINO is not installed; .*\); n"
     ):
@@ -171,14 +171,14 @@ def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(Unavailable) as caught:
-        BENCH_RUNTIMES["compile"].prepare(subject.compact, Place(CPU, 1, subject.example))(subject.example)
+        BENCH_RUNTIMES["compile"].prepare(subject.compact, BenchTarget(CPU, 1, subject.example))(subject.example)
     assert str(caught.value) == "torch.compile failed here (RuntimeError: No working C++ compiler found)"
 
 
 @pytest.mark.slow
 def test_the_compiled_network_computes_the_same(subject: Subject) -> None:
-    form = Deployable(subject.compact, subject.example).form(FORMS["compile"][0])
-    bind = BENCH_RUNTIMES["compile"].prepare(form, Place(CPU, 1, subject.example))
+    form = CapturedNetwork(subject.compact, subject.example).form(FORMS["compile"][0])
+    bind = BENCH_RUNTIMES["compile"].prepare(form, BenchTarget(CPU, 1, subject.example))
     for batch in (1, 3):
         inputs = subject.inputs(batch)
         with torch.inference_mode():
@@ -193,7 +193,7 @@ def test_a_network_that_cannot_be_rewritten_is_timed_as_it_is() -> None:
 
     net, image = Wordy(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3)).eval(), torch.rand(1, 3, 8, 8)
     odd = Subject.of("wordy", net, extract(net, image, Plan({"0": [1]})))
-    result = run_bench(odd, Settings((2,), ("eager", "onnxruntime"), ("cpu",), pairs=1, threads=1))
+    result = run_bench(odd, BenchOptions((2,), ("eager", "onnxruntime"), ("cpu",), pairs=1, threads=1))
     (record,), (left_out,) = result["measured"], result["missing"]
     assert record["form"] == {"dense": "as it is", "compact": "as it is"} and record["difference"] == 0
     assert left_out["reason"].startswith("Wordy cannot be written as ONNX") and result["anatomy"] == []
@@ -202,17 +202,19 @@ def test_a_network_that_cannot_be_rewritten_is_timed_as_it_is() -> None:
 
 
 def test_on_a_gpu_only_torch_is_timed(subject: Subject) -> None:
-    tool = bench._Bench(subject, Settings((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
+    tool = bench._Bench(subject, BenchOptions((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
     with pytest.raises(Unavailable, match="timed on the CPU alone"):
         tool._measured("onnxruntime", torch.device("cuda"))
 
 
 def test_pairs_follow_from_the_time_a_pass_takes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SECONDS", 0.5)  # 25 pairs of samples that take 10 ms each
-    found = run_bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))
+    found = run_bench(subject, BenchOptions((1,), ("eager",), ("cpu",), threads=1))
     assert found["measured"][0]["speedup"]["n"] == 25
     monkeypatch.setattr(bench, "SECONDS", 0.0)
-    assert run_bench(subject, Settings((1,), ("eager",), ("cpu",), threads=1))["measured"][0]["speedup"]["n"] == 10
+    assert (
+        run_bench(subject, BenchOptions((1,), ("eager",), ("cpu",), threads=1))["measured"][0]["speedup"]["n"] == 10
+    )
 
 
 # -- settings ----------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def test_wrong_settings_are_one_sentence(
 def test_auto_is_every_device_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, devices in ((False, ("cpu",)), (True, ("cpu", "cuda"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert read_settings("1,1,8", " eager ", "auto") == Settings((1, 8), ("eager",), devices)
+        assert read_settings("1,1,8", " eager ", "auto") == BenchOptions((1, 8), ("eager",), devices)
 
 
 # -- small parts -------------------------------------------------------------------------------------------
@@ -250,16 +252,16 @@ def test_auto_is_every_device_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_page_faults_are_counted() -> None:
     pytest.importorskip("resource")
     pages = 4096
-    assert faults(lambda: None) < 10
-    assert faults(lambda: torch.zeros(pages * 1024).add_(1)) >= 0  # 16 MiB: 4,096 pages, unless they are kept
+    assert page_faults(lambda: None) < 10
+    assert page_faults(lambda: torch.zeros(pages * 1024).add_(1)) >= 0  # 16 MiB: 4,096 pages, unless they are kept
 
 
 def test_the_load_is_what_others_do_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter([(100, 1000), (130, 1060), None, (1, 2), (5, 9), (5, 9)])
     monkeypatch.setattr(timing, "_ticks", lambda: next(told))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert timing.load(0) == 1.0  # half of the time of two cores
-    assert timing.load(0) is None and timing.load(0) is None  # unknown; no tick has passed
+    assert timing.busy_cores(0) == 1.0  # half of the time of two cores
+    assert timing.busy_cores(0) is None and timing.busy_cores(0) is None  # unknown; no tick has passed
     monkeypatch.undo()
     if Path("/proc/stat").is_file():
         busy, whole = timing._ticks()
@@ -287,7 +289,7 @@ def test_inputs_of_any_kind_get_the_batch_asked_for() -> None:
 
 def test_operators_are_sorted_into_kinds() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
-    graph = Deployable(net, torch.rand(1, 3, 8, 8)).form(Form())
+    graph = CapturedNetwork(net, torch.rand(1, 3, 8, 8)).form(Form())
     found = dissect(graph, torch.rand(2, 3, 8, 8), ["0", "4"], passes=2)
     assert [(p.name, p.kind, p.widths) for p in found if p.kind == LAYERS] == [
         ("0", LAYERS, (3, 4)),
@@ -316,7 +318,7 @@ def test_a_network_of_several_inputs_is_given_them_all(tmp_path: Path, monkeypat
     lines = ["from torch import nn", "class Sum(nn.Bilinear):", "    def __init__(self):"]
     (tmp_path / "of_two.py").write_text("\n".join([*lines, "        super().__init__(4, 6, 2)"]))
     monkeypatch.chdir(tmp_path)
-    network, example, ignore = known_by("of_two:Sum", [(4,), (6,)], {}, (3, 32, 32))
+    network, example, ignore = resolve_subject("of_two:Sum", [(4,), (6,)], {}, (3, 32, 32))
     assert call(network, example).shape == (1, 2) and ignore == ()
-    _, (image,), _ = known_by("resnet20", [], {}, (3, 32, 32))
+    _, (image,), _ = resolve_subject("resnet20", [], {}, (3, 32, 32))
     assert image.shape == (1, 3, 32, 32)

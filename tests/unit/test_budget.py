@@ -15,19 +15,19 @@ from torch import nn
 
 from sbf_pruner import load, save
 from sbf_pruner.budget import (
-    POINT,
     RANGE,
-    Aim,
+    TOLERANCE,
     Budget,
-    Field,
-    Guards,
+    Constraints,
     Limits,
-    Mix,
+    ResourceWeights,
+    SearchSpace,
+    Selector,
     Steering,
     coupled,
+    filter_prices,
     land,
-    links,
-    prices,
+    stream_links,
     with_coupled,
 )
 from sbf_pruner.errors import PruningError
@@ -58,7 +58,7 @@ def scores(graph, seed=0):
 
 @pytest.mark.parametrize("budget", [Budget(macs=0.7), Budget(macs=0.15), Budget(params=0.5), Budget(size=0.3)])
 def test_landing_meets_the_budget_and_wastes_nothing(graph, budget):
-    aim = Aim(graph, budget)
+    aim = Selector(graph, budget)
     landing = aim.choose(scores(graph))
     assert landing.usage == aim.count(landing.masks)
     (room,) = aim.limits.room(landing.usage).values()
@@ -69,16 +69,16 @@ def test_of_two_limits_both_are_used_up(graph):
     # By score alone one of them would be reached long before the other.
     dense = network_cost(graph, {})
     values = scores(graph)
-    alone = Aim(graph, Budget(params=0.25)).choose(values).usage
+    alone = Selector(graph, Budget(params=0.25)).choose(values).usage
     asked = Budget(params=0.25, macs=alone["macs"] / dense.macs + 0.12)
-    aim = Aim(graph, asked)
+    aim = Selector(graph, asked)
     room = aim.limits.room(aim.choose(values).usage)
     assert all(0 <= part <= 0.02 for part in room.values()), room
 
 
 def test_landing_takes_the_highest_scores(graph):
     values = scores(graph)
-    masks = Aim(graph, Budget(macs=0.5)).choose(values).masks
+    masks = Selector(graph, Budget(macs=0.5)).choose(values).masks
     kept = np.concatenate([values[n][m] for n, m in masks.items()])
     dropped = np.concatenate([values[n][~m] for n, m in masks.items()])
     assert np.quantile(kept, 0.02) > np.quantile(dropped, 0.98), "but for a few that fitted into the rest"
@@ -86,7 +86,7 @@ def test_landing_takes_the_highest_scores(graph):
 
 def test_the_level_separates_what_stays_from_what_goes(graph):
     values = scores(graph)
-    landing = Aim(graph, Budget(macs=0.5)).choose(values)
+    landing = Selector(graph, Budget(macs=0.5)).choose(values)
     above = np.concatenate([values[n] > landing.level for n in values])
     kept = np.concatenate([landing.masks[n] for n in values])
     assert (above != kept).mean() < 0.02
@@ -95,7 +95,7 @@ def test_the_level_separates_what_stays_from_what_goes(graph):
 def test_where_whole_steps_are_too_large_single_filters_fill_the_rest():
     # One filter of "big" costs 50, one of "small" 1: after the big ones that fit, small ones are added.
     prices_ = {"big": 50.0, "small": 1.0}
-    field = Field(
+    field = SearchSpace(
         {"big": np.array([0.9, 0.8, 0.7]), "small": np.array([0.1, 0.3, 0.2])},
         lambda masks: {"macs": sum(prices_[n] * m.sum() for n, m in masks.items())},
     )
@@ -111,7 +111,7 @@ def test_what_follows_a_filter_too_large_is_not_counted_one_by_one():
         counted.append(masks)
         return {"macs": 500.0 * masks["big"].sum() + masks["small"].sum()}
 
-    field = Field({"big": np.array([0.9]), "small": np.linspace(0.8, 0.1, 1000)}, count)
+    field = SearchSpace({"big": np.array([0.9]), "small": np.linspace(0.8, 0.1, 1000)}, count)
     landing = land(field, Limits({"macs": 490.0}, {"macs": 1500.0}))
     assert landing.usage["macs"] == 475  # the first within a point of the limit
     assert len(counted) < 50
@@ -128,7 +128,7 @@ def test_filters_taken_many_at_a_time_are_those_that_one_by_one_would_fit(seed):
         kept = [int(mask.sum()) for mask in masks.values()]
         return {"macs": sum(b * (k > 0) + e * k for b, e, k in zip(branch, each, kept, strict=True))}
 
-    field, order = Field(values, count), np.argsort(-np.concatenate(list(values.values())))
+    field, order = SearchSpace(values, count), np.argsort(-np.concatenate(list(values.values())))
     limits = Limits({"macs": 0.4 * field.whole[1]["macs"]}, dict(field.whole[1]))
     landing = land(field, limits)
 
@@ -139,7 +139,7 @@ def test_filters_taken_many_at_a_time_are_those_that_one_by_one_would_fit(seed):
             wanted[order[fitting]] = False
             break
     for filter_ in order[fitting:]:
-        if min(limits.room(count(field.masks(wanted))).values()) <= POINT:
+        if min(limits.room(count(field.masks(wanted))).values()) <= TOLERANCE:
             break
         wanted[filter_] = True
         wanted[filter_] = limits.hold(count(field.masks(wanted)))
@@ -177,12 +177,12 @@ def with_closed_branches(graph, seed=0):
 @pytest.mark.parametrize("asked", [{"macs": 0.2}, {"macs": 0.45}, {"params": 0.5}, {"macs": 0.2, "params": 0.6}])
 def test_a_closed_branch_comes_back_in_part_where_the_whole_of_it_does_not_fit(depth, couple, asked):
     graph = trace(Branches(depth=depth), IMAGE)
-    guards = with_coupled(Guards(), graph, couple)
+    guards = with_coupled(Constraints(), graph, couple)
     for seed in range(2):
         values = with_closed_branches(graph, seed)
-        aim = Aim(graph, Budget(**asked), guards)
+        aim = Selector(graph, Budget(**asked), guards)
         landing = aim.choose(values)
-        assert 0 <= min(aim.limits.room(landing.usage).values()) <= POINT
+        assert 0 <= min(aim.limits.room(landing.usage).values()) <= TOLERANCE
         again = aim.choose(values)
         assert all(np.array_equal(mask, again.masks[name]) for name, mask in landing.masks.items())
         for name, mask in graph.settle(landing.masks).items():
@@ -190,13 +190,15 @@ def test_a_closed_branch_comes_back_in_part_where_the_whole_of_it_does_not_fit(d
             assert not mask.any() or values[name][mask].min() > dropped.max(initial=0), "its best ones"
 
 
-@pytest.mark.parametrize("guards", [Guards(round_to=4), Guards(min_filters=3), Guards(max_removed=0.8)])
+@pytest.mark.parametrize(
+    "guards", [Constraints(round_to=4), Constraints(min_filters=3), Constraints(max_removed=0.8)]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_branches_that_come_back_in_part_are_guarded(guards, seed):
     graph = trace(Branches(), IMAGE)
-    aim = Aim(graph, Budget(macs=0.2), guards)
+    aim = Selector(graph, Budget(macs=0.2), guards)
     landing = aim.choose(with_closed_branches(graph, seed))
-    assert 0 <= aim.limits.room(landing.usage)["macs"] <= 2 * POINT  # round widths go in larger steps
+    assert 0 <= aim.limits.room(landing.usage)["macs"] <= 2 * TOLERANCE  # round widths go in larger steps
     for name, mask in graph.settle(landing.masks).items():
         assert not guards.allowed(name).lacking(int(mask.sum()), mask.size)
 
@@ -214,9 +216,9 @@ def test_layers_that_are_woken_together_are_woken_in_turns():
         return {"macs": 10.0 * a + a * b + b * c}
 
     ends = {"a": np.linspace(3, 2, 20), "b": np.linspace(1.9, 1, 20), "c": np.linspace(0.2, 0.1, 20)}
-    field = Field(ends, count, living=living)
+    field = SearchSpace(ends, count, living=living)
     landing = land(field, Limits({"macs": 180.0}, dict(field.whole[1])))
-    assert 180 - POINT * field.whole[1]["macs"] <= landing.usage["macs"] <= 180
+    assert 180 - TOLERANCE * field.whole[1]["macs"] <= landing.usage["macs"] <= 180
     kept = {name: int(mask.sum()) for name, mask in landing.masks.items()}
     assert min(kept.values()) > 0 and kept["a"] > 5 and kept["b"] > 5
     for mask in landing.masks.values():
@@ -235,8 +237,8 @@ def test_a_pruner_that_closes_branches_lands_where_was_asked():
 
 def test_a_budget_for_everything_keeps_everything(graph):
     plain = {name: np.ones(layer.filters) for name, layer in graph.layers.items()}
-    assert Aim(graph, Budget()).limits is None
-    assert all(mask.all() for mask in Aim(graph, Budget(macs=1e12)).choose(plain).masks.values())
+    assert Selector(graph, Budget()).limits is None
+    assert all(mask.all() for mask in Selector(graph, Budget(macs=1e12)).choose(plain).masks.values())
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_network():
@@ -246,17 +248,17 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_network():
         Pruner(net, IMAGE, budget=Budget(params=0.01))
 
 
-@pytest.mark.parametrize("guards", [Guards(), Guards(round_to=4), Guards(min_filters=2)])
+@pytest.mark.parametrize("guards", [Constraints(), Constraints(round_to=4), Constraints(min_filters=2)])
 def test_the_smallest_size_is_come_to_whatever_the_scores_say(graph, guards):
     # The best filters of layers that are added up are not the same ones, so together they make a wider stream.
     with pytest.raises(PruningError, match="the smallest network that may be left has") as caught:
-        Aim(graph, Budget(macs=2), guards)
+        Selector(graph, Budget(macs=2), guards)
     smallest = float(re.search(r"left has ([\d,]+) macs", str(caught.value))[1].replace(",", ""))
-    aim = Aim(graph, Budget(macs=smallest), guards)
+    aim = Selector(graph, Budget(macs=smallest), guards)
     for seed in range(3):
         assert aim.choose(scores(graph, seed)).usage["macs"] == smallest
     with pytest.raises(PruningError, match="cannot be met"):
-        Aim(graph, Budget(macs=smallest - 1), guards)
+        Selector(graph, Budget(macs=smallest - 1), guards)
 
 
 @pytest.mark.parametrize("wide_first", [True, False])
@@ -273,7 +275,7 @@ def test_of_two_ways_through_the_cheap_one_is_the_smallest(wide_first):
             first, second = (self.wide, self.thin) if wide_first else (self.thin, self.wide)
             return self.head((first(x) + second(x)).relu())
 
-    aim = Aim(trace(Ways(), IMAGE), Budget(params=3 + 1 + 2 + 2))  # one filter of 1x1 and what reads it
+    aim = Selector(trace(Ways(), IMAGE), Budget(params=3 + 1 + 2 + 2))  # one filter of 1x1 and what reads it
     assert aim.choose({"wide": np.ones(4), "thin": np.zeros(4)}).usage["params"] == 8
 
 
@@ -292,7 +294,7 @@ def test_the_figure_of_a_refusal_can_be_asked_for(name):
 
 def test_guards_that_contradict_the_budget_are_named(graph):
     with pytest.raises(PruningError, match=r"or loosen the guards \(min_filters = 12\), which contradict it"):
-        Aim(graph, Budget(macs=0.1), Guards(min_filters=12))
+        Selector(graph, Budget(macs=0.1), Constraints(min_filters=12))
 
 
 # -- what is asked for ---------------------------------------------------------------------------------------
@@ -316,7 +318,7 @@ def test_targets_that_say_nothing_are_refused(text):
 
 
 def test_macs_are_those_of_one_sample():
-    aims = [Aim(trace(resnet20(), IMAGE.expand(n, -1, -1, -1)), Budget(macs=2e6)) for n in (1, 3)]
+    aims = [Selector(trace(resnet20(), IMAGE.expand(n, -1, -1, -1)), Budget(macs=2e6)) for n in (1, 3)]
     values = scores(aims[0].graph)
     first, third = (aim.choose(values) for aim in aims)
     assert first.usage == third.usage and 1.9e6 < first.usage["macs"] <= 2e6
@@ -372,7 +374,7 @@ def test_a_budget_of_something_else_is_one_sentence(given):
 
 def test_a_budget_with_units_is_landed_on():
     net = resnet20()
-    whole = Aim(trace(net, IMAGE)).count({})["params"]
+    whole = Selector(trace(net, IMAGE)).count({})["params"]
     pruner = Pruner(net, IMAGE, budget=Budget(params=f"{0.4 * whole / 1e3}k", macs="70%"))
     assert pruner.aim.limits is not None
     assert pruner.aim.limits.most["params"] == pytest.approx(0.4 * whole)
@@ -454,7 +456,7 @@ def test_where_all_scores_are_equal_all_layers_lose_alike():
 
 def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
     with pytest.raises(PruningError, match=r"100\.0%\); loosen the guards \(max_removed = 0\), which contradict"):
-        Aim(graph, Budget(macs=0.5), Guards(max_removed=0.0))
+        Selector(graph, Budget(macs=0.5), Constraints(max_removed=0.0))
 
 
 # -- guards --------------------------------------------------------------------------------------------------
@@ -487,7 +489,7 @@ def test_a_pruner_is_guarded_by_what_it_is_given(guard, budget):
 def test_a_layer_that_reads_a_part_of_a_stream_keeps_its_least(name, seed):
     """All filters that feed it may be gone: then one of those comes back too."""
     graph = trace(*ZOO[name]())
-    aim = Aim(graph, Budget(macs=0.7), Guards(min_filters=1))
+    aim = Selector(graph, Budget(macs=0.7), Constraints(min_filters=1))
     left = graph.settle(aim.choose(scores(graph, seed)).masks)
     assert min(int(mask.sum()) for mask in left.values()) >= 1
     left = graph.settle(aim.least())
@@ -496,7 +498,7 @@ def test_a_layer_that_reads_a_part_of_a_stream_keeps_its_least(name, seed):
 
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_rounded_widths_are_multiples_or_all_there_is(graph, share):
-    aim = Aim(graph, Budget(macs=share), Guards(round_to=8))
+    aim = Selector(graph, Budget(macs=share), Constraints(round_to=8))
     landing = aim.choose(scores(graph))
     small = extract(resnet20(), IMAGE, Plan.from_masks(landing.masks), graph)
     widths = [m.out_channels for m in small.modules() if isinstance(m, nn.Conv2d)]
@@ -511,7 +513,7 @@ def test_widths_are_round_where_groups_norms_and_slices_have_a_say(name, round_t
     graph = trace(model, inputs)
     whole = graph.settle({})
     for share, seed in itertools.product((0.6, 0.8), range(4)):
-        aim = Aim(graph, Budget(macs=share), Guards(round_to=round_to))
+        aim = Selector(graph, Budget(macs=share), Constraints(round_to=round_to))
         left = graph.settle(aim.choose(scores(graph, seed)).masks)
         widths = {layer: int(mask.sum()) for layer, mask in left.items()}
         odd = {layer: n for layer, n in widths.items() if n % round_to and n < whole[layer].sum()}
@@ -524,14 +526,16 @@ def test_groups_are_read_and_fed_for_round_widths(share):
     grouped = nn.Conv2d(32, 32, 3, groups=8, bias=False)
     net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), grouped, nn.ReLU(), nn.Conv2d(32, 2, 1))
     graph = trace(net, IMAGE)
-    aim = Aim(graph, Budget(macs=share), Guards(round_to=8))
+    aim = Selector(graph, Budget(macs=share), Constraints(round_to=8))
     for seed in range(4):
         left = graph.settle(aim.choose(scores(graph, seed)).masks)
         assert [int(mask.sum()) % 8 for mask in left.values()] == [0, 0]
 
 
 def test_every_layer_keeps_its_least(graph):
-    masks = Aim(graph, Budget(macs=0.3), Guards(min_filters=3, max_removed=0.75)).choose(scores(graph)).masks
+    masks = (
+        Selector(graph, Budget(macs=0.3), Constraints(min_filters=3, max_removed=0.75)).choose(scores(graph)).masks
+    )
     for name, mask in masks.items():
         assert mask.sum() >= max(3, 0.25 * mask.size), name
 
@@ -539,8 +543,8 @@ def test_every_layer_keeps_its_least(graph):
 def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
     groups = coupled(graph, "streams")
     assert any({"conv1", "layer1.0.conv2", "layer1.2.conv2"} <= set(group) for group in groups)
-    guards = Guards(groups=groups, links=links(graph, groups))
-    masks = Aim(graph, Budget(macs=0.4), guards).choose(scores(graph)).masks
+    guards = Constraints(groups=groups, links=stream_links(graph, groups))
+    masks = Selector(graph, Budget(macs=0.4), guards).choose(scores(graph)).masks
     for group in groups:
         assert all(np.array_equal(masks[name], masks[group[0]]) for name in group)
     small = extract(resnet20(), IMAGE, Plan.from_masks(masks), graph)
@@ -551,7 +555,7 @@ def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
 
 def test_a_stream_knows_what_a_shortcut_brings_into_it(graph):
     groups = coupled(graph, "streams")
-    found = {(link.source, link.target): link.places for link in links(graph, groups)}
+    found = {(link.source, link.target): link.places for link in stream_links(graph, groups)}
     assert found == {
         (0, 1): (*[-1] * 8, *range(16), *[-1] * 8),
         (0, 2): (*[-1] * 24, *range(16), *[-1] * 24),
@@ -589,7 +593,7 @@ def test_layers_are_coupled_by_pattern(graph):
 def test_a_price_is_what_goes_with_a_filter(graph):
     rng = np.random.default_rng(0)
     keep = graph.settle({name: rng.random(layer.filters) < 0.7 for name, layer in graph.layers.items()})
-    found, whole, here = prices(graph, keep), network_cost(graph, {}), network_cost(graph, keep)
+    found, whole, here = filter_prices(graph, keep), network_cost(graph, {}), network_cost(graph, keep)
     for name in ("layer1.1.conv1", "layer2.2.conv1", "layer3.0.conv1"):  # each filter of these costs the same
         less = {**keep, name: keep[name].copy()}
         less[name][np.flatnonzero(keep[name])[1]] = False
@@ -599,7 +603,7 @@ def test_a_price_is_what_goes_with_a_filter(graph):
 
 
 def test_scarce_resources_count_more():
-    mix = Mix({"macs": 0.5, "params": 0.8})
+    mix = ResourceWeights({"macs": 0.5, "params": 0.8})
     for _ in range(20):
         mix.follow({"macs": 0.0, "params": 0.1})
     weights = mix.weights({"macs": {"a": 4.0, "b": 1.0}, "params": {"a": 1.0, "b": 4.0}}, {"a": 2, "b": 2})
@@ -770,8 +774,8 @@ def test_a_branch_that_is_closed_is_not_asked_about_filter_by_filter(monkeypatch
     pruner = Pruner(model, torch.rand(1, 3, 32, 32), budget=Budget(params=0.7))
     norms = {n: m.weight.detach().flatten(1).norm(dim=1) for n, m in model.named_modules() if n in pruner.filters}
     counted: list[object] = []
-    count = Aim.count
-    monkeypatch.setattr(Aim, "count", lambda aim, masks: counted.append(masks) or count(aim, masks))
+    count = Selector.count
+    monkeypatch.setattr(Selector, "count", lambda aim, masks: counted.append(masks) or count(aim, masks))
     pruner.rank(norms)
     assert len(counted) < 40, "one by one it would be 70, and thousands in a wider network"
     params = sum(p.numel() for p in pruner.extract().parameters()) / sum(p.numel() for p in model.parameters())

@@ -16,9 +16,9 @@ import torch
 import sbf_pruner as sbf
 from sbf_pruner import export as bundle
 from sbf_pruner.errors import DataError, PruningError, RunError
-from sbf_pruner.export import Request, export_run
+from sbf_pruner.export import ExportOptions, export_run
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import Deployable, Form, run, session
+from sbf_pruner.runtimes import CapturedNetwork, Form, run, session
 from sbf_pruner.runtimes import forms as choosing
 from sbf_pruner.saving import MANIFEST, digest
 from sbf_pruner.training import load_recipe
@@ -38,7 +38,7 @@ channels = 3
 samples = 64
 """
 IMAGES = torch.rand(5, 3, 8, 8)
-asked = partial(Request, trust=True)  # the recipe names a network of the tests
+asked = partial(ExportOptions, trust=True)  # the recipe names a network of the tests
 QUICK = asked(seconds=0.1, batch=2, threads=1)
 
 
@@ -313,10 +313,10 @@ def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path, 
 def test_where_bytes_count_the_smallest_form_is_written_and_nothing_timed(
     finished, exported, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(choosing, "fastest", lambda *given: pytest.fail("nothing is to be timed"))
+    monkeypatch.setattr(choosing, "min_times", lambda *given: pytest.fail("nothing is to be timed"))
     manifest = export_run(finished, tmp_path / "out", asked(formats=("onnx",), target="size"))
     assert manifest["chosen"]["form"]["branches"] == "gather" and manifest["chosen"]["milliseconds"] == {}
-    padded = Deployable(sbf.load(finished, dense).eval(), IMAGES[:1]).form(Form("zeros", 4, shortcuts=True))
+    padded = CapturedNetwork(sbf.load(finished, dense).eval(), IMAGES[:1]).form(Form("zeros", 4, shortcuts=True))
     assert manifest["chosen"]["params"] < sum(p.numel() for p in padded.parameters())
     (found,) = run(session(tmp_path / "out" / "network.onnx"), IMAGES)
     torch.testing.assert_close(found, expected(finished), rtol=0, atol=1e-4)
@@ -391,4 +391,4 @@ def test_runs_that_cannot_be_exported_are_named(finished, tmp_path):
 )
 def test_wrong_requests_are_one_sentence(given, sentence):
     with pytest.raises(PruningError, match=f"^{sentence}$"):
-        Request(**given)
+        ExportOptions(**given)

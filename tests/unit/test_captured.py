@@ -15,32 +15,32 @@ from sbf_pruner.budget import Budget
 from sbf_pruner.models import resolve
 from sbf_pruner.scores import PROJECTIONS
 from sbf_pruner.training import OptimizerConfig
-from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.data import Augment, DeviceBatches, Split
 from sbf_pruner.training.engine import (
     Average,
+    BatchCounters,
     CapturedEngine,
-    Counters,
     Engine,
-    Tally,
+    EpochResult,
     Teacher,
     TunableConvolutions,
     make_optimizer,
 )
-from sbf_pruner.utils import real_copy, without_attached
+from sbf_pruner.utils import real_copy, remove_pruner_hooks
 
-Way = Callable[..., tuple[list[Tally], list[Tensor], Plan]]
+Way = Callable[..., tuple[list[EpochResult], list[Tensor], Plan]]
 
 
-def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixup: float = 0.0) -> Resident:
+def batches(device: str = "cpu", *, training: bool = True, cutout: int = 0, mixup: float = 0.0) -> DeviceBatches:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (96, 3, 16, 16), dtype=torch.uint8, generator=random)
     split = Split(images, torch.randint(0, 10, (96,), generator=random))
     augment = Augment(2, True, cutout, mixup) if training else None
     size, mean, std = 32 if training else 40, (0.5,) * 3, (0.25,) * 3
-    return Resident(split, size, mean, std, device=device, augment=augment, seed=3, num_classes=10)
+    return DeviceBatches(split, size, mean, std, device=device, augment=augment, seed=3, num_classes=10)
 
 
-def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list[EpochResult], list[Tensor], Plan]:
     """A teacher, an average, norms without decay and new statistics, holes, blends; scores of blocks, steered."""
     torch.manual_seed(1)
     teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0, mirrored=True)
@@ -72,7 +72,7 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
     return tallies, [t.detach().cpu() for t in model.state_dict().values()], pruner.plan()
 
 
-def train(kind: type[Engine], device: str = "cpu", **more: Any) -> tuple[list[Tally], list[Tensor], Plan]:
+def train(kind: type[Engine], device: str = "cpu", **more: Any) -> tuple[list[EpochResult], list[Tensor], Plan]:
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
     pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3, **more)
@@ -88,12 +88,12 @@ def train(kind: type[Engine], device: str = "cpu", **more: Any) -> tuple[list[Ta
     return tallies, [p.detach().cpu() for p in model.parameters()], pruner.plan()
 
 
-def train_binary(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+def train_binary(kind: type[Engine], device: str = "cpu") -> tuple[list[EpochResult], list[Tensor], Plan]:
     """Gates that are open or closed in score phases, too."""
     return train(kind, device, binary=True, projection="free", speed=0.2)
 
 
-def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[Tally], list[Tensor], Plan]:
+def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[EpochResult], list[Tensor], Plan]:
     """Scores and weights in the same steps, with all that a phase of weights may have, twice."""
     torch.manual_seed(1)
     teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
@@ -253,7 +253,7 @@ def test_a_copy_of_a_tuned_network_can_be_cleaned() -> None:
     """A copy that kept the forward would go on with weights cast before, whatever it learns."""
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), torch.rand(2, 3, 9, 9)
     with TunableConvolutions(model, torch.float32):
-        bare = without_attached(real_copy(model))
+        bare = remove_pruner_hooks(real_copy(model))
     nn.init.zeros_(bare[0].weight)
     assert "forward" not in vars(bare[0]) and not bare(x).any() and model(x).any()
 
@@ -265,10 +265,10 @@ def test_a_network_that_cannot_be_dressed_is_left_bare(monkeypatch: pytest.Monke
     engine = CapturedEngine(model, "cpu", pruner)
     hooks = [len(module._forward_hooks) for module in model.modules()]
 
-    def broken(counters: Counters) -> None:
+    def broken(counters: BatchCounters) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Counters, "__enter__", broken)
+    monkeypatch.setattr(BatchCounters, "__enter__", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.train_epoch(batches(), 0, make_optimizer(model, OptimizerConfig()), [0.1] * 3)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.training import NAME, OptimizerConfig, load_checkpoint, load_weights, save_checkpoint
+from sbf_pruner.training import LAST_CHECKPOINT, OptimizerConfig, load_checkpoint, load_weights, save_checkpoint
 from sbf_pruner.training.data import load_cifar10
 from sbf_pruner.training.engine import make_optimizer, restore_optimizer
 from sbf_pruner.utils import files
@@ -102,7 +102,7 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_complete(
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, {"done": 2, "x": torch.zeros(3)})
     assert load_checkpoint(tmp_path)["done"] == 1
-    assert os.listdir(tmp_path) == [NAME]
+    assert os.listdir(tmp_path) == [LAST_CHECKPOINT]
 
 
 def test_a_killed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +121,11 @@ def test_a_killed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
 
 
 def weights_from(folder: Path) -> None:
-    load_weights(nn.Linear(1, 1), folder / NAME)
+    load_weights(nn.Linear(1, 1), folder / LAST_CHECKPOINT)
 
 
 def cifar_from(folder: Path) -> None:
-    load_cifar10(str(folder / NAME))
+    load_cifar10(str(folder / LAST_CHECKPOINT))
 
 
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
@@ -185,14 +185,17 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_the_old_one(
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"{NAME} cannot be written .*No space left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match=f"{LAST_CHECKPOINT} cannot be written .*No space left"),
+    ):
         patch.setattr(files, "save_file", full)
         save_checkpoint(tmp_path, {"done": 2})
-    with pytest.raises(OSError, match="File too large") as caught, files.replacing(tmp_path / "plan.json"):
+    with pytest.raises(OSError, match="File too large") as caught, files.atomic_path(tmp_path / "plan.json"):
         raise OSError(27, "File too large")
     assert caught.value.filename == str(tmp_path / "plan.json")
     assert load_checkpoint(tmp_path) == {"done": 1}
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [LAST_CHECKPOINT]
 
 
 def test_a_changed_entry_is_refused(tmp_path: Path) -> None:
@@ -203,14 +206,14 @@ def test_a_changed_entry_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(2)}, tmp_path / NAME)
+    save_file({"x": torch.ones(2)}, tmp_path / LAST_CHECKPOINT)
     with pytest.raises(RunError, match="was not written by sbf-pruner"):
         load_checkpoint(tmp_path)
     for entry in ("no JSON", "[]", '{"header": "{}"}'):
-        save_file({"x": torch.ones(2)}, tmp_path / NAME, metadata={"sbf": entry})
+        save_file({"x": torch.ones(2)}, tmp_path / LAST_CHECKPOINT, metadata={"sbf": entry})
         with pytest.raises(RunError, match="was not written by sbf-pruner"):
             load_checkpoint(tmp_path)
-    files.write_tensors(tmp_path / NAME, {}, {"format": "something else"})
+    files.write_tensors(tmp_path / LAST_CHECKPOINT, {}, {"format": "something else"})
     with pytest.raises(RunError, match="is no checkpoint of this version"):
         load_checkpoint(tmp_path)
 
@@ -228,14 +231,14 @@ def test_the_file_is_plain_safetensors_with_readable_names(tmp_path: Path) -> No
 
 def test_writers_of_one_file_do_not_disturb_one_another(tmp_path: Path) -> None:
     path = tmp_path / "answer.txt"
-    with files.replacing(path) as first, files.replacing(path) as second:
+    with files.atomic_path(path) as first, files.atomic_path(path) as second:
         first.write_text("first")
         second.write_text("second")
         assert first != second and first.parent == second.parent == tmp_path
     assert path.read_text() == "first"  # which was moved there last
-    with files.replacing(path) as first:
+    with files.atomic_path(path) as first:
         first.write_text("whole")
-        with pytest.raises(KeyboardInterrupt), files.replacing(path):
+        with pytest.raises(KeyboardInterrupt), files.atomic_path(path):
             raise KeyboardInterrupt
     assert path.read_text() == "whole" and os.listdir(tmp_path) == ["answer.txt"]
 

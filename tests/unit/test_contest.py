@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sbf_pruner.cli import main
-from sbf_pruner.compare import check_methods, enter, method_runs, standings
+from sbf_pruner.compare import check_methods, method_runs, plan_runs, rank_methods
 from sbf_pruner.errors import RecipeError, RunError
 from sbf_pruner.training import load_recipe, run
 
@@ -105,7 +105,7 @@ def test_stopped_it_goes_on_where_it_was(
 
 def test_methods_may_be_added_and_named_in_another_order(root: Path) -> None:
     recipe = load_recipe("digits", [*SETTINGS, *AIMED])
-    found = enter(recipe, ["chip", "taylor", "sbf"], [0, 7], root)
+    found = plan_runs(recipe, ["chip", "taylor", "sbf"], [0, 7], root)
     assert [(one.folder.path.name, one.dense_from and one.dense_from.name) for one in found] == [
         *(("sbf-seed0", None), ("chip-seed0", "sbf-seed0"), ("taylor-seed0", "sbf-seed0")),
         *(("chip-seed7", None), ("taylor-seed7", "chip-seed7"), ("sbf-seed7", "chip-seed7")),
@@ -147,23 +147,23 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
 
 def test_methods_are_tried_with_the_threads_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(method_runs, "rehearse", lambda name, subject: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(method_runs, "check_method", lambda name, subject: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     recipe = load_recipe("digits", [*AIMED, f"threads={before + 1}"])
-    check_methods(enter(recipe, ["l1"], [0], tmp_path / "none"))
+    check_methods(plan_runs(recipe, ["l1"], [0], tmp_path / "none"))
     assert seen == [before + 1] and torch.get_num_threads() == before
 
 
 def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: Path) -> None:
     recipe = load_recipe("digits", SETTINGS)
     with pytest.raises(RecipeError, match="method: l1 tells which filters go first"):
-        enter(recipe, ["sbf", "l1"], [0], tmp_path)
+        plan_runs(recipe, ["sbf", "l1"], [0], tmp_path)
     other = load_recipe("digits", [*SETTINGS, "budget.macs=0.3"])
     with pytest.raises(RunError, match=r"sbf-seed0 was run with .* resume it .*, or begin a run in another folder"):
-        enter(other, ["chip", "sbf"], [0], root)
+        plan_runs(other, ["chip", "sbf"], [0], root)
     assert not list(tmp_path.iterdir()) and not (root / "chip-seed0").exists()
     with pytest.raises(RunError, match=r"comparison.json is a file; name a folder for the runs"):
-        enter(other, ["chip", "sbf"], [0], root / "comparison.json")
+        plan_runs(other, ["chip", "sbf"], [0], root / "comparison.json")
 
 
 WRONG = {
@@ -186,5 +186,5 @@ def test_wrong_words_are_one_sentence(case: str, tmp_path: Path, capsys: pytest.
 def test_a_single_seed_has_no_deviation() -> None:
     half = {"dense": {"params": 4, "macs": 4}, "pruned": {"params": 2, "macs": 1, "accuracy": 9.0}}
     half["pruned"]["validation_accuracy"] = 8.0
-    (one,) = standings([{"method": "l1", **half}])
+    (one,) = rank_methods([{"method": "l1", **half}])
     assert (one.mean, one.deviation, one.validation, one.params, one.macs) == (9.0, None, (8.0,), 0.5, 0.25)

@@ -12,7 +12,7 @@ from cases import random_plans
 from sbf_pruner.graph import network_cost, trace
 from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
-from sbf_pruner.pruner import note_insisted
+from sbf_pruner.pruner import record_fixed_sizes
 from sbf_pruner.surgery import extract
 from zoo import ZOO
 
@@ -21,7 +21,7 @@ from zoo import ZOO
 def test_the_cost_of_a_plan_is_that_of_the_network_it_makes(name):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)
-    note_insisted(model, inputs, graph)
+    record_fixed_sizes(model, inputs, graph)
     for plan in random_plans(graph, 4)[2:]:
         expected = measure(extract(model, inputs, plan, graph), inputs)
         found = network_cost(graph, plan.masks(graph))
@@ -36,7 +36,7 @@ def test_the_cost_of_a_plan_for_a_network_that_was_cut_before_is_that_of_the_net
     graph = trace(model, inputs)
     if not graph.layers:
         return
-    note_insisted(model, inputs, graph)
+    record_fixed_sizes(model, inputs, graph)
     for plan in (Plan({}), *random_plans(graph, 4)[2:]):
         expected = measure(extract(model, inputs, plan, graph), inputs)
         found = network_cost(graph, plan.masks(graph))

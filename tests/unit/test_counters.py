@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.training.engine import Counters
+from sbf_pruner.training.engine import BatchCounters
 
 
 def network() -> nn.Module:
@@ -19,7 +19,7 @@ def test_counts_are_those_of_a_plain_loop(compiled: bool) -> None:
     for _ in range(3):
         images = torch.rand(4, 2, 3, 3)
         plain(images)
-        with Counters(counted) as counters:
+        with BatchCounters(counted) as counters:
             forward(images)
             assert counted[0].num_batches_tracked is None, "nothing is counted in a forward"
             counters.count()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import test_gpu
 from sbf_pruner.errors import DataError
 from sbf_pruner.training import DataConfig, load_recipe, phases
-from sbf_pruner.training.data import SOURCES, Augment, Data, Feed, Resident, Split, load_data, register
+from sbf_pruner.training.data import SOURCES, Augment, Data, DeviceBatches, RunBatches, Split, load_data, register
 
 
 def load(name: str, classes: int = 10, seed: int = 0, **options: Any) -> Data:
@@ -28,14 +28,14 @@ def counted(count: int, channels: int = 1, size: int = 4) -> Split:
     return Split(pixels.to(torch.uint8).view(count, channels, size, size), torch.arange(count))
 
 
-def batches(split: Split, batch_size: int, augment: Augment | None = None, seed: int = 0) -> Resident:
+def batches(split: Split, batch_size: int, augment: Augment | None = None, seed: int = 0) -> DeviceBatches:
     """Batches that are not normalised, so that pixels can be compared."""
     channels = split.images.shape[1]
     mean, std, classes = [0] * channels, [1 / 255] * channels, len(split)
-    return Resident(split, batch_size, mean, std, augment=augment, seed=seed, num_classes=classes)
+    return DeviceBatches(split, batch_size, mean, std, augment=augment, seed=seed, num_classes=classes)
 
 
-def joined(made: Resident, index: int) -> tuple[Tensor, Tensor]:
+def joined(made: DeviceBatches, index: int) -> tuple[Tensor, Tensor]:
     images, labels = zip(*made.epoch(index), strict=True)
     return torch.cat(images), torch.cat(labels)
 
@@ -67,7 +67,7 @@ def test_statistics_are_the_training_images() -> None:
     pixels = data.train.images.double() / 255
     assert data.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-12)
     assert data.std == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist(), abs=1e-12)
-    images = torch.cat([x for x, _ in Resident(data.train, 100, data.mean, data.std, device="cpu").epoch(0)])
+    images = torch.cat([x for x, _ in DeviceBatches(data.train, 100, data.mean, data.std, device="cpu").epoch(0)])
     torch.testing.assert_close(images.mean((0, 2, 3)), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(images.std((0, 2, 3), correction=0), torch.ones(2), rtol=0, atol=1e-5)
 
@@ -422,24 +422,24 @@ def test_a_hole_as_wide_as_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["weights.cutout=8"])
     said = r"^weights\.cutout: a hole of 8 pixels may be all of an image \(8x8\); lower it$"
     with pytest.raises(DataError, match=said):
-        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
+        RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 
 
 def test_a_crop_that_may_leave_nothing_of_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["data.crop=8"])
     with pytest.raises(DataError, match=r"^data\.crop: shifted by 8 pixels nothing may be left"):
-        Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
+        RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 
 
 @pytest.mark.parametrize("way", test_gpu.WAYS)
 def test_what_is_tried_on_a_gpu_fits_its_images(way: str) -> None:
     recipe = load_recipe("digits", [*test_gpu.SHORT, *test_gpu.WAYS[way]])
-    assert len(Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten()).images)
+    assert len(RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten()).images)
 
 
 def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images() -> None:
     recipe = load_recipe("digits", ["finetune.mixup=1", "finetune.batch_size=64", "warmup.cutout=3"])
-    feed = Feed(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
+    feed = RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
     for phase in phases(recipe):
         labels = next(feed.of(phase).epoch(0))[1]
         assert labels.is_floating_point() == (phase.kind == "finetune")
@@ -452,7 +452,7 @@ def test_phases_cut_and_blend_only_what_they_ask_for_and_norms_see_whole_images(
 
 def test_pixels_are_normalised_per_channel() -> None:
     split = counted(3, channels=2)
-    made = Resident(split, 3, [0.25, 0.5], [0.5, 2.0], device="cpu")
+    made = DeviceBatches(split, 3, [0.25, 0.5], [0.5, 2.0], device="cpu")
     scaled = split.images.float() / 255
     expected = torch.stack([(scaled[:, 0] - 0.25) / 0.5, (scaled[:, 1] - 0.5) / 2.0], dim=1)
     torch.testing.assert_close(next(made.epoch(0))[0], expected)

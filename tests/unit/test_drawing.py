@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sbf_pruner.models import resolve
-from sbf_pruner.report import FOLLOWER, GATE, JOINT, LAYER, SKIPPED, arrange, compose, draw, inspect_model
+from sbf_pruner.report import FOLLOWER, GATE, JOINT, LAYER, SKIPPED, draw, inspect_model, layout_graph, to_boxes
 from sbf_pruner.report.graph_drawing import _size
 from zoo import ZOO
 
@@ -27,7 +27,7 @@ def resnet():
 @pytest.mark.parametrize("name", ZOO)
 def test_every_network_can_be_drawn(name):
     found = seen(name)
-    boxes = compose(found)
+    boxes = to_boxes(found)
     drawn = {box.label for box in boxes if box.kind == LAYER}
     assert drawn >= {layer["name"] for layer in found.facts["layers"]}
     for place, box in enumerate(boxes):
@@ -36,9 +36,9 @@ def test_every_network_can_be_drawn(name):
 
 
 def test_a_residual_net_is_drawn_in_columns_without_overlap(resnet):
-    boxes = compose(resnet)
+    boxes = to_boxes(resnet)
     assert sum(box.kind == JOINT for box in boxes) == 27
-    picture = arrange(boxes, _size)
+    picture = layout_graph(boxes, _size)
     assert 0.5 < picture.width / picture.height < 2.5, "near the shape of a screen"
     assert len(picture.cells) == len(boxes)
     frames = [(c.x - c.width / 2, c.y, c.x + c.width / 2, c.y + c.height) for c in picture.cells]
@@ -49,15 +49,15 @@ def test_a_residual_net_is_drawn_in_columns_without_overlap(resnet):
 
 
 def test_kinds_of_box():
-    kinds = {box.label: box.kind for box in compose(seen("Depthwise"))}
+    kinds = {box.label: box.kind for box in to_boxes(seen("Depthwise"))}
     assert kinds["3.depthwise.0"] == FOLLOWER and kinds["3.expand.0"] == LAYER
     assert GATE in kinds.values()
-    last = [box for box in compose(seen("Plain")) if box.kind == SKIPPED]
+    last = [box for box in to_boxes(seen("Plain")) if box.kind == SKIPPED]
     assert any("left alone: its filters are the network's outputs" in line for line in last[-1].tip)
 
 
 def test_a_dense_block_is_drawn_as_a_chain():
-    joints = [box for box in compose(seen("Dense")) if box.label == "concat"]
+    joints = [box for box in to_boxes(seen("Dense")) if box.label == "concat"]
     assert len(joints) > 1 and all(len(box.sources) == 2 for box in joints)
 
 

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.training import OptimizerConfig
-from sbf_pruner.training.data import Augment, Resident, Split
+from sbf_pruner.training.data import Augment, DeviceBatches, Split
 from sbf_pruner.training.engine import (
     CapturedEngine,
-    Descent,
     Engine,
-    Tally,
+    EpochResult,
     TunableConvolutions,
+    WeightTrainer,
     captured,
+    copy_function,
     make_optimizer,
-    own_code,
 )
 from shares import mostly_slow
 from zoo import ZOO
@@ -49,7 +49,7 @@ def images_of(name: str) -> Tensor | None:
     return inputs.float() if isinstance(inputs, Tensor) and inputs.dim() == 4 else None
 
 
-def train(kind: type[Engine], name: str, *, joint: bool) -> tuple[list[Tally], dict[str, Tensor]]:
+def train(kind: type[Engine], name: str, *, joint: bool) -> tuple[list[EpochResult], dict[str, Tensor]]:
     torch.manual_seed(0)
     images = images_of(name)
     assert images is not None
@@ -58,8 +58,8 @@ def train(kind: type[Engine], name: str, *, joint: bool) -> tuple[list[Tally], d
     pixels = torch.randint(0, 256, (24, *images.shape[1:]), dtype=torch.uint8, generator=random)
     split = Split(pixels, torch.randint(0, CLASSES, (24,), generator=random))
     scale = (0.5,) * channels, (0.25,) * channels
-    data = Resident(split, 8, *scale, augment=Augment(flip=True), seed=1, num_classes=CLASSES)
-    test = Resident(split, 10, *scale, num_classes=CLASSES)
+    data = DeviceBatches(split, 8, *scale, augment=Augment(flip=True), seed=1, num_classes=CLASSES)
+    test = DeviceBatches(split, 10, *scale, num_classes=CLASSES)
     pruner = Pruner(network, images[:1], penalty=1e-3, speed=0.3)
     engine, config, rates = kind(network, "cpu", pruner), OptimizerConfig(lr=0.01), [0.01] * 3
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ class Compiled(CapturedEngine):
     def __init__(self, network: nn.Module, device: str, pruner: Pruner | None = None) -> None:
         super().__init__(network, device, pruner)
         self._tunable = TunableConvolutions(network, torch.float32)
-        self._loss = captured.compiled(self._plain_loss, backend="eager")
+        self._loss = captured.compile_copy(self._plain_loss, backend="eager")
 
 
 def small_network(width: int) -> nn.Module:
@@ -122,7 +122,7 @@ def trained_in_turn(kind: type[Engine], width: int) -> list[Tensor]:
     """The weights of a gated network, its scores, and the weights of a control without gates after it."""
     torch.manual_seed(width)
     split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
-    data = Resident(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment(flip=True))
+    data = DeviceBatches(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment(flip=True))
     network = small_network(width)
     pruner = Pruner(network, torch.zeros(1, 3, 8, 8), speed=0.3)
     engine = kind(network, "cpu", pruner)
@@ -153,7 +153,7 @@ def test_a_copy_of_a_function_is_the_same_function() -> None:
     def shifted(x: int, *, by: int = 2) -> int:
         return x + by + offset
 
-    again = own_code(shifted)
+    again = copy_function(shifted)
     assert again(1) == shifted(1) and again(1, by=5) == 9
     assert again.__code__ is not shifted.__code__  # type: ignore[attr-defined]
 
@@ -169,13 +169,13 @@ def test_a_convolution_whose_weight_is_made_by_a_hook_is_trained(kind: str) -> N
 def test_the_state_of_an_optimiser_goes_on_where_other_steps_are_possible() -> None:
     """As a GPU saves it: its flags would stop a CPU's optimiser at the next step."""
     network, config = nn.Conv2d(3, 4, 3), OptimizerConfig("adam", lr=0.1)
-    descent = Descent.of(network, config)
+    descent = WeightTrainer.of(network, config)
     network(torch.rand(1, 3, 8, 8)).sum().backward()
     descent.optimizer.step()
     state = descent.state()["optimizer"]
     for group in state["param_groups"]:
         group["capturable"] = group["fused"] = True
-    goes_on = Descent.of(network, config, state)
+    goes_on = WeightTrainer.of(network, config, state)
     goes_on.optimizer.step()
     assert not goes_on.optimizer.param_groups[0]["capturable"]
 
@@ -214,7 +214,7 @@ def test_norms_that_look_at_the_batch_are_judged_as_by_the_plain_engine() -> Non
     network = small_network(4)
     network[1] = nn.BatchNorm2d(4, track_running_stats=False)
     split = Split(torch.randint(0, 256, (10, 3, 8, 8), dtype=torch.uint8), torch.arange(10) % CLASSES)
-    test = Resident(split, 8, (0.5,) * 3, (0.25,) * 3)
+    test = DeviceBatches(split, 8, (0.5,) * 3, (0.25,) * 3)
     assert CapturedEngine(network, "cpu").evaluate(test) == Engine(network, "cpu").evaluate(test)
 
 
@@ -226,7 +226,7 @@ def test_score_steps_count_batches_where_norms_move() -> None:
         split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
         with pruner.scoring():
             kind(network, "cpu", pruner).score_epoch(
-                Resident(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment()), 0
+                DeviceBatches(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment()), 0
             )
         counted.append(int(network[1].num_batches_tracked))
     assert counted == [2, 2]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from sbf_pruner.cli import console
-from sbf_pruner.utils import formatting, rounded
+from sbf_pruner.utils import format_percentage, formatting
 
 
 @pytest.mark.parametrize("digits", [0, 1, 2])
 @pytest.mark.parametrize("away", [10.0**-n for n in range(10)])
 def test_only_nothing_is_nothing_and_only_all_is_all(away: float, digits: int) -> None:
     for value in (away, -away, 100 - away, 100 + away, -100 + away):
-        said = float(rounded(value, digits))
+        said = float(format_percentage(value, digits))
         assert said not in (0, 100, -100)
         assert abs(said - value) <= max(0.5 * 10**-digits, 0.5 * away)
-    assert [float(rounded(value, digits)) for value in (0, 100, -100)] == [0, 100, -100]
+    assert [float(format_percentage(value, digits)) for value in (0, 100, -100)] == [0, 100, -100]
 
 
 def test_the_page_and_the_terminal_tell_the_same() -> None:

@@ -13,7 +13,7 @@ import sbf_pruner as sbf
 from cases import leaves, random_plans, snapshot
 from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import BRANCHES, Deployable, Form, choose, fastest, groups
+from sbf_pruner.runtimes import BRANCHES, CapturedNetwork, Form, choose, groups, min_times
 from sbf_pruner.runtimes import forms as choosing
 from sbf_pruner.utils import call
 from shares import mostly_slow
@@ -35,7 +35,7 @@ QUICK = [
 def assert_forms_equal(small, inputs, forms=FORMS):
     """Every form gives what the small network gives, for another batch than the one it was captured with."""
     small.eval()
-    captured = Deployable(small, inputs)
+    captured = CapturedNetwork(small, inputs)
     given = fresh_inputs(inputs, batch=3, seed=2)
     kept = [tensor.clone() for tensor in leaves(given)]
     with torch.no_grad():
@@ -53,7 +53,7 @@ def assert_forms_equal(small, inputs, forms=FORMS):
 @cache
 def deployable():
     _, small, image = halved()
-    return Deployable(small, image)
+    return CapturedNetwork(small, image)
 
 
 def operators(graph):
@@ -150,7 +150,7 @@ def test_a_branch_that_has_vanished_is_not_added():
     graph = sbf.trace(model, image)
     gone = [name for name in graph.layers if name.startswith("1.")]
     small = sbf.extract(model, image, sbf.Plan(dict.fromkeys(gone, ())), graph)
-    found = operators(Deployable(small, image).form(Form()))
+    found = operators(CapturedNetwork(small, image).form(Form()))
     assert "aten.add.Tensor" not in found and "aten.new_zeros.default" not in found
     assert found["aten.conv2d.default"] == 2
     assert_forms_equal(small, image)
@@ -170,7 +170,7 @@ def test_what_is_one_number_per_channel_is_added_as_such():
 
     model = randomise(Shifted().double()).eval()
     image = torch.rand(2, 3, 6, 6, dtype=torch.float64)
-    found = operators(Deployable(model, image).form(Form()))
+    found = operators(CapturedNetwork(model, image).form(Form()))
     assert "aten._native_batch_norm_legit_no_training.default" not in found and found["aten.add.Tensor"] == 1
     assert_forms_equal(model, image)
 
@@ -190,7 +190,7 @@ def test_the_fastest_is_chosen_from_the_times(monkeypatch):
     _, small, image = halved()
     forms = [Form("zeros", 4), Form("gather"), Form("add")]
     monkeypatch.setattr(
-        choosing, "fastest", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
+        choosing, "min_times", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
     )
     chosen = choose(small, image, "eager", batch=2, threads=1, forms=forms)
     assert chosen.form == Form("gather")  # the first of two that are as fast
@@ -210,7 +210,7 @@ def test_those_far_behind_drop_out():
 
         return run
 
-    least = fastest(
+    least = min_times(
         {"slow": timed("slow", 0.03), "quick": timed("quick", 0.001), "same": timed("same", 0.001)}, 0.3
     )
     assert min(least, key=least.__getitem__) != "slow" and least["slow"] >= 0.03

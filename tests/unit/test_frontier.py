@@ -15,9 +15,9 @@ import torch
 
 from clocks import clock_of
 from runs import Small, small_run
-from sbf_pruner.budget import Aim, Budget, Guards, with_coupled
+from sbf_pruner.budget import Budget, Constraints, Selector, with_coupled
 from sbf_pruner.cli import frontier_lines
-from sbf_pruner.compare import Request, draw_frontier, read_scored, run_frontier
+from sbf_pruner.compare import FrontierOptions, draw_frontier, read_scored, run_frontier
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.graph import trace
 from sbf_pruner.measurement import measure, read_model
@@ -29,7 +29,7 @@ MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 DATA = {"name": "synthetic", "image_size": 8, "channels": 1, "samples": 64, "batch_size": 16}
 IMAGE = torch.zeros(1, 1, 8, 8)
 CYCLES_END = 8
-trusting = partial(Request, trust=True)  # the recipe names a network of the tests
+trusting = partial(FrontierOptions, trust=True)  # the recipe names a network of the tests
 SIZES = ("0.8", "0.5", "30%")
 
 
@@ -105,7 +105,7 @@ def test_a_point_by_hand(folder: Path, result: dict[str, Any]) -> None:
     dense.load_state_dict(state["dense"])
     graph = trace(dense, IMAGE)
     scores = {name: np.asarray(held) for name, held in state["scores"].items()}
-    masks = Aim(graph, Budget(macs=0.5)).choose(scores).masks
+    masks = Selector(graph, Budget(macs=0.5)).choose(scores).masks
     small = extract(dense, IMAGE, Plan.from_masks(masks), graph)
     scored = read_scored(folder, trust=True)
     norms = [m for m in small.modules() if isinstance(m, torch.nn.BatchNorm2d)]
@@ -181,9 +181,9 @@ def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -
     graph = trace(Small(), IMAGE)
     clock = read_model(timed / "latency.json", graph)
     scores = {name: np.asarray(held) for name, held in state["scores"].items()}
-    guards = with_coupled(Guards(), graph, "blocks")
+    guards = with_coupled(Constraints(), graph, "blocks")
     for point, share in zip(found["points"], (0.8, 0.5), strict=False):
-        masks = graph.settle(Aim(graph, Budget(latency=share), guards, clock).choose(scores).masks)
+        masks = graph.settle(Selector(graph, Budget(latency=share), guards, clock).choose(scores).masks)
         assert (
             point["reached"]
             and point["left"]["latency"] == pytest.approx(clock.ratio(masks))
@@ -238,7 +238,7 @@ def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: py
         asked.append((conditions.runtime, conditions.batch, len(images) > 0, ignore))
         return clock_of(graph)
 
-    monkeypatch.setattr("sbf_pruner.compare.frontier.clock_here", measured)
+    monkeypatch.setattr("sbf_pruner.compare.frontier.measure_latency_model", measured)
     (point,) = run_frontier(folder, trusting("latency", ("0.6",), runtime="torch", batch=4))["points"]
     assert asked == [("torch", 4, True, ())] and 0.5 < point["left"]["latency"] <= 0.6
     run_frontier(folder, trusting("latency", ("0.6",), batch=4))
@@ -310,7 +310,7 @@ def test_what_is_asked_for_is_checked_first() -> None:
         ({"at": ("0",)}, "target 'macs=0': keep more than nothing and at most everything (100%)"),
     ):
         with pytest.raises(PruningError) as caught:
-            Request(**wrong)  # type: ignore[arg-type]
+            FrontierOptions(**wrong)  # type: ignore[arg-type]
         assert str(caught.value).startswith(said)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner import Pruner, extract
-from sbf_pruner.scores import Folded, freezing
-from sbf_pruner.utils import attached_hooks, memory_format, without_attached
+from sbf_pruner.scores import LeafGates, freezing
+from sbf_pruner.utils import memory_format, pruner_hooks, remove_pruner_hooks
 
 SHAPES = {nn.BatchNorm1d: [(6, 5), (4, 5, 7)], nn.BatchNorm2d: [(3, 5, 4, 6)], nn.BatchNorm3d: [(2, 5, 3, 2, 4)]}
 CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
@@ -38,9 +38,9 @@ def normed(x: Tensor, weight: Tensor | None, bias: None, mean: Tensor, invstd: T
 @pytest.fixture(params=["operators", "kernels"])
 def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Our gradient on the CPU: with ordinary operators, or as on CUDA with stand-ins for the two kernels."""
-    monkeypatch.setattr(freezing, "_serves", on_any_device)
+    monkeypatch.setattr(freezing, "_use_custom_backward", on_any_device)
     if request.param == "kernels":
-        monkeypatch.setattr(freezing, "_fast", lambda gradient: not torch.is_grad_enabled())
+        monkeypatch.setattr(freezing, "_use_syncbn_kernels", lambda gradient: not torch.is_grad_enabled())
         monkeypatch.setattr(torch, "batch_norm_backward_reduce", reduced)
         monkeypatch.setattr(torch, "batch_norm_elemt", normed)
     return str(request.param)
@@ -75,7 +75,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(ours: str, kind: Any, shape:
     assert torch.equal(found[0], expected[0]) and torch.equal(norm(input=x), expected[0])
     torch.testing.assert_close(found, expected)
     thaw()
-    assert not any(attached_hooks(norm)) and "forward" not in norm.__dict__
+    assert not any(pruner_hooks(norm)) and "forward" not in norm.__dict__
 
 
 def test_the_numerical_gradients_and_the_second_ones_agree(ours: str) -> None:
@@ -123,9 +123,9 @@ class Own(nn.BatchNorm2d):
 def test_norms_with_a_way_of_their_own_keep_it(ours: str) -> None:
     for norm in (Own(5), nn.BatchNorm2d(5, track_running_stats=False), nn.InstanceNorm2d(5)):
         thaw = freezing.freeze(norm)
-        assert "forward" not in norm.__dict__ and any(attached_hooks(norm))
+        assert "forward" not in norm.__dict__ and any(pruner_hooks(norm))
         thaw()
-        assert not any(attached_hooks(norm))
+        assert not any(pruner_hooks(norm))
     other = nn.BatchNorm2d(5)
     mine = other.__dict__["forward"] = lambda x: x
     freezing.freeze(other)()
@@ -138,7 +138,7 @@ def test_only_maps_with_their_channels_last_want_it() -> None:
     assert (memory_format(last), memory_format(deep)) == (torch.channels_last, torch.channels_last_3d)
     for other in (cpu, cpu[0, 0], cpu[:, :, ::2], torch.zeros(6, 5), torch.zeros(2, 5, 7)):
         assert memory_format(other) == torch.contiguous_format
-    assert not freezing._serves(last)  # a CPU has no kernels that are better
+    assert not freezing._use_custom_backward(last)  # a CPU has no kernels that are better
 
 
 def test_a_wrong_shape_is_refused_as_before(ours: str) -> None:
@@ -156,7 +156,7 @@ def test_the_kernels_agree_with_pytorch_on_a_gpu(
     dtype: torch.dtype, affine: bool, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not last:
-        monkeypatch.setattr(freezing, "_serves", on_any_device)
+        monkeypatch.setattr(freezing, "_use_custom_backward", on_any_device)
     norm = a_norm(nn.BatchNorm2d, torch.float32, affine=affine).cuda()
     x = torch.randn(16, 5, 9, 9, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -197,7 +197,7 @@ def scored(net: nn.Module, x: Tensor) -> Tensor:
 def test_a_score_phase_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 3, 12, 12, dtype=torch.float64)
     expected = scored(a_network(), x)
-    monkeypatch.setattr(freezing, "_serves", on_any_device)
+    monkeypatch.setattr(freezing, "_use_custom_backward", on_any_device)
     net = a_network()
     found = scored(net, x)
     assert not torch.equal(expected, torch.ones_like(expected))
@@ -214,9 +214,9 @@ def test_copies_in_a_phase_stand_alone_and_can_be_cleaned(ours: str) -> None:
         with torch.no_grad():
             twin[1].running_mean += 1
         assert not torch.equal(twin(x), net(x))
-        assert not any(attached_hooks(without_attached(twin)))
+        assert not any(pruner_hooks(remove_pruner_hooks(twin)))
         small = extract(net, x[:1], pruner.plan(), pruner.graph)
-        assert torch.equal(small(x), without_attached(copy.deepcopy(net)).eval()(x))
+        assert torch.equal(small(x), remove_pruner_hooks(copy.deepcopy(net)).eval()(x))
 
 
 def test_the_captured_engine_and_a_compiler_see_the_norms_own_forward(ours: str, monkeypatch: Any) -> None:
@@ -228,7 +228,7 @@ def test_the_captured_engine_and_a_compiler_see_the_norms_own_forward(ours: str,
     with pruner.scoring():
         eager = net(x)
         monkeypatch.setattr(freezing._Frozen, "apply", refuse)
-        with Folded(net, pruner.gates):
+        with LeafGates(net, pruner.gates):
             assert "forward" not in net[1].__dict__
             assert torch.equal(net(x), eager)
         assert net[1].__dict__["forward"].__self__.norm is net[1]
@@ -253,4 +253,4 @@ def test_a_weight_that_moves_in_training_mode_stands_still_too(norm: Any, entere
     assert all(module.training for module in model.modules())
     model(images)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not any(isinstance(owner, freezing.Held) for *_, owner in attached_hooks(model))
+    assert not any(isinstance(owner, freezing.EvalModeHook) for *_, owner in pruner_hooks(model))

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small, small_recipe, small_run
-from sbf_pruner.budget import Aim, Allowed, Budget, Guards, raised, with_coupled
-from sbf_pruner.compare import Request, read_scored, run_frontier
+from sbf_pruner.budget import Budget, Constraints, Selector, WidthLimits, at_least, with_coupled
+from sbf_pruner.compare import FrontierOptions, read_scored, run_frontier
 from sbf_pruner.criteria import METHODS, rank_by
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import ChannelGraph, trace
-from sbf_pruner.measurement import guarded, made_up
+from sbf_pruner.measurement import constraints_for, synthetic_scores
 from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
-from sbf_pruner.training import attach, load_recipe
+from sbf_pruner.training import build_pruner, load_recipe
 from zoo import ZOO
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -45,11 +45,11 @@ def widths(masks: dict[str, Any]) -> dict[str, int]:
 
 
 def test_the_last_pattern_that_matches_counts_and_the_rest_has_the_default():
-    guards = Guards({"layer1.*": 4, "*.conv2": 6}, {"*": 0.9, "stem": 0}, 8)
-    assert guards.allowed("layer1.0.conv1") == Allowed(4, 0.9, 8)
-    assert guards.allowed("layer1.0.conv2") == Allowed(6, 0.9, 8)
-    assert guards.allowed("stem") == Allowed(0, 0, 8)
-    assert Guards().allowed("stem") == Guards({}, {}, {}).allowed("stem") == Allowed()
+    guards = Constraints({"layer1.*": 4, "*.conv2": 6}, {"*": 0.9, "stem": 0}, 8)
+    assert guards.allowed("layer1.0.conv1") == WidthLimits(4, 0.9, 8)
+    assert guards.allowed("layer1.0.conv2") == WidthLimits(6, 0.9, 8)
+    assert guards.allowed("stem") == WidthLimits(0, 0, 8)
+    assert Constraints().allowed("stem") == Constraints({}, {}, {}).allowed("stem") == WidthLimits()
 
 
 def test_tables_that_say_the_same_for_all_do_what_numbers_do(graph):
@@ -57,7 +57,9 @@ def test_tables_that_say_the_same_for_all_do_what_numbers_do(graph):
         table = {key: {"*": value} for key, value in number.items()}
         for couple, budget in (("none", Budget(macs=0.5)), ("streams", Budget(params=0.6)), ("none", None)):
             one, other = (
-                Aim(graph, budget, with_coupled(Guards(**asked), graph, couple)).choose(scores(graph)).masks
+                Selector(graph, budget, with_coupled(Constraints(**asked), graph, couple))
+                .choose(scores(graph))
+                .masks
                 for asked in (number, table)
             )
             assert all(np.array_equal(one[name], other[name]) for name in graph.layers), (number, couple)
@@ -65,16 +67,20 @@ def test_tables_that_say_the_same_for_all_do_what_numbers_do(graph):
 
 def test_guards_keep_no_callers_table_and_are_told_as_in_a_recipe():
     table = {"*": 0.9, "stem": 0.0}
-    guards = Guards(max_removed=table, round_to=4, groups=(("a", "b"),))
+    guards = Constraints(max_removed=table, round_to=4, groups=(("a", "b"),))
     table["*"] = 0.1
     assert guards.told() == 'max_removed = {"*" = 0.9, "stem" = 0}, round_to = 4, couple'
-    assert guards.of_widths and not Guards(min_filters={}).of_widths and Guards(min_filters={}) == Guards()
+    assert (
+        guards.of_widths
+        and not Constraints(min_filters={}).of_widths
+        and Constraints(min_filters={}) == Constraints()
+    )
 
 
 def test_coupled_layers_have_the_strictest_of_their_limits():
-    asked = Guards({"a": 2, "c": 9}, {"b": 0.5}, {"a": 4, "b": 6, "c": 5}, groups=(("a", "b"),))
-    assert asked.allowed("a") == asked.allowed("b") == Allowed(2, 0.5, 12)
-    assert asked.allowed("c") == Allowed(9, 1.0, 5)
+    asked = Constraints({"a": 2, "c": 9}, {"b": 0.5}, {"a": 4, "b": 6, "c": 5}, groups=(("a", "b"),))
+    assert asked.allowed("a") == asked.allowed("b") == WidthLimits(2, 0.5, 12)
+    assert asked.allowed("c") == WidthLimits(9, 1.0, 5)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +88,9 @@ def test_coupled_layers_have_the_strictest_of_their_limits():
     [(0, 1), (3, 3), ({"a": 4}, {"*": 1, "a": 4}), ({"a": 0, "?": 2}, {"a": 1, "?": 2}), ({"*": 0}, {"*": 1})],
 )
 def test_a_least_for_all_layers_beside_what_is_asked(asked, found):
-    assert raised(asked, 1, ["a", "b"]) == found
+    assert at_least(asked, 1, ["a", "b"]) == found
     if isinstance(found, dict):
-        assert list(raised(asked, 1, ["a", "b"])) == list(found), "in this order"
+        assert list(at_least(asked, 1, ["a", "b"])) == list(found), "in this order"
 
 
 # -- landing ---------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def test_a_least_for_all_layers_beside_what_is_asked(asked, found):
 def test_a_limit_of_some_layers_holds_exactly_while_others_are_cut_deeper(graph, budget):
     limits = {"*": 1.0, "layer1.*": 0.25, "layer1.2.conv1": 0.5}
     values = scores(graph) | {name: 0.1 * own for name, own in scores(graph).items() if name.startswith("layer1")}
-    aim = Aim(graph, budget, with_coupled(Guards(max_removed=limits), graph, "none"))
+    aim = Selector(graph, budget, with_coupled(Constraints(max_removed=limits), graph, "none"))
     masks = aim.choose(values).masks
     left = widths(graph.settle(masks))
     assert left == widths(masks) or budget is not None
@@ -120,9 +126,9 @@ def test_a_limit_of_some_layers_holds_exactly_while_others_are_cut_deeper(graph,
     ids=str,
 )
 def test_limits_by_layer_hold_for_what_is_left(graph, asked, couple):
-    guards = with_coupled(Guards(**asked), graph, couple)
+    guards = with_coupled(Constraints(**asked), graph, couple)
     for budget in (Budget(macs=0.35), None):
-        aim = Aim(graph, budget, guards)
+        aim = Selector(graph, budget, guards)
         for masks in (aim.choose(scores(graph)).masks, aim.least()):
             for name, mask in graph.settle(masks).items():
                 assert not guards.allowed(name).lacking(int(mask.sum()), mask.size), name
@@ -131,7 +137,7 @@ def test_limits_by_layer_hold_for_what_is_left(graph, asked, couple):
 
 
 def test_a_branch_is_opened_for_the_layer_that_must_keep_filters_and_no_further(graph):
-    aim = Aim(graph, None, Guards(min_filters={"layer2.1.conv1": 5, "layer3.2.conv2": 3}))
+    aim = Selector(graph, None, Constraints(min_filters={"layer2.1.conv1": 5, "layer3.2.conv2": 3}))
     left = widths(graph.settle(aim.least()))
     assert {name: count for name, count in left.items() if count} == {
         "conv1": 1,
@@ -153,7 +159,7 @@ def test_of_several_layers_that_could_read_it_the_best_one_is_opened():
             inner = self.first(x).relu()
             return self.head((self.stem(x) + self.left(inner) + self.right(inner)).relu())
 
-    aim = Aim(trace(Ways(), IMAGE), None, Guards(min_filters={"first": 3}))
+    aim = Selector(trace(Ways(), IMAGE), None, Constraints(min_filters={"first": 3}))
     values = {"first": np.zeros(6), "stem": np.full(4, 0.9), "left": np.full(4, 0.2), "right": np.full(4, 0.3)}
     assert widths(aim.choose(values).masks) == {"first": 3, "stem": 4, "left": 0, "right": 1}
 
@@ -163,22 +169,22 @@ def test_limits_by_layer_hold_in_any_network(name):
     graph = trace(*ZOO[name]())
     whole = graph.settle({})
     for seed, layer in enumerate(graph.layers):
-        guards = with_coupled(Guards(max_removed={layer: 0.5}), graph, "none")
+        guards = with_coupled(Constraints(max_removed={layer: 0.5}), graph, "none")
         for masks in (
-            Aim(graph, None, guards).choose(scores(graph, seed), 0.9).masks,
-            Aim(graph, None, guards).least(),
+            Selector(graph, None, guards).choose(scores(graph, seed), 0.9).masks,
+            Selector(graph, None, guards).least(),
         ):
             left = int(graph.settle(masks)[layer].sum())
             assert not guards.allowed(layer).lacking(left, int(whole[layer].sum())), layer
 
 
 def test_the_smallest_network_and_its_refusal_know_the_limits(graph):
-    guards = Guards(max_removed={"layer1.*": 0.0})
+    guards = Constraints(max_removed={"layer1.*": 0.0})
     told = r'or loosen the guards \(max_removed = {"layer1.\*" = 0}\), which contradict it'
     with pytest.raises(PruningError, match=told) as caught:
-        Aim(graph, Budget(macs=0.1), guards)
+        Selector(graph, Budget(macs=0.1), guards)
     smallest = float(re.search(r"left has ([\d,]+) macs", str(caught.value))[1].replace(",", ""))
-    aim = Aim(graph, Budget(macs=smallest), guards)
+    aim = Selector(graph, Budget(macs=smallest), guards)
     for seed in range(2):
         landing = aim.choose(scores(graph, seed))
         assert landing.usage["macs"] == smallest
@@ -187,9 +193,9 @@ def test_the_smallest_network_and_its_refusal_know_the_limits(graph):
 
 @pytest.mark.parametrize("way", ["filters", "streams", "blocks"])
 def test_they_hold_in_every_way_that_a_time_can_be_come_to(graph, way):
-    guards = guarded(graph, Guards(round_to={"layer3.*": 8}, min_filters={"layer1.0.conv1": 7}), way)
+    guards = constraints_for(graph, Constraints(round_to={"layer3.*": 8}, min_filters={"layer1.0.conv1": 7}), way)
     assert guards is not None
-    left = graph.settle(Aim(graph, Budget(macs=0.4), guards).choose(made_up(graph, guards)).masks)
+    left = graph.settle(Selector(graph, Budget(macs=0.4), guards).choose(synthetic_scores(graph, guards)).masks)
     assert left["layer1.0.conv1"].sum() >= 7
     assert all(mask.sum() % 8 == 0 for name, mask in left.items() if name.startswith("layer3"))
 
@@ -238,7 +244,7 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
     scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
     assert aim.guards.max_removed == asked["max_removed"] and aim.guards.round_to == asked["round_to"]
-    found = run_frontier(tmp_path / "run", Request(at=("0.45", "0.05"), trust=True))
+    found = run_frontier(tmp_path / "run", FrontierOptions(at=("0.45", "0.05"), trust=True))
     assert [point["reached"] for point in found["points"]] == [True, False]
     assert found["smallest"]["filters"] == 6 + 6 + 4, "of the branch and the stem; the other branch is gone"
 
@@ -246,7 +252,7 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
 def test_where_the_models_code_asks_for_a_filter_everywhere_limits_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", lambda *_: "it would fail")
     recipe = small_recipe(guards={"min_filters": {"blocks.0.*": 3}}, budget={"macs": 0.5})
-    pruner, _ = attach(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
+    pruner, _ = build_pruner(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
     asked = {name: pruner.aim.guards.allowed(name).min_filters for name in pruner.graph.layers}
     assert asked == {name: 3 if name.startswith("blocks.0") else 1 for name in asked} and len(asked) == 5
 
@@ -255,12 +261,12 @@ def test_a_pattern_for_no_layer_is_refused_before_anything_is_tried(monkeypatch:
     monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", None)
     recipe = small_recipe(guards={"min_filters": {"block.0.*": 3}})
     with pytest.raises(PruningError, match=r"^min_filters: no layer is called 'block\.0\.\*'; "):
-        attach(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
+        build_pruner(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
 
 
 def test_streams_are_spelled_as_a_word_or_as_a_list_of_one(graph: ChannelGraph) -> None:
     for couple in ("streams", "blocks"):
-        assert with_coupled(Guards(), graph, couple) == with_coupled(Guards(), graph, [couple])
+        assert with_coupled(Constraints(), graph, couple) == with_coupled(Constraints(), graph, [couple])
         assert load_recipe("digits", [f"guards.couple={couple}"]).guards.couple == (couple,)
 
 
@@ -284,7 +290,7 @@ class Trunk(nn.Module):
 def test_round_widths_of_a_convolution_in_groups_do_not_widen_what_it_does_not_read() -> None:
     """All that was upstream of it got a filter more, and so a width more."""
     found = trace(Trunk(), IMAGE)
-    aim = Aim(found, Budget(macs=0.3), Guards(round_to=8))
+    aim = Selector(found, Budget(macs=0.3), Constraints(round_to=8))
     least = {name: int(mask.sum()) for name, mask in found.settled(aim.smallest)[0].items()}
     assert least["a"] == least["b"] == 0 and least["stem"] == 8
     landed = found.settled(aim.choose(scores(found)).masks)[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner.training.engine import keep, recall
+from sbf_pruner.training.engine import load_choice, store_choice
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are written in Triton")
 SMALL = [
@@ -47,7 +47,7 @@ def check_weight_gradients(shape: tuple[int, ...], device: str, dtype: torch.dty
 
     x, dy = maps(shape, device, dtype)
     wanted = expected(x, dy)
-    for way in ours.ways(x, shape[2]):
+    for way in ours.candidate_configs(x, shape[2]):
         found = ours.compute(x, dy, way)
         assert found.is_contiguous(memory_format=torch.channels_last)
         error = float((found - wanted).norm() / wanted.norm())
@@ -90,7 +90,7 @@ def test_what_is_too_large_for_the_kernel_is_left_to_the_library() -> None:
 
     wide, many = torch.empty(2, 256, 8, 8, device="meta"), torch.empty(2**14, 64, 64, 64, device="meta")
     for x, filters in ((wide, 64), (wide, 256), (many, 16), (many[:, :16], 64)):
-        assert triton_kernels.ways(x, 256 if x is wide else filters) == [triton_kernels.LIBRARY]
+        assert triton_kernels.candidate_configs(x, 256 if x is wide else filters) == [triton_kernels.LIBRARY]
 
 
 @needs_triton
@@ -115,16 +115,16 @@ def test_the_quickest_way_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert recall("which way") is None
-    keep("which way", "(64, 128)")
-    keep("another", "(0, 0)")
-    assert recall("which way") == "(64, 128)" and recall("another") == "(0, 0)"
+    assert load_choice("which way") is None
+    store_choice("which way", "(64, 128)")
+    store_choice("another", "(0, 0)")
+    assert load_choice("which way") == "(64, 128)" and load_choice("another") == "(0, 0)"
     for file in (tmp_path / "sbf_pruner").iterdir():
         file.write_bytes(b"\xff\xfe broken")
-    assert recall("which way") is None
+    assert load_choice("which way") is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "sbf_pruner" / file.name))  # no folder
-    keep("which way", "(64, 128)")
-    assert recall("which way") is None
+    store_choice("which way", "(64, 128)")
+    assert load_choice("which way") is None
 
 
 @pytest.mark.gpu

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from clocks import clock_of, work
-from sbf_pruner.budget import Aim, Budget, Field, Guards, Limits, coupled, land, whole_branches
+from sbf_pruner.budget import Budget, Constraints, Limits, SearchSpace, Selector, coupled, land, whole_branches
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import lay_out, network_cost, trace
 from sbf_pruner.measurement import (
+    LayerSpec,
     Predictor,
-    Site,
     Table,
-    choose_way,
+    choose_coupling,
+    constraints_for,
     fit,
-    guarded,
-    made_up,
-    nonnegative,
+    measured_widths,
+    nnls,
     read_model,
     round_up,
-    widths_of,
+    synthetic_scores,
 )
 from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
@@ -64,23 +64,23 @@ def test_a_site_is_all_that_time_depends_on_but_for_the_widths():
     )
     sites = [layer.site for layer in Predictor(trace(net, torch.zeros(2, 3, 16, 16)), Table(), 1).operators.layers]
     assert sites == [
-        Site("conv", (3, 3), (2, 2), (1, 1), (1, 1), 1, (16, 16)),
-        Site("conv", (3, 3), (1, 1), (2, 2), (2, 2), 0, (8, 8)),
-        Site("transposed", (2, 2), (2, 2), (0, 0), (1, 1), 1, (8, 8)),
-        Site("linear", size=(1,)),
+        LayerSpec("conv", (3, 3), (2, 2), (1, 1), (1, 1), 1, (16, 16)),
+        LayerSpec("conv", (3, 3), (1, 1), (2, 2), (2, 2), 0, (8, 8)),
+        LayerSpec("transposed", (2, 2), (2, 2), (0, 0), (1, 1), 1, (8, 8)),
+        LayerSpec("linear", size=(1,)),
     ]
-    assert [Site.parse(str(site)) for site in sites] == sites
+    assert [LayerSpec.parse(str(site)) for site in sites] == sites
 
 
 def test_narrow_layers_are_measured_at_every_step_and_wide_ones_sparsely():
-    assert widths_of(64, True) == [4, 8, 12, 16, 24, 32, 40, 48, 56, 64]
-    assert widths_of(512, True) == [64, 128, 256, 384, 512]
-    assert widths_of(512, False) == [512]
-    assert widths_of(24, True, multiple=6) == [6, 12, 18, 24]
+    assert measured_widths(64, True) == [4, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    assert measured_widths(512, True) == [64, 128, 256, 384, 512]
+    assert measured_widths(512, False) == [512]
+    assert measured_widths(24, True, multiple=6) == [6, 12, 18, 24]
 
 
 def test_a_table_interpolates_between_inputs_and_steps_with_filters():
-    site = Site("linear", size=(1,))
+    site = LayerSpec("linear", size=(1,))
     table = Table({site: {(i, o): i * o * 1.0 for i in (16, 32) for o in (16, 24, 32)}})
     assert table.seconds(site, 20, 16) == 20 * 16
     assert table.seconds(site, 16, 17) == table.seconds(site, 16, 24) == 16 * 24
@@ -90,7 +90,7 @@ def test_a_table_interpolates_between_inputs_and_steps_with_filters():
 
 
 def test_a_measurement_that_was_disturbed_never_makes_a_narrow_layer_slower_than_a_wide_one():
-    site = Site("linear", size=(1,))
+    site = LayerSpec("linear", size=(1,))
     points = {(i, o): i * o * 1.0 for i in (8, 16, 24) for o in (8, 16, 24)}
     points[8, 16] = 1e6
     table = Table({site: points})
@@ -106,7 +106,7 @@ def test_a_depthwise_layer_is_measured_along_one_line():
 
 
 def test_a_table_of_one_network_has_no_gaps_from_another():
-    site = Site("linear", size=(1,))
+    site = LayerSpec("linear", size=(1,))
     table = Table({site: {(8, 8): 1.0, (16, 8): 2.0, (1, 4): 9.0}})
     wanted = {site: [(8, 8), (16, 8)]}
     assert table.missing(wanted) == {} and table.missing({site: [(8, 8), (2, 2)]}) == {site: [(2, 2)]}
@@ -129,7 +129,7 @@ def test_no_coefficient_is_negative_and_none_would_do_better():
     rng = np.random.default_rng(1)
     for _ in range(20):
         matrix, wanted = rng.normal(size=(9, 4)), rng.normal(size=9)
-        found = nonnegative(matrix, wanted)
+        found = nnls(matrix, wanted)
         assert (found >= 0).all()
         slope = matrix.T @ (wanted - matrix @ found)
         assert (slope <= 1e-6).all()  # more of any coefficient makes it worse,
@@ -160,7 +160,7 @@ def test_a_branch_with_fewer_filters_than_its_stream_saves_nothing_unless_it_is_
     keep = {"layer1.1.conv2": np.arange(16) < 8}
     laid = lay_out(graph, keep)
     clock = clock_of(graph)
-    terms = clock.predictor.reckon(laid).terms
+    terms = clock.predictor.terms_of(laid).terms
     whole = network_cost(graph, {}).macs
     assert terms["zeros"]["layers"] == pytest.approx(whole) and terms["zeros"]["moved"] == 0
     assert terms["moves"]["layers"] == pytest.approx(whole - 16 * 8 * 9 * 256)
@@ -200,8 +200,8 @@ def test_a_filter_that_costs_nothing_by_itself_still_has_a_price(graph, blockwis
 
 def landed(graph, clock, share, way):
     """The filters that made-up scores keep in a part of the dense network's time."""
-    guards = guarded(graph, Guards(), way)
-    return Aim(graph, Budget(latency=share), guards, clock).choose(made_up(graph, guards)).masks
+    guards = constraints_for(graph, Constraints(), way)
+    return Selector(graph, Budget(latency=share), guards, clock).choose(synthetic_scores(graph, guards)).masks
 
 
 @pytest.mark.parametrize("share", [0.7, 0.3])
@@ -214,7 +214,7 @@ def test_landing_comes_to_the_time_asked_for(graph, smooth, way, share):
 def test_a_layer_is_widened_as_long_as_there_is_time():
     # One filter of "big" takes 50, a block of 16 of "small" takes 1: the second big one does not fit, and what is
     # left over is for the small ones, block after block.
-    field = Field(
+    field = SearchSpace(
         {"big": np.array([0.9, 0.8]), "small": np.array([1.0, *np.linspace(0.1, 0.2, 63)])},
         lambda masks: {"latency": 50.0 * masks["big"].sum() + -(-masks["small"].sum() // 16)},
     )
@@ -223,16 +223,16 @@ def test_a_layer_is_widened_as_long_as_there_is_time():
 
 
 def test_a_time_and_a_size_hold_together(graph, smooth):
-    aim = Aim(graph, Budget(latency=0.5, params=0.4), clock=smooth)
-    usage = aim.choose(made_up(graph, Guards())).usage
+    aim = Selector(graph, Budget(latency=0.5, params=0.4), clock=smooth)
+    usage = aim.choose(synthetic_scores(graph, Constraints())).usage
     room = aim.limits.room(usage)
     assert all(left >= 0 for left in room.values()) and min(room.values()) <= 0.01
     assert aim.limits.told("latency", usage).endswith("%)")
 
 
 def test_time_is_only_counted_where_it_is_asked_for(graph, smooth):
-    assert "latency" not in Aim(graph, Budget(macs=0.5), clock=smooth).count({})
-    assert Aim(graph, Budget(latency=0.5), clock=smooth).count({})["latency"] == pytest.approx(
+    assert "latency" not in Selector(graph, Budget(macs=0.5), clock=smooth).count({})
+    assert Selector(graph, Budget(latency=0.5), clock=smooth).count({})["latency"] == pytest.approx(
         1e6 * smooth.dense_seconds
     )
 
@@ -248,7 +248,7 @@ def test_whole_branches_stay_or_go_but_for_one(graph, smooth):
 
 
 def test_in_blocks_of_sixteen_whole_branches_keep_the_most_and_the_way_says_so(graph, blockwise):
-    chosen = choose_way(graph, blockwise, Budget(latency=0.4), Guards())
+    chosen = choose_coupling(graph, blockwise, Budget(latency=0.4), Constraints())
     assert chosen.way == "blocks"
     assert chosen.told().startswith("way: blocks, which keeps") and "filters" in chosen.told()
     shares = {way: share for way, share in chosen.macs.items() if share is not None}
@@ -256,7 +256,7 @@ def test_in_blocks_of_sixteen_whole_branches_keep_the_most_and_the_way_says_so(g
 
 
 def test_a_way_that_cannot_reach_the_target_is_left_out(graph, blockwise):
-    chosen = choose_way(graph, blockwise, Budget(latency=0.06), Guards(min_filters=1))
+    chosen = choose_coupling(graph, blockwise, Budget(latency=0.06), Constraints(min_filters=1))
     assert chosen.macs["blocks"] is None or chosen.macs["filters"] is None
     assert "cannot reach it" in chosen.told()
 
@@ -264,8 +264,11 @@ def test_a_way_that_cannot_reach_the_target_is_left_out(graph, blockwise):
 def test_a_plain_network_has_but_one_way():
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
     graph = trace(net, IMAGE)
-    assert guarded(graph, Guards(), "streams") is None and guarded(graph, Guards(), "blocks") is None
-    assert list(choose_way(graph, clock_of(graph), Budget(latency=0.5), Guards()).macs) == ["filters"]
+    assert (
+        constraints_for(graph, Constraints(), "streams") is None
+        and constraints_for(graph, Constraints(), "blocks") is None
+    )
+    assert list(choose_coupling(graph, clock_of(graph), Budget(latency=0.5), Constraints()).macs) == ["filters"]
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -318,6 +321,6 @@ def test_a_file_that_does_not_fit_is_refused(graph, smooth, tmp_path, change, sa
 
 
 def test_work_in_blocks_is_what_the_tests_think_it_is():
-    site = Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (8, 8))
+    site = LayerSpec("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (8, 8))
     assert work(site, 3, 5, 16) == work(site, 16, 16, 1)
     assert round_up(17, 16) == 32 and math.isclose(work(site, 2, 4, 1), 2 * 4 * 9 * 64)

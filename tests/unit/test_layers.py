@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.modules import Adapted, Remap, Window, Zeros
+from sbf_pruner.modules import Remap, RemappedModule, Window, Zeros
 
 
 def channels(*numbers):
@@ -131,7 +131,7 @@ def test_zeros_have_the_shape_of_the_layer_that_is_gone():
 
 
 def adapted():
-    return Adapted(nn.Conv2d(2, 3, 1, stride=2), Remap([0, 2], inputs=3), Remap([-1, 0, 1, 2], inputs=3))
+    return RemappedModule(nn.Conv2d(2, 3, 1, stride=2), Remap([0, 2], inputs=3), Remap([-1, 0, 1, 2], inputs=3))
 
 
 def test_adapted_runs_its_three_parts():
@@ -165,7 +165,7 @@ def test_what_is_written_to_adapted_is_written_to_the_module_inside():
 
 
 def test_a_bias_that_was_not_there_lets_channels_move():
-    module, x = Adapted(nn.Conv2d(3, 2, 1, bias=False)), torch.rand(1, 3, 4, 4)
+    module, x = RemappedModule(nn.Conv2d(3, 2, 1, bias=False)), torch.rand(1, 3, 4, 4)
     module.folded = Remap([1, -1, 0])
     assert torch.equal(module(x), module.module(x))
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -183,7 +183,7 @@ def test_adapted_can_be_copied_and_pickled():
 def test_adapted_without_remaps_is_the_module():
     conv = nn.Conv2d(3, 4, 1)
     x = torch.rand(1, 3, 4, 4)
-    assert torch.equal(Adapted(conv)(x), conv(x))
+    assert torch.equal(RemappedModule(conv)(x), conv(x))
 
 
 def test_zeros_answer_for_the_layer_they_replace():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.graph import Boundary, Ties, level, shrink, solve, trace
+from sbf_pruner.graph import Boundary, LayoutConstraints, equalize_groups, shrink, solve_layout, trace
 from sbf_pruner.graph.channel_graph import _calls_of_one_module
 from sbf_pruner.plan import Plan
 from zoo import ZOO
@@ -29,16 +29,18 @@ def test_shrink_asks_for_any():
 
 
 def test_level_fills_groups_up_to_the_fullest():
-    assert (level(bits("1010 0001 0000"), np.array([1, 1, 0], bool)) == bits("1010 1001 0000")).all()
-    assert (level(bits("1010 0001 0000"), np.array([1, 1, 1], bool)) == bits("1010 1001 1100")).all()
-    assert (level(bits("000 000"), np.array([0, 1], bool)) == bits("000 100")).all(), "never an empty group"
+    assert (equalize_groups(bits("1010 0001 0000"), np.array([1, 1, 0], bool)) == bits("1010 1001 0000")).all()
+    assert (equalize_groups(bits("1010 0001 0000"), np.array([1, 1, 1], bool)) == bits("1010 1001 1100")).all()
+    assert (equalize_groups(bits("000 000"), np.array([0, 1], bool)) == bits("000 100")).all(), (
+        "never an empty group"
+    )
 
 
 def widths(name, keep):
     """The channels that are there at the edges of every module."""
     graph = trace(*ZOO[name]())
     flow = graph.flow(graph.settle(Plan(keep).masks(graph)))
-    layout = solve(graph, flow)
+    layout = solve_layout(graph, flow)
     edges = [node for node in graph.nodes if isinstance(node, Boundary)]
     return {(e.module, e.side): (layout.indices(e.x, e.dim), layout.indices(e.out, e.dim)) for e in edges}
 
@@ -69,7 +71,7 @@ def test_a_view_is_a_whole_box():
     """Channels 1 and 6 of 2 x 4 are in columns 1 and 2, so all four corners are there."""
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Unflatten(1, (2, 4)), nn.Flatten(1, 2), nn.Conv2d(8, 2, 1))
     graph = trace(model, torch.rand(1, 3, 4, 4))
-    layout = solve(graph, graph.flow(Plan({"0": [1, 6]}).masks(graph)))
+    layout = solve_layout(graph, graph.flow(Plan({"0": [1, 6]}).masks(graph)))
     (box,) = (v for v in graph.grids if len(v.shape) == 5)
     assert (layout.indices(box, 1), layout.indices(box, 2)) == ([0, 1], [1, 2])
     edges = {(n.module, n.side): n for n in graph.nodes if isinstance(n, Boundary)}
@@ -82,7 +84,7 @@ def test_pinned_operators_get_everything():
     graph = trace(*ZOO["Plain"]())
     flow = graph.flow(graph.settle(Plan({"0": [1]}).masks(graph)))
     pool = next(op for op in graph.trace.ops if "max_pool" in op.name)
-    layout = solve(graph, flow, {pool.position})
+    layout = solve_layout(graph, flow, {pool.position})
     (node,) = (n for n in graph.nodes if n.op.position == pool.position)
     assert layout.sizes(node.inputs[0])[1] == 8
     edges = {(n.module, n.side): n for n in graph.nodes if isinstance(n, Boundary)}
@@ -123,10 +125,10 @@ def ask_everyone(graph):
 def test_only_who_has_something_to_add_need_be_asked(name, monkeypatch):
     graph = trace(*ZOO[name]())
     flows = [graph.flow(random_masks(graph, seed)) for seed in range(3)]
-    found = [solve(graph, flow).masks for flow in flows]
-    monkeypatch.setattr(Ties, "grow", ask_everyone(graph))
+    found = [solve_layout(graph, flow).masks for flow in flows]
+    monkeypatch.setattr(LayoutConstraints, "grow", ask_everyone(graph))
     for flow, masks in zip(flows, found, strict=True):
-        for value, wanted in solve(graph, flow).masks.items():
+        for value, wanted in solve_layout(graph, flow).masks.items():
             for here, there in zip(masks[value], wanted, strict=True):
                 np.testing.assert_array_equal(here, there)
 

@@ -24,10 +24,10 @@ from sbf_pruner.training import DataConfig, fit
 from sbf_pruner.training.data import (
     Augment,
     Data,
-    Loaded,
-    Resident,
+    DeviceBatches,
+    LazySplit,
+    LoaderBatches,
     Split,
-    Stream,
     View,
     batches_of,
     datasets,
@@ -36,7 +36,7 @@ from sbf_pruner.training.data import (
     read_picture,
 )
 from sbf_pruner.training.engine import CapturedEngine, Engine
-from sbf_pruner.utils import NAMED, Team
+from sbf_pruner.utils import TRUSTED, DistributedContext
 
 CLASSES = 4
 
@@ -64,7 +64,7 @@ def data_of(path: Path, **changes: Any) -> Data:
     return load_data(config(path, **changes), CLASSES, seed=0)
 
 
-def joined(batches: Resident | Loaded, index: int) -> tuple[Tensor, Tensor]:
+def joined(batches: DeviceBatches | LoaderBatches, index: int) -> tuple[Tensor, Tensor]:
     images, labels = zip(*batches.epoch(index), strict=True)
     return torch.cat(images), torch.cat(labels)
 
@@ -82,13 +82,13 @@ EVERYTHING = Augment(crop=2, flip=True, cutout=3, mixup=0.4)
 @pytest.mark.parametrize("augment", [None, Augment(), EVERYTHING], ids=["judged", "plain", "everything"])
 def test_batches_from_files_are_those_from_memory(flowers: Path, augment: Augment | None, workers: int) -> None:
     there, read = data_of(flowers, validation=0.2), data_of(flowers, validation=0.2, in_memory=False)
-    assert isinstance(there.train, Split) and isinstance(read.train, Stream)
+    assert isinstance(there.train, Split) and isinstance(read.train, LazySplit)
     assert (there.mean, there.std) == (read.mean, read.std)
     for part in ("train", "validation", "test"):
         how: dict[str, Any] = {"augment": augment, "seed": 3, "num_classes": CLASSES}
         one = batches_of(getattr(there, part), 7, there, **how)
         other = batches_of(getattr(read, part), 7, read, workers=workers, **how)
-        assert isinstance(one, Resident) and isinstance(other, Loaded)
+        assert isinstance(one, DeviceBatches) and isinstance(other, LoaderBatches)
         assert len(one) == len(other)
         for index in (0, 5):
             assert_same(joined(one, index), joined(other, index))
@@ -96,13 +96,13 @@ def test_batches_from_files_are_those_from_memory(flowers: Path, augment: Augmen
 
 def test_a_window_shows_a_part_of_a_picture_that_does_not_depend_on_who_reads(flowers: Path) -> None:
     data = data_of(flowers, in_memory=False, scale=0.25)
-    assert isinstance(data.train, Stream)
+    assert isinstance(data.train, LazySplit)
     how: dict[str, Any] = {"augment": Augment(scale=0.25), "seed": 1, "num_classes": CLASSES}
     one, other = (batches_of(data.train, 8, data, workers=workers, **how) for workers in (0, 2))
-    assert isinstance(one, Loaded) and isinstance(other, Loaded)
+    assert isinstance(one, LoaderBatches) and isinstance(other, LoaderBatches)
     assert_same(joined(one, 2), joined(other, 2))
     whole = batches_of(data.train, 8, data, workers=0, augment=Augment(), seed=1, num_classes=CLASSES)
-    assert isinstance(whole, Loaded)
+    assert isinstance(whole, LoaderBatches)
     assert not torch.equal(joined(whole, 2)[0], joined(one, 2)[0])
     assert torch.equal(joined(whole, 2)[1], joined(one, 2)[1])  # the same pictures, in the same order
     assert one.draw(2)["window"][:, 0].min() >= 0.25
@@ -144,7 +144,7 @@ def test_a_process_of_a_team_reads_its_own_part_alone(flowers: Path, monkeypatch
         whole = list(batches.epoch(1))
         for rank in range(2):
             read.clear()
-            mine = list(batches.parts(1, Team(rank, 2)))
+            mine = list(batches.parts(1, DistributedContext(rank, 2)))
             assert len(read) == rows  # blends reach across the whole batch
             for (images, labels), part in zip(whole, mine, strict=True):
                 assert_same((images[rank::2], labels[rank::2]), part)
@@ -275,7 +275,7 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
     (tmp_path / "makes_data.py").write_text(OWN_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "makes_data", raising=False)
-    data = load_data(DataConfig("makes_data:datasets", "somewhere"), CLASSES, 0, NAMED)
+    data = load_data(DataConfig("makes_data:datasets", "somewhere"), CLASSES, 0, TRUSTED)
     assert len(data.train) == len(data.validation) == len(data.test) == 32 and data.mean == ()
     batches = batches_of(data.test, 8, data, workers=0)
     assert torch.equal(joined(batches, 0)[0][:, 0, 0, 0], torch.arange(32) % 4 / 4)  # type: ignore[arg-type]
@@ -288,9 +288,9 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
         "makes_data:": r"half a name; write package.module:callable",
     }.items():
         with pytest.raises(DataError, match=said):
-            load_data(DataConfig(name), CLASSES, 0, NAMED)
+            load_data(DataConfig(name), CLASSES, 0, TRUSTED)
     with pytest.raises(DataError, match=r"^data.image_size: makes_data:datasets has no use for it"):
-        load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, 0, NAMED)
+        load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, 0, TRUSTED)
 
 
 # --- messages
@@ -460,7 +460,7 @@ def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytes
         DataConfig("digits", mean=[0.5])
     with pytest.raises(RecipeError, match=r"std: a deviation is above 0; images are divided by it"):
         DataConfig("digits", mean=[0.5], std=[0.0])
-    monkeypatch.setattr(datasets, "memory_of", lambda device: 1)
+    monkeypatch.setattr(datasets, "available_memory", lambda device: 1)
     with pytest.raises(DataError, match=r"data.in_memory: 60 images of 8x8 take .* set data.in_memory=false"):
         data_of(flowers)
 
@@ -477,9 +477,9 @@ def test_large_images_are_judged_in_batches_of_training(flowers: Path) -> None:
     shades = TensorDataset(torch.zeros(8, 1, 80, 80), torch.arange(8) % CLASSES)
     some = small_recipe(data={"name": "own", "batch_size": 2, "workers": -1})
     data = own_data({"train": shades, "test": shades}, some.data, CLASSES, 0)
-    fed = datasets.Feed(some, data, torch.device("cpu"), nn.Flatten())
+    fed = datasets.RunBatches(some, data, torch.device("cpu"), nn.Flatten())
     assert fed.test.batch_size == 2 and fed.images.shape[0] == 2
-    assert isinstance(fed.test, Loaded) and fed.test.workers == os.cpu_count()
+    assert isinstance(fed.test, LoaderBatches) and fed.test.workers == os.cpu_count()
 
 
 # --- one item, one stream of random numbers
@@ -506,7 +506,7 @@ def test_what_is_random_in_an_item_does_not_depend_on_who_reads_it() -> None:
     assert torch.equal(before[0], torch.get_rng_state()) and before[2] == random.getstate()
     assert before[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     whole = batches_of(data.train, 4, data, workers=0, augment=Augment())
-    parts = [torch.cat([images for images, _ in whole.parts(3, Team(rank, 2))]) for rank in range(2)]
+    parts = [torch.cat([images for images, _ in whole.parts(3, DistributedContext(rank, 2))]) for rank in range(2)]
     assert sorted(torch.cat(parts).flatten().tolist()) == sorted(seen[0][0].flatten().tolist())
 
 

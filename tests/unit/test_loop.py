@@ -25,7 +25,7 @@ from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import PruningError, RecipeError, RunError, Stopped
 from sbf_pruner.measurement import measure
 from sbf_pruner.saving import MANIFEST, write_manifest
-from sbf_pruner.scores import Pressure
+from sbf_pruner.scores import Penalty
 from sbf_pruner.surgery import verify
 from sbf_pruner.training import (
     Recipe,
@@ -34,13 +34,13 @@ from sbf_pruner.training import (
     Signals,
     fit,
     load_checkpoint,
-    own_arithmetic,
     recording,
+    restore_torch_settings,
     run,
     save_checkpoint,
     total_epochs,
 )
-from sbf_pruner.training.engine import CapturedEngine, Engine, Tally
+from sbf_pruner.training.engine import CapturedEngine, Engine, EpochResult
 from shares import mostly_slow
 
 TABLE: dict[str, Any] = {
@@ -245,8 +245,8 @@ def test_a_report_that_cannot_be_drawn_does_not_cost_the_run(
 
     monkeypatch.setattr("sbf_pruner.report.run_page", broken)
     monkeypatch.setattr("sbf_pruner.training.recording.inspect_model", broken)
-    monkeypatch.setattr("sbf_pruner.training.recording.under_scores", broken)
-    monkeypatch.setattr("sbf_pruner.training.recording.when_pruned", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.scored_refinement", broken)
+    monkeypatch.setattr("sbf_pruner.training.recording.pruned_refinement", broken)
     result = fit(model(), recipe(dense_control=False, phases__cycles=1), run=tmp_path / "run")
     assert result.summary["refinement"] == [] and (tmp_path / "run/summary.json").is_file()
     assert result.summary["unmeasured"] == dict.fromkeys(("scored", "pruned"), "ZeroDivisionError: no pen")
@@ -337,7 +337,7 @@ def test_precisions_that_have_no_one_word_are_put_back() -> None:
     try:
         torch.set_float32_matmul_precision("highest")
         mine.fp32_precision = "tf32"
-        with own_arithmetic():
+        with restore_torch_settings():
             torch.set_float32_matmul_precision("highest")
             assert mine.fp32_precision == "ieee"
         assert mine.fp32_precision == "tf32"
@@ -450,7 +450,7 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
 
 def test_the_penalty_follows_the_budget_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(Pressure, "steer", lambda self, level, progress: seen.append(progress))
+    monkeypatch.setattr(Penalty, "steer", lambda self, level, progress: seen.append(progress))
     made = recipe(dense_control=False, budget__macs=0.6, budget__steer=True, budget__settled=0)
     fit(model(), made, run=tmp_path / "run")
     # Two cycles of two epochs of four steps: after each step, and at the end of the phase with what it landed on.
@@ -1128,7 +1128,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
 def test_scores_that_are_not_finite_name_what_says_how_fast_they_move(
     settings: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "score_epoch", lambda *given: Tally(float("nan"), 0.0))
+    monkeypatch.setattr(Engine, "score_epoch", lambda *given: EpochResult(float("nan"), 0.0))
     with pytest.raises(RunError, match=re.escape(f"in phase score 1, epoch 1 of 2; {remedy} and start over")):
         fit(model(), recipe(**settings), run=tmp_path / "run")
 
@@ -1167,8 +1167,8 @@ def test_what_the_last_step_of_an_epoch_broke_is_not_saved(
 
 
 def test_a_cut_that_changes_the_outputs_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_apart", lambda *given: float("inf"))
-    monkeypatch.setattr(verify, "_unsure", lambda *given: False)
+    monkeypatch.setattr(verify, "_difference", lambda *given: float("inf"))
+    monkeypatch.setattr(verify, "_is_unstable", lambda *given: False)
     with pytest.raises(RunError, match="the extracted network differs from the gated one by inf"):
         fit(model(), recipe(dense_control=False), run=tmp_path / "run")
 

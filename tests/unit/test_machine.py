@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sbf_pruner.errors import RunError
-from sbf_pruner.training import Machine, choose_machine, choose_order, device
+from sbf_pruner.training import ComputeConfig, choose_machine, choose_memory_format, device
 from sbf_pruner.training.engine import CapturedEngine, Engine, cuda_graphs, make_engine
 
 
@@ -24,9 +24,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_gpu_captures_in_bfloat16_unless_it_is_told_otherwise(gpu: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert choose_machine("auto") == Machine(cuda, True, torch.bfloat16)
-    assert choose_machine("cuda", "plain", "float32") == Machine(cuda, False, torch.float32)
-    assert choose_machine("cpu") == Machine(torch.device("cpu"))
+    assert choose_machine("auto") == ComputeConfig(cuda, True, torch.bfloat16)
+    assert choose_machine("cuda", "plain", "float32") == ComputeConfig(cuda, False, torch.float32)
+    assert choose_machine("cpu") == ComputeConfig(torch.device("cpu"))
 
 
 def test_a_gpu_without_bfloat16_computes_in_float32(gpu: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_what_the_cpu_cannot_do_is_refused() -> None:
 def test_a_machine_has_its_engine() -> None:
     cpu, order = torch.device("cpu"), torch.contiguous_format
     for captured, kind in ((False, Engine), (True, CapturedEngine)):
-        engine = make_engine(nn.Conv2d(3, 4, 3), Machine(cpu, captured, order=order))
+        engine = make_engine(nn.Conv2d(3, 4, 3), ComputeConfig(cpu, captured, order=order))
         assert type(engine) is kind and engine.order == order and engine.network.weight.is_contiguous()
 
 
@@ -77,9 +77,11 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("mode", [True, False])
 def test_an_order_suits_both_modes(mode: bool) -> None:
     images = torch.rand(2, 3, 8, 8)
-    assert choose_order(Picky(mode), images) == torch.contiguous_format
-    assert choose_order(nn.Conv2d(3, 4, 3), images) == torch.channels_last
-    assert choose_order(nn.Conv2d(5, 4, 3), images) == torch.channels_last  # what runs in no order is told later
+    assert choose_memory_format(Picky(mode), images) == torch.contiguous_format
+    assert choose_memory_format(nn.Conv2d(3, 4, 3), images) == torch.channels_last
+    assert (
+        choose_memory_format(nn.Conv2d(5, 4, 3), images) == torch.channels_last
+    )  # what runs in no order is told later
 
 
 def test_choosing_an_order_leaves_model_and_random_numbers_alone() -> None:
@@ -88,7 +90,7 @@ def test_choosing_an_order_leaves_model_and_random_numbers_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    choose_order(model, torch.zeros(2, 3, 8, 8))
+    choose_memory_format(model, torch.zeros(2, 3, 8, 8))
     assert torch.equal(torch.rand(2), expected) and model.training
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) and tensor.stride() == before[name].stride()

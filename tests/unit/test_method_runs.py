@@ -13,7 +13,7 @@ import torch
 
 from runs import EPOCHS, Small, small_recipe
 from sbf_pruner.cli import summary_lines
-from sbf_pruner.criteria import Subject, absolute
+from sbf_pruner.criteria import Subject, l1_norm
 from sbf_pruner.errors import PruningError, RecipeError
 from sbf_pruner.graph import trace
 from sbf_pruner.report import read_run
@@ -57,7 +57,7 @@ def test_it_is_cut_once_to_the_size_asked_for_in_as_many_epochs(first: Result) -
 def test_it_keeps_the_filters_that_the_method_ranks_highest_in_the_dense_stage(first: Result) -> None:
     dense = Small()
     dense.load_state_dict(load_checkpoint(first.folder / "checkpoints", "dense.safetensors"))
-    scores = absolute(Subject(dense, trace(dense, torch.zeros(2, 1, 8, 8)), []))
+    scores = l1_norm(Subject(dense, trace(dense, torch.zeros(2, 1, 8, 8)), []))
     for name, kept in first.plan.keep.items():
         if kept:
             gone = [f for f in range(len(scores[name])) if f not in kept]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 import sbf_pruner as sbf
 from sbf_pruner.criteria import (
     METHODS,
-    NOBODY,
+    NO_FILTER,
     Subject,
-    absolute,
-    distance,
-    euclidean,
+    check_method,
     first_order,
+    fpgm_distance,
     infinite_selection,
+    l1_norm,
+    l2_norm,
     largest_part,
     lost_without,
     norm_scale,
@@ -30,7 +31,6 @@ from sbf_pruner.criteria import (
     rank_by,
     ranked,
     read_filters,
-    rehearse,
 )
 from sbf_pruner.criteria.nisp import _absolute as absolute_copy
 from sbf_pruner.errors import PruningError
@@ -69,10 +69,10 @@ def test_norms_and_distances_of_filters() -> None:
     net = chain()
     weight = net[0].weight.detach()
     subject = subject_of(net, IMAGES)
-    assert absolute(subject)["0"] == pytest.approx([float(w.abs().sum()) for w in weight])
-    assert euclidean(subject)["0"] == pytest.approx([float(w.square().sum()) ** 0.5 for w in weight])
+    assert l1_norm(subject)["0"] == pytest.approx([float(w.abs().sum()) for w in weight])
+    assert l2_norm(subject)["0"] == pytest.approx([float(w.square().sum()) ** 0.5 for w in weight])
     expected = [sum(float((w - other).square().sum()) ** 0.5 for other in weight) for w in weight]
-    assert distance(subject)["0"] == pytest.approx(expected)
+    assert fpgm_distance(subject)["0"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -104,7 +104,7 @@ def test_emptied_filters_give_nothing_and_the_others_what_they_did(kind: type[nn
     subject.empty({"0": keep})
     expected = before * torch.from_numpy(keep)[None, :, None, None]
     torch.testing.assert_close(net[0](inputs).detach(), expected, rtol=0, atol=0)
-    assert euclidean(subject)["0"][~keep].tolist() == [0.0, 0.0] and euclidean(subject)["0"][keep].min() > 0
+    assert l2_norm(subject)["0"][~keep].tolist() == [0.0, 0.0] and l2_norm(subject)["0"][keep].min() > 0
 
 
 def test_layers_without_a_norm_are_the_last_to_be_slimmed() -> None:
@@ -238,8 +238,8 @@ def test_whose_filters_a_layer_reads() -> None:
     graph = sbf.trace(Meeting().eval(), torch.zeros(1, 3, 4, 4))
     read = {name: {n.layer: numbers.tolist() for n, numbers in read_filters(graph, name)} for name in graph.layers}
     for name in ("a", "b"):
-        assert read[name] == {"joined": [NOBODY, NOBODY, 0, 1, 2, 3]}
-    assert read["c"] == {"joined": [0, 1, *[NOBODY] * 4]}
+        assert read[name] == {"joined": [NO_FILTER, NO_FILTER, 0, 1, 2, 3]}
+    assert read["c"] == {"joined": [0, 1, *[NO_FILTER] * 4]}
     assert read["d"] == {}  # every channel that arrives is made of two filters
 
 
@@ -382,10 +382,10 @@ def test_a_weight_that_is_made_of_others_is_judged_as_it_is_used() -> None:
     with torch.no_grad():
         conv.parametrizations.weight.original0 *= torch.arange(1.0, 7)[:, None, None, None]
     subject = Subject(net, sbf.trace(net, torch.zeros(1, 3, 8, 8)), [])
-    assert euclidean(subject)["0"] == pytest.approx(conv.weight.detach().double().flatten(1).norm(dim=1).numpy())
+    assert l2_norm(subject)["0"] == pytest.approx(conv.weight.detach().double().flatten(1).norm(dim=1).numpy())
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     with pytest.raises(PruningError, match=r"^method sfp: the weight of 0 is computed from others.*choose another"):
-        rehearse("sfp", subject)
+        check_method("sfp", subject)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
@@ -402,7 +402,7 @@ def test_weights_that_are_not_finite_are_said_to_be_so() -> None:
 def test_large_layers_are_judged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(chain(), IMAGES, LABELS)
     whole = {name: ranked(name, subject) for name in ("pfp", "chip", "hrank")}
-    monkeypatch.setattr("sbf_pruner.criteria.subject.AT_ONCE", 300)
+    monkeypatch.setattr("sbf_pruner.criteria.subject.MAX_ELEMENTS", 300)
     for name, expected in whole.items():
         found = ranked(name, subject)
         assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())
@@ -419,7 +419,7 @@ def test_where_filters_are_compared_within_layers_all_layers_lose_the_same_part(
     pruner.rank(ranked("l1", Subject(net, pruner.graph, [])))
     kept = {name: len(filters) for name, filters in pruner.plan().keep.items()}
     assert kept["0"] / 40 == pytest.approx(kept["2"] / 20, abs=0.06) and kept["0"] < 24
-    largest = absolute(Subject(net, pruner.graph, []))["0"].argsort()[-kept["0"] :]
+    largest = l1_norm(Subject(net, pruner.graph, []))["0"].argsort()[-kept["0"] :]
     assert pruner.plan().keep["0"] == tuple(sorted(largest.tolist()))
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.criteria import Descent, Subject, outlasting, ranked, read_values, selection, taken_back
+from sbf_pruner.criteria import Fista, Subject, mask_persistence, ranked, read_values, reselection_order, selection
 from sbf_pruner.criteria.gal import _Discriminator, _Masked
 from sbf_pruner.errors import PruningError
 
-LEARNING = {"dcp": taken_back, "gal": outlasting}
+LEARNING = {"dcp": reselection_order, "gal": mask_persistence}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -87,7 +87,7 @@ def test_without_images_a_filter_is_known_by_nothing(name: str) -> None:
 
 
 def test_what_others_do_or_nobody_needs_is_taken_back_last() -> None:
-    scores = taken_back(subject_of(chain(), IMAGES))["0"]
+    scores = reselection_order(subject_of(chain(), IMAGES))["0"]
     assert sorted(scores) == pytest.approx([place / 6 for place in range(1, 7)])
     places = scores.argsort().tolist()
     assert 4 in places[:3] and len({0, 2} & set(places[:3])) == 1  # of the two alike, one comes early and one late
@@ -157,7 +157,7 @@ def test_where_samples_are_no_images_their_classes_are_not_asked_for() -> None:
     torch.manual_seed(0)
     net, images = Tokens().double(), normal(32, 3, 5)
     first, second = (
-        taken_back(subject_of(net, images, labels=labels))["first"]
+        reselection_order(subject_of(net, images, labels=labels))["first"]
         for labels in (torch.arange(32) % 2, torch.arange(32) // 16)
     )
     assert np.array_equal(first, second) and len(set(first)) == 6
@@ -165,9 +165,9 @@ def test_where_samples_are_no_images_their_classes_are_not_asked_for() -> None:
 
 def test_layers_are_looked_at_in_portions_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(chain(), IMAGES)
-    whole = taken_back(subject)
-    monkeypatch.setattr("sbf_pruner.criteria.dcp.AT_ONCE", 1)
-    portions = taken_back(subject)
+    whole = reselection_order(subject)
+    monkeypatch.setattr("sbf_pruner.criteria.dcp.MAX_ELEMENTS", 1)
+    portions = reselection_order(subject)
     assert whole and set(portions) == set(whole)
     for layer, values in portions.items():
         assert np.array_equal(values, whole[layer])
@@ -200,7 +200,7 @@ def test_what_readers_say_of_channels_is_told_of_filters() -> None:
 
 
 def test_the_masks_of_filters_that_change_nothing_are_gone_first() -> None:
-    scores = outlasting(subject_of(chain(), IMAGES))
+    scores = mask_persistence(subject_of(chain(), IMAGES))
     useless, used = scores["0"][[4, 5]], scores["0"][[0, 1, 2, 3]]
     assert useless.max() < used.min() and useless[0] == pytest.approx(useless[1])
     assert useless.max() <= scores["3"].min()
@@ -209,7 +209,8 @@ def test_the_masks_of_filters_that_change_nothing_are_gone_first() -> None:
 def test_no_label_is_looked_at() -> None:
     net = chain()
     first, second = (
-        outlasting(subject_of(net, IMAGES, labels=labels)) for labels in (torch.arange(48) % 3, torch.zeros(48))
+        mask_persistence(subject_of(net, IMAGES, labels=labels))
+        for labels in (torch.arange(48) % 3, torch.zeros(48))
     )
     assert all(np.array_equal(values, second[layer]) for layer, values in first.items())
 
@@ -239,7 +240,7 @@ def test_proximal_steps_end_where_the_penalty_and_the_slope_are_even() -> None:
     def loss(held: Tensor) -> Tensor:
         return (held - wanted) @ curved @ (held - wanted) / 2
 
-    descent = Descent(torch.ones(6, dtype=torch.float64))
+    descent = Fista(torch.ones(6, dtype=torch.float64))
     for _ in range(400):
         descent.step(loss, 0.3)
     slope = curved @ (descent.held - wanted)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.graph import asks_for_its_mode
+from sbf_pruner.graph import may_read_training
 
 IMAGE = torch.rand(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -60,9 +60,9 @@ def test_a_mode_is_noticed_however_it_is_asked_for(kind: type[nn.Module]) -> Non
 
 def test_a_hook_may_ask_for_the_mode_of_any_module() -> None:
     act = nn.ReLU()
-    assert not asks_for_its_mode(act)
+    assert not may_read_training(act)
     act.register_forward_hook(lambda module, given, found: torch.sigmoid(found) if module.training else found)
-    assert asks_for_its_mode(act)
+    assert may_read_training(act)
 
 
 class Skipped(nn.Module):

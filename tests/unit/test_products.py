@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sbf_pruner import Pruner
 from sbf_pruner.models import resolve
-from sbf_pruner.scores import Products
+from sbf_pruner.scores import FusedGating
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
@@ -40,7 +40,7 @@ def score_gradients(pruner: Pruner, **arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Products, "take", lambda self, pairs: None)
+    monkeypatch.setattr(FusedGating, "take", lambda self, pairs: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sbf_pruner.errors import RunError
-from sbf_pruner.runtimes import exported
+from sbf_pruner.runtimes import export_program
 from sbf_pruner.saving import _CHECKED, _OPERATORS, read_program, write_program
 
 
@@ -29,7 +29,7 @@ def network():
 @pytest.fixture(scope="module")
 def archive(network, tmp_path_factory):
     path = tmp_path_factory.mktemp("program") / "network.pt2"
-    write_program(exported(network, torch.rand(2, 3, 6, 6)), path)
+    write_program(export_program(network, torch.rand(2, 3, 6, 6)), path)
     return path
 
 
@@ -173,7 +173,7 @@ def test_a_network_with_another_operator_is_not_written(tmp_path):
             return torch.fft.fft(x).abs()
 
     with pytest.raises(RunError, match=r"network\.pt2 is not written, .*'torch\.ops\.aten\.fft_fft\..*--formats"):
-        write_program(exported(Spectrum(), torch.rand(2, 5, 4)), tmp_path / "network.pt2")
+        write_program(export_program(Spectrum(), torch.rand(2, 5, 4)), tmp_path / "network.pt2")
     assert not list(tmp_path.iterdir())
 
 
@@ -196,7 +196,7 @@ class Trusting(nn.Module):
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_operators_that_do_not_check_sizes_are_checked(tmp_path, decomposed):
     network, images, path = Trusting().eval(), torch.rand(2, 7, 4), tmp_path / "network.pt2"
-    program = exported(network, images)
+    program = export_program(network, images)
     write_program(program.run_decompositions({}) if decomposed else program, path)
     again = read_program(path)
     for inputs in (images, torch.rand(5, 7, 4)):

@@ -10,10 +10,10 @@ from sbf_pruner.scores import (
     FactoredProjection,
     FreeProjection,
     LiteralProjection,
-    inner,
     leaky_exponential,
     literal_bytes,
     pack_signs,
+    sign_dot,
     unpack_signs,
 )
 
@@ -272,7 +272,7 @@ def test_inner_products_do_not_depend_on_the_chunk():
     values = torch.randn(103, dtype=torch.float64)
     other = torch.randn(103, dtype=torch.float64)
     for chunk in (1, 5, 26, 1000):
-        torch.testing.assert_close(inner(pack_signs(other), values, chunk), (other.sign() * values).sum())
+        torch.testing.assert_close(sign_dot(pack_signs(other), values, chunk), (other.sign() * values).sum())
 
 
 def test_half_precision_weights_have_float32_logits():
@@ -337,7 +337,7 @@ def test_the_limit_is_the_memory_of_the_device_unless_given(monkeypatch):
     assert literal_bytes(weights, FILTERS, limit_bytes=needed) == needed // 4
     with pytest.raises(PruningError):
         literal_bytes(weights, FILTERS, limit_bytes=needed - 1)
-    monkeypatch.setattr("sbf_pruner.scores.projections.memory_of", lambda device: needed - 1)
+    monkeypatch.setattr("sbf_pruner.scores.projections.available_memory", lambda device: needed - 1)
     with pytest.raises(PruningError, match="cpu has"):
         LiteralProjection(weights, FILTERS)
     LiteralProjection(weights, FILTERS, limit_bytes=needed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sbf_pruner as sbf
 from sbf_pruner import Plan, Pruner, PruningError
-from sbf_pruner.surgery import cut_error, prove
+from sbf_pruner.surgery import max_relative_difference, prove
 from zoo import ZOO, randomise
 
 IMAGE = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -104,7 +104,7 @@ def test_half_precision_is_proved_in_double(dtype: torch.dtype) -> None:
     sbf.extract(model, IMAGE.to(dtype), HALF, prove=True)
     pruner = Pruner(model, IMAGE.to(dtype))
     pruner.gate(HALF)
-    error = cut_error(model, pruner.extract(), IMAGE)
+    error = max_relative_difference(model, pruner.extract(), IMAGE)
     assert error is not None and error < 1e-12
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sbf_pruner import Budget, Plan, Pruner, PruningError, measure, trace
 from sbf_pruner.models import resolve
-from sbf_pruner.scores import Folded
+from sbf_pruner.scores import LeafGates
 
 IN_ONE_PIECE = not torch.__version__.startswith("2.11.")  # which stops at every gate
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -491,7 +491,7 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
     model(IMAGES).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    with Folded(model, pruner.gates) as folded:
+    with LeafGates(model, pruner.gates) as folded:
         model(IMAGES).square().mean().backward()
         folded.weight_gradients()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -500,7 +500,7 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
         model(IMAGES).square().mean().backward()
         assert pruner.gates.soft.grad is not None
         by_hooks = pruner.gates.soft.grad.clone()
-        with Folded(model, pruner.gates) as folded:
+        with LeafGates(model, pruner.gates) as folded:
             model(IMAGES).square().mean().backward()
             torch.testing.assert_close(folded.score_gradients(), by_hooks, rtol=1e-6, atol=1e-8)
     model.zero_grad()
@@ -510,7 +510,7 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
         model(IMAGES).square().mean().backward()
         expected = [p.grad.clone() for p in (*model.parameters(), pruner.gates.soft) if p.grad is not None]
         model.zero_grad()
-        with Folded(model, pruner.gates) as folded:
+        with LeafGates(model, pruner.gates) as folded:
             model(IMAGES).square().mean().backward()
             scores = folded.both_gradients()
         for found, gradient in zip([*(p.grad for p in model.parameters()), scores], expected, strict=True):

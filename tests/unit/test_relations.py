@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sbf_pruner as sbf
-from sbf_pruner.graph import Appraiser, trace
+from sbf_pruner.graph import FilterCosts, trace
 from sbf_pruner.models import resolve
 from zoo import ZOO
 
@@ -68,7 +68,7 @@ NOT_COUNTED = {"StoredMap"}  # parameters of no layer with more than one dimensi
 def test_a_first_filter_is_worth_what_extraction_saves(name):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)
-    appraiser = Appraiser(graph)
+    appraiser = FilterCosts(graph)
     whole = {layer: range(each.filters) for layer, each in graph.layers.items()}
     dense = sbf.measure(sbf.extract(model, inputs, sbf.Plan(whole)), inputs)
     for layer in [layer for layer, each in graph.layers.items() if each.filters > 1][:2]:
@@ -81,7 +81,7 @@ def test_a_first_filter_is_worth_what_extraction_saves(name):
 def test_all_of_a_deep_network_is_appraised_quickly():
     graph = trace(resolve("resnet56"), torch.zeros(1, 3, 32, 32))
     began = time.perf_counter()
-    found, appraiser = graph.relations, Appraiser(graph)
+    found, appraiser = graph.relations, FilterCosts(graph)
     worths = [appraiser.first_filter(name) for name in graph.layers]
     assert time.perf_counter() - began < 2  # some 0.1 s on a quiet machine
     assert len(found.groups) == 3 and all(worth.macs > 0 for worth in worths)
@@ -99,4 +99,4 @@ def test_what_is_stored_for_a_product_is_there_once_for_all_samples(batch):
             return self.out(torch.bmm(self.mix.expand(len(x), -1, -1), self.conv(x).flatten(2)).mean(2))
 
     graph = trace(Mixing(), torch.randn(batch, 3, 4, 4))
-    assert Appraiser(graph).first_filter("conv").params == 3 + 1 + 5
+    assert FilterCosts(graph).first_filter("conv").params == 3 + 1 + 5

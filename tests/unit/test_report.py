@@ -28,39 +28,39 @@ from sbf_pruner.report import (
     FOLLOWER,
     LAYER,
     SECTIONS,
-    WIDE,
+    WIDE_SECTIONS,
     Box,
     LayerKept,
     Point,
     Run,
     Scale,
     Table,
-    against,
+    accuracy_plot,
     checkpointed_plan,
     comparison_page,
-    course,
+    concat,
     draw,
     element,
     headline,
     inspect_model,
-    kept,
-    leave_report,
-    marked,
+    kept_figure,
+    latency_section,
     network,
     read_run,
     recipe,
     refinement,
     run_page,
     run_parts,
-    scores,
+    scores_figure,
     sentence,
     skipped,
-    timed,
-    together,
+    training_curves,
+    with_kept,
+    write_own_report,
     write_report,
 )
 from sbf_pruner.report.live import _View
-from sbf_pruner.schedule import planned
+from sbf_pruner.schedule import phases_of
 from sbf_pruner.training import bundled_recipes, load_recipe, phases, save_checkpoint
 from sbf_pruner.utils import DASH, MINUS, files
 
@@ -224,7 +224,7 @@ def test_a_last_line_cut_short_does_not_count(folder: Path, tmp_path: Path) -> N
 def test_the_schedule_is_the_one_that_is_run(name: str, overrides: tuple[str, ...]) -> None:
     recipe = load_recipe(name, overrides)
     expected = [(p.kind, p.cycle, p.first, p.epochs) for p in phases(recipe)]
-    assert [(s.kind, s.cycle, s.first, s.epochs) for s in planned(tomllib.loads(recipe.to_toml()))] == expected
+    assert [(s.kind, s.cycle, s.first, s.epochs) for s in phases_of(tomllib.loads(recipe.to_toml()))] == expected
 
 
 def refused(match: str, folder: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_is_no_run_is_refused_with_the_remedy(folder: Path, tmp_path: Path)
 # -- figures -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draw", [course, kept, refinement, scores])
+@pytest.mark.parametrize("draw", [training_curves, kept_figure, refinement, scores_figure])
 def test_every_mark_has_a_row_of_numbers(draw: Any, run: Run) -> None:
     figure = draw(run)
     marks = Parsed(figure.html()).of_class("hit")
@@ -265,7 +265,7 @@ def test_every_mark_has_a_row_of_numbers(draw: Any, run: Run) -> None:
 
 
 def test_the_course_shows_every_epoch_and_every_phase(run: Run) -> None:
-    figure = course(run)
+    figure = training_curves(run)
     parsed = Parsed(figure.html())
     assert len(parsed.of_class("epoch")) == EPOCHS
     assert len(parsed.of_class("score")) == 2 + 1 and len(parsed.of_class("tune")) == 1 + 1  # and the legend
@@ -280,24 +280,24 @@ def test_a_run_whose_accuracy_is_taken_rarely_has_a_curve_all_the_same(run: Run)
     for record in [*run.records, *run.control]:
         if record["done"] % 5:
             record["test_accuracy"] = None
-    assert "M" in course(run).picture and DASH in course(run).html()
+    assert "M" in training_curves(run).picture and DASH in training_curves(run).html()
 
 
 def test_the_bars_are_as_high_as_the_layers_are_wide() -> None:
     layers = [LayerKept("a.one", 16, 8, 50.0), LayerKept("a.two", 16, 0, 25.0), LayerKept("b", 32, 32)]
     run = Run(Path("x"), "x", {"model": {"name": "n"}, "data": {"name": "d"}}, [], layers=layers)
-    parsed = Parsed(kept(run).html())
+    parsed = Parsed(kept_figure(run).html())
     before = [float(bar["height"] or 0) for bar in parsed.of_class("before") if "height" in bar]
     after = [float(bar["height"] or 0) for bar in parsed.of_class("kept") if "height" in bar]
     assert before[0] == before[1] == pytest.approx(before[2] / 2, abs=0.1)
     assert after == pytest.approx([before[0] / 2, before[2]], abs=0.1), "what is gone has no bar"
-    assert "1 of 3 layers are gone altogether" in kept(run).caption
-    table = kept(run).table
+    assert "1 of 3 layers are gone altogether" in kept_figure(run).caption
+    table = kept_figure(run).table
     assert table is not None and table.rows[1] == ["a.two", "0", "16", "0 %", "25.0 %"]
 
 
 def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
-    figure = scores(run)
+    figure = scores_figure(run)
     parsed = Parsed(figure.html())
     assert len(parsed.of_class("tile")) == len(run.layers)
     assert figure.table is not None
@@ -315,7 +315,7 @@ def test_scores_start_at_one_and_fit_the_picture(run: Run) -> None:
 
 def test_scores_an_older_version_did_not_store_are_left_out_and_told(run: Run) -> None:
     run.scores = run.scores[2:]
-    assert "The first 2 epochs were run by an older version" in scores(run).caption
+    assert "The first 2 epochs were run by an older version" in scores_figure(run).caption
 
 
 def test_the_refinement_figure_shows_bounds_ratios_and_blocks_that_are_gone(run: Run) -> None:
@@ -351,7 +351,7 @@ def test_the_network_is_filled_as_far_as_it_is_kept() -> None:
     first = Box("input", "image", ("an image",))
     conv = Box(LAYER, "conv", ("conv", "a layer"), "16 · 8x8 · 3 %", 16, layer="conv", sources=[first])
     last = Box(LAYER, "gone", ("gone", "a layer"), "16 · 8x8 · 3 %", 16, layer="gone", sources=[conv])
-    boxes = marked([first, conv, last], {"conv": 4, "gone": 0})
+    boxes = with_kept([first, conv, last], {"conv": 4, "gone": 0})
     assert [box.note for box in boxes] == ["", "16 → 4 · 8x8 · 3 %", "16 → 0 · 8x8 · 3 %"]
     assert boxes[2].sources == [boxes[1]] and conv.kept is None, "the originals are untouched"
     run = Run(Path("x"), "x", {}, [], boxes=[first, conv, last])
@@ -451,7 +451,7 @@ def timed_run(folder: Path, **changes: Any) -> Run:
 
 
 def test_a_time_that_was_asked_for_stands_beside_the_one_that_was_measured(folder: Path) -> None:
-    drawn = timed(timed_run(folder))
+    drawn = latency_section(timed_run(folder))
     assert drawn is not None and drawn.table is not None
     assert [row[1:] for row in drawn.table.rows] == [
         *(["100.0 %", "50.00 ms"], ["60.0 %", "30.00 ms"], ["62.0 %", "31.00 ms"], ["60.4 %", "30.20 ms"])
@@ -498,7 +498,7 @@ def test_a_size_that_was_asked_for_stands_beside_the_one_that_is_left(run: Run) 
 
 def test_the_headline_has_the_time_and_runs_without_one_have_not(folder: Path, run: Run) -> None:
     assert "<b>60.4 %</b>" in headline(timed_run(folder)) and ">measured<" in headline(timed_run(folder))
-    assert timed(run) is None and run_parts(run)["time"] == "" and "asked for" not in headline(run)
+    assert latency_section(run) is None and run_parts(run)["time"] == "" and "asked for" not in headline(run)
     page = comparison_page([run, timed_run(folder)])
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert "60.4 % measured" in cells and "onnxruntime, batch 64, 2 threads" in cells
@@ -536,7 +536,7 @@ def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: P
 
 def test_the_page_has_room_for_the_figures_that_are_wide(run: Run) -> None:
     drawn = {key: draw(run) for key, draw in FIGURES.items()}
-    assert {key for key, figure in drawn.items() if figure is not None and figure.wide} == set(WIDE)
+    assert {key for key, figure in drawn.items() if figure is not None and figure.wide} == set(WIDE_SECTIONS)
 
 
 def test_the_page_stands_alone_and_is_small(run: Run, folder: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_report_goes_where_it_is_asked_to(folder: Path, tmp_path: Path, monkey
 
 
 def test_a_summary_that_cannot_be_drawn_is_no_failure(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    leave_report(folder / "nowhere", {})
+    write_own_report(folder / "nowhere", {})
     assert "no report was drawn (RunError" in caplog.text
 
 
@@ -591,7 +591,7 @@ def test_points_in_one_place_share_their_signs() -> None:
     points = [
         Point(name, accuracy, 100.0, "h0", name) for name, accuracy in (("A", 98.0), ("B", 98.0), ("C", 90.0))
     ]
-    drawn = against("key", "parameters", points, "said").picture
+    drawn = accuracy_plot("key", "parameters", points, "said").picture
     assert re.findall(r'class="sign"[^>]*>([^<]*)<', drawn) == ["A, B", "C"] and drawn.count("<circle") == 3
 
 
@@ -633,10 +633,10 @@ def test_a_page_holds_no_element_that_a_foreign_folder_put_there(foreign: Path, 
     assert_harmless(run_page(read_run(going)), code)
     view = _View(going, 0.0)
     assert_harmless(view.page(), code)
-    for part in view.news("")["parts"].values():
+    for part in view.changed_parts("")["parts"].values():
         assert_harmless(part)
     (going / "recipe.toml").write_text("name = [")
-    said = view.news("")["parts"]["headline"]
+    said = view.changed_parts("")["parts"]["headline"]
     assert "cannot be read" in said
     assert_harmless(said)
 
@@ -682,8 +682,8 @@ def test_pictures_hold_no_element_that_a_name_put_there() -> None:
 def test_text_is_escaped_however_it_gets_into_an_element() -> None:
     cell = element("td", "<i>", title='"><i>')
     assert cell == '<td title="&quot;&gt;&lt;i&gt;">&lt;i&gt;</td>'
-    assert together(cell, "<i>") == cell + "&lt;i&gt;" == together([cell], ["<i>"])
+    assert concat(cell, "<i>") == cell + "&lt;i&gt;" == concat([cell], ["<i>"])
     for glued in (f"{cell}", cell + "", "".join([cell])):  # markup only as it was made
-        assert together(glued) == cell.replace("&", "&amp;").translate({60: "&lt;", 62: "&gt;", 34: "&quot;"})
+        assert concat(glued) == cell.replace("&", "&amp;").translate({60: "&lt;", 62: "&gt;", 34: "&quot;"})
     assert element("b", "\x00\ud800\x1b") == "<b>\ufffd\ufffd\ufffd</b>"
     assert "<td>&lt;i&gt;</td>" in Table(["a", "b"], [["x", "<i>"]]).html()

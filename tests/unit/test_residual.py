@@ -10,7 +10,7 @@ from runs import Small
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import residual_blocks, trace
 from sbf_pruner.pruner import Pruner
-from sbf_pruner.training import MEASURED_ON, under_scores, when_pruned
+from sbf_pruner.training import MEASURED_ON, pruned_refinement, scored_refinement
 from zoo import ZOO
 
 FOUND = {
@@ -66,7 +66,7 @@ def scored() -> tuple[Pruner, Tensor]:
 
 def test_the_ratio_is_that_of_a_calculation_by_hand(scored: tuple[Pruner, Tensor]) -> None:
     pruner, images = scored
-    found = under_scores(pruner, images)
+    found = scored_refinement(pruner, images)
     assert [record["block"] for record in found] == ["blocks.0", "blocks.1"]
     assert pruner.gates.mode == "hard", "as it was before"
     model, kept = pruner.model.eval(), {}
@@ -90,7 +90,7 @@ def test_the_ratio_is_that_of_a_calculation_by_hand(scored: tuple[Pruner, Tensor
 
 
 def test_the_bounds_hold(scored: tuple[Pruner, Tensor]) -> None:
-    records = under_scores(*scored)
+    records = scored_refinement(*scored)
     assert len(records) == 2
     for record in records:
         low, high = (record[key] ** 2 * record["unscored"] for key in ("delta", "top"))
@@ -99,8 +99,8 @@ def test_the_bounds_hold(scored: tuple[Pruner, Tensor]) -> None:
 
 def test_of_the_small_network_the_same_blocks_are_measured(scored: tuple[Pruner, Tensor]) -> None:
     pruner, images = scored
-    gated = when_pruned(pruner, pruner.model.eval(), images)
-    small = when_pruned(pruner, pruner.extract(), images)
+    gated = pruned_refinement(pruner, pruner.model.eval(), images)
+    small = pruned_refinement(pruner, pruner.extract(), images)
     assert list(small) == ["blocks.0", "blocks.1"]
     assert small == pytest.approx(gated, rel=1e-9), "removal changes nothing"
 
@@ -112,7 +112,7 @@ def test_a_block_that_is_gone_refines_nothing(scored: tuple[Pruner, Tensor]) -> 
     masks |= {"blocks.0.conv1": [], "blocks.0.conv2": [], "blocks.1.conv2": [0, 1], "blocks.1.conv1": [2]}
     try:
         pruner.gate(type(held)({**masks, "stem": list(range(8))}))
-        found = when_pruned(pruner, pruner.extract(), images)
+        found = pruned_refinement(pruner, pruner.extract(), images)
         assert found["blocks.0"] == 0 and found["blocks.1"]
     finally:
         pruner.gate(held)
@@ -129,9 +129,9 @@ def test_a_network_that_adds_at_other_times_is_not_measured() -> None:
     model = Moody()
     pruner = Pruner(model, torch.rand(2, 1, 8, 8))
     images = torch.rand(MEASURED_ON, 1, 8, 8)
-    assert len(under_scores(pruner, images)) == 2
+    assert len(scored_refinement(pruner, images)) == 2
     model.calm = False
-    for measured in (lambda: under_scores(pruner, images), lambda: when_pruned(pruner, model, images)):
+    for measured in (lambda: scored_refinement(pruner, images), lambda: pruned_refinement(pruner, model, images)):
         with pytest.raises(PruningError, match="adds maps 3 times where its graph has 2 additions"):
             measured()
 
@@ -142,7 +142,7 @@ def test_shortcuts_that_carry_nothing_are_told_of() -> None:
     for held in (model.norm.weight, model.norm.bias, model.blocks[0].bn2.weight, model.blocks[0].bn2.bias):
         nn.init.zeros_(held)
     with pytest.raises(PruningError, match=r"the shortcut of blocks\.1 carries nothing"):
-        under_scores(pruner, torch.rand(4, 1, 8, 8))
+        scored_refinement(pruner, torch.rand(4, 1, 8, 8))
 
 
 def test_every_module_keeps_its_mode(scored: tuple[Pruner, Tensor]) -> None:
@@ -150,6 +150,6 @@ def test_every_module_keeps_its_mode(scored: tuple[Pruner, Tensor]) -> None:
     pruner.model.train()
     pruner.model.norm.eval()
     before = [module.training for module in pruner.model.modules()]
-    under_scores(pruner, images)
-    when_pruned(pruner, pruner.model, images)
+    scored_refinement(pruner, images)
+    pruned_refinement(pruner, pruner.model, images)
     assert [module.training for module in pruner.model.modules()] == before

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.graph import Contract, Elementwise, Flow, Map, Norm, Opaque, Source, record, trace
+from sbf_pruner.graph import ChannelMove, Elementwise, Flow, LayerNode, Norm, Opaque, Source, record, trace
 from sbf_pruner.graph.operators import NAMED, RULES, build_node, register_rule
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
@@ -221,7 +221,7 @@ def test_a_depthwise_convolution_follows_its_input():
 def test_a_transposed_convolution_has_its_filters_in_the_second_axis():
     _, nodes, _, _ = run(lambda m, x: m.layer(x), A, **layer(nn.ConvTranspose2d(4, 6, 2, 2, groups=2)))
     (node,) = nodes
-    assert isinstance(node, Contract)
+    assert isinstance(node, LayerNode)
     assert (node.out_axis, node.in_axis, node.groups, node.filters) == (1, 0, 2, 6)
 
 
@@ -229,7 +229,7 @@ def test_a_linear_layer_is_a_contraction_of_the_stored_weight():
     modules = {"modules": {"layer": nn.Linear(4, 3)}}
     _, nodes, _, _ = run(lambda m, x: m.layer(x.mean((2, 3))), A, **modules)
     node = nodes[-1]
-    assert isinstance(node, Contract)
+    assert isinstance(node, LayerNode)
     assert (node.weight.name, node.bias.name, node.out_axis, node.in_axis) == (
         "layer.weight",
         "layer.bias",
@@ -388,7 +388,7 @@ def test_kinds():
         return type(run(function, A)[1][-1])
 
     assert kind(lambda x: F.relu(x)) is Elementwise
-    assert kind(lambda x: x.flip(1)) is Map
+    assert kind(lambda x: x.flip(1)) is ChannelMove
     assert kind(lambda x: x + torch.ones(6)) is Elementwise
     assert type(run(lambda x: x + torch.ones(6), A)[1][0]) is Source
 

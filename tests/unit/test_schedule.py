@@ -12,7 +12,7 @@ from sbf_pruner.training import (
     Recipe,
     batch_size,
     cycles_end,
-    is_taught,
+    is_distilled,
     learning_rate,
     load_recipe,
     optimizer_config,
@@ -46,7 +46,7 @@ def test_joint_cycles_are_as_long_and_train_weights_as_weight_phases_do() -> Non
     taught = {}
     for during in ("finetune", "weights", "cycles"):
         learning = recipe("scores.joint=true", "distill.alpha=0.5", f"distill.during={during}")
-        taught[during] = is_taught(learning, found[1])
+        taught[during] = is_distilled(learning, found[1])
     assert taught == {"finetune": False, "weights": True, "cycles": True}
 
 

@@ -12,28 +12,28 @@ from test_method_runs import ranked_run
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
-from sbf_pruner.budget import Aim
+from sbf_pruner.budget import Selector
 from sbf_pruner.criteria import (
     Agent,
-    Masked,
+    CostPenalty,
+    LayerObservations,
     Predictor,
     Scores,
     Subject,
-    Toll,
-    Way,
-    aim_of,
+    SubnetEvaluator,
     amc,
-    best_walk,
-    landing_on,
     learned_gates,
     nppm,
     ranked,
+    scores_for_fractions,
+    search_widths,
+    target_of,
 )
 from sbf_pruner.errors import PruningError
 from sbf_pruner.training import run
 
 Judge = Callable[[Subject], Scores]
-SEARCHES = {"amc": best_walk, "nppm": learned_gates}
+SEARCHES = {"amc": search_widths, "nppm": learned_gates}
 
 
 class TwoWays(nn.Module):
@@ -80,7 +80,7 @@ def subject_of(net: nn.Module, share: float = 0.5, seed: int = 0, count: int = 2
     images, labels = patterns(count)
     graph = sbf.trace(net, images[:2])
     batches = list(zip(images.split(32), labels.split(32), strict=True))
-    return Subject(net, graph, batches, seed, Aim(graph, sbf.Budget(macs=share)))
+    return Subject(net, graph, batches, seed, Selector(graph, sbf.Budget(macs=share)))
 
 
 # -- what both have in common --------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_a_layer_that_is_good_for_nothing_keeps_fewer_filters(
     monkeypatch.setattr(nppm, "_COST", 1.0)  # of so few filters each is a large part of the cost
     for seed in (0, 1):
         subject = subject_of(trained, seed=seed, count=512)
-        aim = aim_of(subject)
+        aim = target_of(subject)
         masks = aim.choose(SEARCHES[name](subject)).masks
         assert masks["useless"].sum() < masks["useful"].sum() - 3
         assert 0.49 * aim.count({})["macs"] < aim.count(masks)["macs"] <= 0.5 * aim.count({})["macs"]
@@ -130,10 +130,10 @@ def test_the_size_asked_for_changes_what_is_found(
 
 def test_where_nobody_asks_half_of_the_macs_may_stay(trained: nn.Module) -> None:
     graph = sbf.trace(trained, patterns(2)[0])
-    aim = aim_of(Subject(trained, graph, []))
+    aim = target_of(Subject(trained, graph, []))
     assert aim.limits is not None and aim.limits.most == {"macs": 0.5 * aim.count({})["macs"]}
     narrow = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 4, 1)).eval()
-    aim = aim_of(Subject(narrow, graph := sbf.trace(narrow, torch.rand(2, 1, 8, 8)), []))
+    aim = target_of(Subject(narrow, graph := sbf.trace(narrow, torch.rand(2, 1, 8, 8)), []))
     assert aim.limits is not None and aim.limits.most == {"macs": aim.count(graph.all_filters())["macs"]}
 
 
@@ -150,7 +150,7 @@ def test_the_accuracy_of_a_sub_network_is_that_of_the_network_that_is_cut() -> N
     images, labels = patterns(64)
     images = images.double()
     graph = sbf.trace(net, images[:2])
-    masked = Masked(Subject(net, graph, [(images[:40], labels[:40]), (images[40:], labels[40:])]))
+    masked = SubnetEvaluator(Subject(net, graph, [(images[:40], labels[:40]), (images[40:], labels[40:])]))
     for keep in ({"0": np.arange(8) < 3, "3": np.arange(8) % 2 == 0}, graph.all_filters()):
         small = sbf.extract(net, images[:2], sbf.Plan.from_masks(keep)).train()
         right = sum(int((small(x).argmax(1) == y).sum()) for x, y in masked.batches)
@@ -195,11 +195,11 @@ def test_scores_land_on_the_parts_that_were_chosen() -> None:
     graph = sbf.trace(net, torch.zeros(1, 3, 4, 4))
     places = {"0": np.random.default_rng(0).permutation(20) + 1, "2": np.arange(10, 0, -1)}
     chosen = {"0": places["0"] <= 5, "2": places["2"] <= 8}
-    scores = landing_on({"0": 5 / 20, "2": 8 / 10}, places)
-    share = Aim(graph).count(chosen)["macs"] / Aim(graph).count({})["macs"]
-    found = Aim(graph, sbf.Budget(macs=share + 1e-9)).choose(scores).masks
+    scores = scores_for_fractions({"0": 5 / 20, "2": 8 / 10}, places)
+    share = Selector(graph).count(chosen)["macs"] / Selector(graph).count({})["macs"]
+    found = Selector(graph, sbf.Budget(macs=share + 1e-9)).choose(scores).masks
     assert all(np.array_equal(found[name], mask) for name, mask in chosen.items())
-    half = Aim(graph, sbf.Budget(macs=share / 2)).choose(scores).masks  # both layers get narrower alike
+    half = Selector(graph, sbf.Budget(macs=share / 2)).choose(scores).masks  # both layers get narrower alike
     assert half["0"].mean() / half["2"].mean() == pytest.approx(5 / 16, abs=0.1)
 
 
@@ -207,7 +207,7 @@ def test_what_an_agent_sees_of_the_way() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 4, 2, stride=2, bias=False), nn.Conv2d(4, 2, 1)
     ).eval()
-    way = Way(sbf.trace(net, torch.zeros(1, 3, 6, 6)))
+    way = LayerObservations(sbf.trace(net, torch.zeros(1, 3, 6, 6)))
     macs = np.array([8 * 3 * 9 * 16, 4 * 8 * 4 * 4]) / (8 * 3 * 9 * 16 + 4 * 8 * 4 * 4)
     first, second = way.seen([]), way.seen([0.25])
     # Index, filters, inputs, pixels, stride, kernel, MACs and rest, each from 0 to 1; reduced; the last part.
@@ -239,10 +239,10 @@ def test_actions_are_parts_of_a_layer_and_noise_is_around_them() -> None:
 
 def test_there_are_no_more_walks_than_images(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[float] = []
-    monkeypatch.setattr(Masked, "accuracy", lambda self, keep: walked.append(0.0) or 0.0)
+    monkeypatch.setattr(SubnetEvaluator, "accuracy", lambda self, keep: walked.append(0.0) or 0.0)
     for count, expected in ((2, 2), (256, amc._WALKS)):
         walked.clear()
-        best_walk(subject_of(trained, count=count))
+        search_widths(subject_of(trained, count=count))
         assert len(walked) == expected
 
 
@@ -283,12 +283,12 @@ def test_a_full_memory_forgets_what_is_most_like_the_new(monkeypatch: pytest.Mon
 
 def test_the_toll_is_the_slope_of_the_logarithm_of_what_is_too_much(trained: nn.Module) -> None:
     subject = subject_of(trained)
-    aim, keep = aim_of(subject), subject.graph.all_filters()
-    slopes, whole = Toll(aim).slope(keep), aim.count(keep)["macs"]
+    aim, keep = target_of(subject), subject.graph.all_filters()
+    slopes, whole = CostPenalty(aim).slope(keep), aim.count(keep)["macs"]
     without = aim.count(keep | {"useful": np.arange(16) > 0})["macs"]
     assert slopes["useful"] == pytest.approx((whole - without) / whole) and slopes["useful"] > 0
     few = {"useful": np.arange(16) < 8, "useless": np.arange(16) < 7}
-    assert Toll(aim).slope(few) == {"useful": 0.0, "useless": 0.0}
+    assert CostPenalty(aim).slope(few) == {"useful": 0.0, "useless": 0.0}
 
 
 def test_outputs_that_are_not_finite_are_told(trained: nn.Module) -> None:

@@ -14,7 +14,7 @@ from runs import small_recipe
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.models import resolve
 from sbf_pruner.scores import fresh_statistics, lagging
-from sbf_pruner.training import CALIBRATED_ON, Epochs, Result, fit, load_recipe, phases
+from sbf_pruner.training import RECALIBRATION_BATCHES, EpochRunner, Result, fit, load_recipe, phases
 from sbf_pruner.training.engine import Engine
 
 IMAGES = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -113,7 +113,7 @@ def test_a_run_tunes_the_score_phases_after_a_landing(
     more = ["dense_control=false", "budget.settled=1", "scores.recalibrate=2", *changes]
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     fit(net, load_recipe("digits", [*short, *more]), run=tmp_path / "run")
-    assert [count for count in seen if count != CALIBRATED_ON] == looks
+    assert [count for count in seen if count != RECALIBRATION_BATCHES] == looks
 
 
 def test_modes_follow_the_model_through_a_tuned_phase() -> None:
@@ -226,5 +226,5 @@ def test_guessing_means_half_the_training_accuracy_and_less_than_luck_gives(
 ) -> None:
     recipe = load_recipe("digits")
     feed: Any = SimpleNamespace(test=SimpleNamespace(num_classes=10))
-    Epochs(recipe, feed, Path())._warn_of_guessing(phases(recipe)[0], train, test)
+    EpochRunner(recipe, feed, Path())._warn_of_guessing(phases(recipe)[0], train, test)
     assert len(caplog.records) == warned

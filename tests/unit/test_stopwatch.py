@@ -15,25 +15,25 @@ from sbf_pruner.graph import lay_out, trace
 from sbf_pruner.measurement import (
     RUNTIMES,
     Conditions,
-    Pairs,
+    LayerSpec,
+    PlanTimer,
     Predictor,
-    Site,
     cache_folder,
     calibration,
-    get_model,
-    here,
+    comparable_conditions,
+    conditions_here,
     layer_seconds,
+    load_or_calibrate,
     passes,
     rehearse,
-    same_place,
     time_layers,
 )
 from sbf_pruner.models import resnet20
 from sbf_pruner.plan import Plan
-from sbf_pruner.runtimes import FORMS, Deployable, ready
+from sbf_pruner.runtimes import FORMS, CapturedNetwork, make_runner
 from sbf_pruner.surgery import extract
 from sbf_pruner.training import settings
-from sbf_pruner.utils import made_up_inputs, waiting
+from sbf_pruner.utils import random_inputs, synchronizer
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
@@ -46,12 +46,12 @@ TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
 @pytest.mark.parametrize(
     "site",
     [
-        Site("conv", (3, 3), (2, 2), (1, 1), (1, 1), 1, (8, 8)),
-        Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 0, (8, 8)),
-        Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 2, (8, 8)),
-        Site("conv", (3,), (1,), (1,), (1,), 1, (8,)),
-        Site("transposed", (2, 2), (2, 2), (0, 0), (1, 1), 1, (8, 8)),
-        Site("linear", size=(3,)),
+        LayerSpec("conv", (3, 3), (2, 2), (1, 1), (1, 1), 1, (8, 8)),
+        LayerSpec("conv", (3, 3), (1, 1), (1, 1), (1, 1), 0, (8, 8)),
+        LayerSpec("conv", (3, 3), (1, 1), (1, 1), (1, 1), 2, (8, 8)),
+        LayerSpec("conv", (3,), (1,), (1,), (1,), 1, (8,)),
+        LayerSpec("transposed", (2, 2), (2, 2), (0, 0), (1, 1), 1, (8, 8)),
+        LayerSpec("linear", size=(3,)),
     ],
     ids=str,
 )
@@ -118,8 +118,8 @@ def fake(monkeypatch):
 
         def joins(self, keep):
             counted["networks"] += 1
-            reckoned = self.predictor.reckon(lay_out(self.graph, self.graph.settle(keep)))
-            dense = self.truth(self.predictor.reckon(lay_out(self.graph, {})).terms["zeros"])
+            reckoned = self.predictor.terms_of(lay_out(self.graph, self.graph.settle(keep)))
+            dense = self.truth(self.predictor.terms_of(lay_out(self.graph, {})).terms["zeros"])
             return {form: self.truth(terms) / dense for form, terms in reckoned.terms.items()}, dense
 
         @staticmethod
@@ -136,7 +136,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(calibration, "time_layers", layers)
     monkeypatch.setattr(calibration, "Timer", Timer)
     monkeypatch.setattr(calibration, "calibrate", calibrated)
-    monkeypatch.setattr(calibration, "load", lambda: 0.0)
+    monkeypatch.setattr(calibration, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(calibration, "rehearse", lambda network, example, conditions: None)
     return counted
 
@@ -144,13 +144,13 @@ def fake(monkeypatch):
 def test_a_calibration_finds_what_networks_really_take_and_states_its_error(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     said = []
-    model = get_model(resnet20(), IMAGE, TORCH, report=said.append)
+    model = load_or_calibrate(resnet20(), IMAGE, TORCH, report=said.append)
     assert model.calibration["worst_error"] < 0.03 and len(model.calibration["networks"]) == 9
     assert model.predictor.coefficients["layers"] == pytest.approx(2, rel=0.1)
     assert any(line.startswith("measuring") for line in said)
     keep = calibration.samples(model.graph)[3][2]
-    terms = model.predictor.reckon(lay_out(model.graph, model.graph.settle(keep))).terms
-    dense = model.predictor.reckon(lay_out(model.graph, {})).terms["zeros"]
+    terms = model.predictor.terms_of(lay_out(model.graph, model.graph.settle(keep))).terms
+    dense = model.predictor.terms_of(lay_out(model.graph, {})).terms["zeros"]
     truth = [2 * t["layers"] + 1e-8 * t["added"] + 2e-8 * t["moved"] for t in (*terms.values(), dense)]
     assert model.ratio(model.graph.settle(keep)) == pytest.approx(min(truth[:2]) / truth[2], rel=0.03)
 
@@ -158,16 +158,16 @@ def test_a_calibration_finds_what_networks_really_take_and_states_its_error(fake
 def test_nothing_is_measured_twice(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     net = resnet20()
-    first = get_model(net, IMAGE, TORCH)
+    first = load_or_calibrate(net, IMAGE, TORCH)
     before = dict(fake)
-    again = get_model(net, IMAGE, TORCH)
+    again = load_or_calibrate(net, IMAGE, TORCH)
     assert again.to_dict() == first.to_dict() and fake == before
-    get_model(resnet20(num_classes=7), IMAGE, TORCH)  # another network, but the layers are known
+    load_or_calibrate(resnet20(num_classes=7), IMAGE, TORCH)  # another network, but the layers are known
     assert fake["layers"] - before["layers"] <= 3 * 10 and fake["networks"] == 2 * before["networks"]
     (kept,) = tmp_path.glob(f"latency-*-{first.to_dict()['network']}.json")
     kept.write_text("{")
-    assert get_model(net, IMAGE, TORCH).to_dict() == first.to_dict()  # a damaged cache is only a cache
-    get_model(net, IMAGE, TORCH, fresh=True)
+    assert load_or_calibrate(net, IMAGE, TORCH).to_dict() == first.to_dict()  # a damaged cache is only a cache
+    load_or_calibrate(net, IMAGE, TORCH, fresh=True)
     assert fake["layers"] > 2 * before["layers"]
 
 
@@ -177,28 +177,28 @@ def test_processes_that_measure_at_once_keep_each_others_layers(fake, tmp_path, 
 
     def meanwhile(table, wanted, conditions, report):
         monkeypatch.setattr(calibration, "measure_layers", real)
-        get_model(other, torch.zeros(1, 1, 16, 16), TORCH)  # as another process would
+        load_or_calibrate(other, torch.zeros(1, 1, 16, 16), TORCH)  # as another process would
         return real(table, wanted, conditions, report)
 
     monkeypatch.setattr(calibration, "measure_layers", meanwhile)
-    get_model(resnet20(), IMAGE, TORCH)
+    load_or_calibrate(resnet20(), IMAGE, TORCH)
     before = fake["layers"]
     for again in tmp_path.glob("latency-*"):
         again.unlink()
-    get_model(other, torch.zeros(1, 1, 16, 16), TORCH)
-    get_model(resnet20(), IMAGE, TORCH)
+    load_or_calibrate(other, torch.zeros(1, 1, 16, 16), TORCH)
+    load_or_calibrate(resnet20(), IMAGE, TORCH)
     assert fake["layers"] == before, "all layers are known"
 
 
 def test_layers_measured_anew_stand_beside_those_of_other_networks(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
-    get_model(resnet20(), IMAGE, TORCH)
+    load_or_calibrate(resnet20(), IMAGE, TORCH)
     (kept,) = tmp_path.glob("layers-*")
     measured = json.loads(kept.read_text())
-    known, other = next(iter(measured)), str(Site("linear", size=(77,)))
+    known, other = next(iter(measured)), str(LayerSpec("linear", size=(77,)))
     before = {**measured, known: [[1, 1, 9.0], *measured[known]], other: [[1, 1, 5.0]]}
     kept.write_text(json.dumps(before))
-    get_model(resnet20(), IMAGE, TORCH, fresh=True)
+    load_or_calibrate(resnet20(), IMAGE, TORCH, fresh=True)
     assert json.loads(kept.read_text()) == {**measured, other: [[1, 1, 5.0]]}
 
 
@@ -211,17 +211,19 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 def test_only_the_same_machine_with_the_same_versions_measures_the_same():
-    mine = here("torch", 4, 1)
-    assert same_place(mine, here("torch", 4, 1)) and json.dumps(dict(mine.machine))
-    assert not same_place(mine, here("torch", 8, 1)) and not same_place(mine, TORCH)
+    mine = conditions_here("torch", 4, 1)
+    assert comparable_conditions(mine, conditions_here("torch", 4, 1)) and json.dumps(dict(mine.machine))
+    assert not comparable_conditions(mine, conditions_here("torch", 8, 1)) and not comparable_conditions(
+        mine, TORCH
+    )
     lacking = Conditions("onnxruntime", 4, 1, {**mine.machine, "onnxruntime": None})
-    assert not same_place(lacking, lacking)
+    assert not comparable_conditions(lacking, lacking)
 
 
 def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(PruningError, match=r'needs onnxruntime; run: pip install "sbf-pruner\[export\]"'):
-        get_model(resnet20(), IMAGE, Conditions("onnxruntime", 1, 1))
+        load_or_calibrate(resnet20(), IMAGE, Conditions("onnxruntime", 1, 1))
 
 
 # -- runtimes ------------------------------------------------------------------------------------------------
@@ -242,10 +244,12 @@ NO_GPU = (
 def test_without_a_gpu_there_is_no_time_on_one_and_one_sentence_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    place = here("cuda", 4, 1)
-    assert place.machine["gpu"] is None and place.machine["cuda"] is None and not same_place(place, place)
+    place = conditions_here("cuda", 4, 1)
+    assert (
+        place.machine["gpu"] is None and place.machine["cuda"] is None and not comparable_conditions(place, place)
+    )
     with pytest.raises(PruningError, match=rf"in cuda, batch 4, 1 thread, and cannot be: {NO_GPU}$"):
-        get_model(resnet20(), IMAGE, place)
+        load_or_calibrate(resnet20(), IMAGE, place)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,12 +258,12 @@ def test_a_gpu_is_told_by_its_name_its_driver_and_its_arithmetic(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    mine = here("cuda", 4, 1)
+    mine = conditions_here("cuda", 4, 1)
     assert mine.machine["gpu"] == "a GPU" and mine.machine["cuda"] == "13.0" and mine.machine["dtype"] == "float32"
-    assert same_place(mine, here("cuda", 4, 1))
+    assert comparable_conditions(mine, conditions_here("cuda", 4, 1))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert here("cuda", 4, 1).machine["dtype"] == "float32, convolutions in tf32"
-    assert not same_place(mine, here("cuda", 4, 1))
+    assert conditions_here("cuda", 4, 1).machine["dtype"] == "float32, convolutions in tf32"
+    assert not comparable_conditions(mine, conditions_here("cuda", 4, 1))
 
 
 @pytest.fixture(scope="module")
@@ -267,15 +271,15 @@ def deployable():
     """A network of whose filters half are gone, so that branches have to be brought into their streams."""
     graph = trace(resnet20(), IMAGE)
     keep = calibration.samples(graph)[1][2]
-    return Deployable(extract(resnet20(), IMAGE, Plan.from_masks(graph.settle(keep)), graph), IMAGE)
+    return CapturedNetwork(extract(resnet20(), IMAGE, Plan.from_masks(graph.settle(keep)), graph), IMAGE)
 
 
 @pytest.mark.parametrize("form", FORMS["eager"], ids=str)
 def test_a_pass_elsewhere_has_all_of_the_network_there_and_waits(form, deployable, monkeypatch, tmp_path):
     made = deployable.form(form)
     waited = []
-    monkeypatch.setattr("sbf_pruner.runtimes.forms.waiting", lambda device: lambda: waited.append(device))
-    run = ready(made, torch.rand(4, 3, 16, 16), "eager", 1, tmp_path / "x.onnx", "meta")
+    monkeypatch.setattr("sbf_pruner.runtimes.forms.synchronizer", lambda device: lambda: waited.append(device))
+    run = make_runner(made, torch.rand(4, 3, 16, 16), "eager", 1, tmp_path / "x.onnx", "meta")
     held = [getattr_of(made, node.target) for node in made.graph.nodes if node.op == "get_attr"]
     assert held and {tensor.device.type for tensor in held} == {"meta"}
     given = [part for node in made.graph.nodes for part in (*node.args, *node.kwargs.values())]
@@ -293,8 +297,8 @@ def getattr_of(network, target):
 def test_on_a_gpu_the_clock_is_read_when_all_is_done(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    waiting("cuda")()
-    waiting("cpu")()
+    synchronizer("cuda")()
+    synchronizer("cpu")()
     assert asked == [torch.device("cuda")]
 
 
@@ -304,7 +308,7 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
     (run,) = passes(net, IMAGE, {"zeros": form}, "compile", 2, 1).values()
     before = counters["frames"]["total"]
     with torch.no_grad():
-        torch.testing.assert_close(run(), net(made_up_inputs(IMAGE, 2)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run(), net(random_inputs(IMAGE, 2)), rtol=1e-4, atol=1e-5)
     assert before and counters["frames"]["total"] == before
 
     def broken(*given, **named):
@@ -312,7 +316,7 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
 
     monkeypatch.setattr(torch, "compile", lambda network, **named: broken)
     with pytest.raises(PruningError, match=r"torch.compile failed here \(RuntimeError: No working C\+\+ compiler"):
-        rehearse(net, IMAGE, here("compile", 2, 1))
+        rehearse(net, IMAGE, conditions_here("compile", 2, 1))
 
 
 # -- whole networks ------------------------------------------------------------------------------------------
@@ -321,7 +325,9 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
 @pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
 def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
-    found = Pairs(net, torch.zeros(1, 3, 24, 24), here(runtime, 16, 1)).interval(Plan({"0": [0]}), pairs=6)
+    found = PlanTimer(net, torch.zeros(1, 3, 24, 24), conditions_here(runtime, 16, 1)).interval(
+        Plan({"0": [0]}), pairs=6
+    )
     assert found.n == 6 and 0 < found.low <= found.median <= found.high
     assert found.median < 0.9  # one filter of 32 is left
 
@@ -330,7 +336,7 @@ def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
 def test_calibrating_for_real_gives_a_clock_that_knows_its_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
-    model = get_model(net, IMAGE, here("torch", 8, 1))
+    model = load_or_calibrate(net, IMAGE, conditions_here("torch", 8, 1))
     assert model.dense_seconds > 0 and model.calibration["mean_error"] >= 0
     assert [one["way"] for one in model.calibration["networks"]] == ["filters"] * 3
     assert Predictor(model.graph, model.table, 8).seconds(lay_out(model.graph, {})) > 0

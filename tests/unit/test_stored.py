@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cases import random_plans
-from sbf_pruner.budget import Stored, saved_bytes
+from sbf_pruner.budget import FileSize, saved_bytes
 from sbf_pruner.graph import cost_of, lay_out, trace
 from sbf_pruner.measurement import Latency
 from sbf_pruner.saving import MODEL, save
@@ -26,7 +26,7 @@ FREE = [
 def test_no_file_is_longer_than_said_and_none_much_shorter(name, tmp_path):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)
-    stored = Stored(model, inputs, graph)
+    stored = FileSize(model, inputs, graph)
     for plan in random_plans(graph, 6)[1:]:
         laid = lay_out(graph, plan.masks(graph))
         said = stored.bytes(laid, cost_of(graph, laid).size)
@@ -57,7 +57,7 @@ def test_a_network_that_was_pruned_before_tells_of_both_plans(tmp_path):
     graph = trace(middle, inputs)
     plan = random_plans(graph, 6)[2]
     laid = lay_out(graph, plan.masks(graph))
-    said = Stored(middle, inputs, graph).bytes(laid, cost_of(graph, laid).size)
+    said = FileSize(middle, inputs, graph).bytes(laid, cost_of(graph, laid).size)
     save(extract(middle, inputs, plan, graph), tmp_path)
     assert said - 16 * len(middle.state_dict()) <= (tmp_path / MODEL).stat().st_size <= said
 
@@ -68,5 +68,5 @@ def test_with_all_filters_it_is_the_file_of_the_dense_network(tmp_path):
     graph = trace(model, inputs)
     save(model, tmp_path)
     laid = lay_out(graph, {name: np.ones(layer.filters, bool) for name, layer in graph.layers.items()})
-    stored = Stored(model, inputs, graph)
+    stored = FileSize(model, inputs, graph)
     assert stored.bytes(laid, cost_of(graph, laid).size) == stored.dense == (tmp_path / MODEL).stat().st_size

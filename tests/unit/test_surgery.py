@@ -18,7 +18,7 @@ from sbf_pruner.errors import PlanError, PruningError
 from sbf_pruner.graph import network_cost, trace
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
-from sbf_pruner.modules import Adapted, Remap, Zeros
+from sbf_pruner.modules import Remap, RemappedModule, Zeros
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
@@ -308,10 +308,10 @@ def test_pruning_again_unwraps_what_the_first_time_put_in():
     model, inputs = ZOO["Residual"]()
     first = Plan({"3.conv2": [0, 1], "4.conv2": [2, 3], "0": [0, 4]})
     small = extract(model, inputs, first)
-    assert any(isinstance(m, Adapted) for m in small.modules())
+    assert any(isinstance(m, RemappedModule) for m in small.modules())
     assert set(trace(small, inputs).layers) == set(trace(model, inputs).layers)
     again = extract(small, inputs, Plan({"3.conv2": [], "4.conv2": [1]}))
-    assert not any(isinstance(m.module, Adapted) for m in again.modules() if isinstance(m, Adapted))
+    assert not any(isinstance(m.module, RemappedModule) for m in again.modules() if isinstance(m, RemappedModule))
     once = extract(model, inputs, Plan({"3.conv2": [], "4.conv2": [3], "0": [0, 4]}))
     torch.testing.assert_close(again.eval()(inputs), once.eval()(inputs), rtol=0, atol=1e-12)
     assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in once.parameters())
@@ -391,7 +391,7 @@ def test_torch_fuses_the_modules_that_stand_free_and_refuses_the_others():
         try:
             fuse_modules(fused, [layer, norm], inplace=True)
         except (AssertionError, NotImplementedError) as error:
-            assert "Adapted" in str(error)
+            assert "RemappedModule" in str(error)
             refused.append(layer)
     assert refused == ["3.conv2", "4.conv2"]
     assert len([m for m in fused.modules() if isinstance(m, nn.BatchNorm2d)]) == 2

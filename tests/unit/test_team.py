@@ -18,8 +18,8 @@ import sbf_pruner
 from sbf_pruner import Pruner
 from sbf_pruner.cli import main
 from sbf_pruner.errors import PruningError, RunError
-from sbf_pruner.training import check_shared, load_recipe
-from sbf_pruner.utils import Team, read_tensors
+from sbf_pruner.training import check_divisible, load_recipe
+from sbf_pruner.utils import DistributedContext, read_tensors
 
 PREPARED = """
 import atexit, os, sys
@@ -75,10 +75,10 @@ def scored_net() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
 def check_team() -> None:
     """Sums, means, and what the first one says."""
     rank = int(os.environ["RANK"])
-    team = Team.present()
-    assert team == Team(rank, 2) and team.leads == (rank == 0)
+    team = DistributedContext.present()
+    assert team == DistributedContext(rank, 2) and team.leads == (rank == 0)
     sums = torch.tensor([1.0, rank])
-    team.add_up(sums)
+    team.all_reduce_sum(sums)
     assert sums.tolist() == [2.0, 1.0]
     mixed = [torch.full((2, 3), float(rank)), torch.tensor(rank, dtype=torch.float64)]
     turned = torch.arange(6.0).view(1, 2, 3, 1).contiguous(memory_format=torch.channels_last) * (1 + rank)
@@ -88,14 +88,14 @@ def check_team() -> None:
     counts = torch.tensor([rank + 7])
     team.follow([counts])
     assert counts.item() == 7
-    assert team.from_first(lambda: os.environ["RANK"]) == "0"
+    assert team.run_on_rank0(lambda: os.environ["RANK"]) == "0"
     try:
-        team.from_first(lambda: [][0])
+        team.run_on_rank0(lambda: [][0])
     except IndexError:
         assert rank == 0
     except PruningError as error:
         assert rank == 1 and str(error) == "list index out of range"
-    assert team.all_say("yes") and not team.all_say(rank)
+    assert team.all_ranks_agree("yes") and not team.all_ranks_agree(rank)
 
 
 def score(net: nn.Module, pruner: Pruner, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -271,9 +271,9 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
 )
 def test_what_cannot_be_shared_is_refused(changes: list[str], said: str) -> None:
     recipe = load_recipe("digits", changes)
-    check_shared(recipe, 1000, Team())
+    check_divisible(recipe, 1000, DistributedContext())
     with pytest.raises(RunError, match=said):
-        check_shared(recipe, 1000, Team(0, 4))
+        check_divisible(recipe, 1000, DistributedContext(0, 4))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

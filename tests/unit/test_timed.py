@@ -11,14 +11,23 @@ import torch
 
 from clocks import clock_of
 from runs import Small, small_recipe
-from sbf_pruner.budget import Aim, Budget, Guards
+from sbf_pruner.budget import Budget, Constraints, Selector
 from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.graph import trace
-from sbf_pruner.measurement import Chosen, here, made_up
+from sbf_pruner.measurement import CouplingChoice, conditions_here, synthetic_scores
 from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
-from sbf_pruner.training import CLOSE, LANDINGS, Timed, build_dense, fit, load_recipe, networks, timer_here
+from sbf_pruner.training import (
+    MAX_LANDINGS,
+    TOLERANCE,
+    LatencyTarget,
+    build_dense,
+    fit,
+    load_recipe,
+    make_plan_timer,
+    networks,
+)
 from shares import mostly_slow
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -33,7 +42,7 @@ def scored(budget, **named):
     graph = trace(net, IMAGE)
     clock = clock_of(graph)
     pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, **named)
-    values = made_up(graph, pruner.aim.guards)
+    values = synthetic_scores(graph, pruner.aim.guards)
     with torch.no_grad():
         for name, span in pruner.gates.spans.items():
             pruner.gates.soft[span] = torch.from_numpy(values[name]).float()
@@ -56,21 +65,21 @@ def slower(clock, factor=1.2):
 
 def test_it_lands_again_until_the_real_time_is_the_one_asked_for():
     pruner, clock = scored(Budget(latency=0.5))
-    timer, timed = slower(clock), Timed(clock, Chosen("filters", {}))
+    timer, timed = slower(clock), LatencyTarget(clock, CouplingChoice("filters", {}))
     assert timer(pruner.plan()) > 0.59
-    timed.come_in_time(pruner, timer)
-    assert timer(pruner.plan()) == pytest.approx(0.5, rel=CLOSE)
-    assert 2 <= len(timed.rounds) <= LANDINGS
+    timed.correct_by_measurement(pruner, timer)
+    assert timer(pruner.plan()) == pytest.approx(0.5, rel=TOLERANCE)
+    assert 2 <= len(timed.rounds) <= MAX_LANDINGS
     found = timed.summary(pruner, pruner.plan())
-    assert found["measured"] == pytest.approx(0.5, rel=CLOSE) and found["asked"] == 0.5
+    assert found["measured"] == pytest.approx(0.5, rel=TOLERANCE) and found["asked"] == 0.5
     assert found["foretold"] == pytest.approx(0.5 / 1.2, rel=0.03)  # without the correction
 
 
 def test_time_that_is_left_over_is_used_too():
     pruner, clock = scored(Budget(latency=0.5))
     timer = slower(clock, 0.8)
-    Timed(clock, Chosen("filters", {})).come_in_time(pruner, timer)
-    assert timer(pruner.plan()) == pytest.approx(0.5, rel=CLOSE)
+    LatencyTarget(clock, CouplingChoice("filters", {})).correct_by_measurement(pruner, timer)
+    assert timer(pruner.plan()) == pytest.approx(0.5, rel=TOLERANCE)
 
 
 def test_one_disturbed_measurement_does_not_lead_astray():
@@ -81,28 +90,28 @@ def test_one_disturbed_measurement_does_not_lead_astray():
         calls.append(plan)
         return true(plan) * (9 if len(calls) == 1 else 1)
 
-    timed = Timed(clock, Chosen("filters", {}))
-    timed.come_in_time(pruner, disturbed)
-    assert true(pruner.plan()) == pytest.approx(0.5, rel=CLOSE)
+    timed = LatencyTarget(clock, CouplingChoice("filters", {}))
+    timed.correct_by_measurement(pruner, disturbed)
+    assert true(pruner.plan()) == pytest.approx(0.5, rel=TOLERANCE)
     assert all(one["measured"] < 0.6 for one in timed.rounds)
 
 
 def test_a_time_that_was_missed_is_told(caplog):
     pruner, clock = scored(Budget(latency=0.5))
-    timed = Timed(clock, Chosen("filters", {}))
+    timed = LatencyTarget(clock, CouplingChoice("filters", {}))
     with caplog.at_level("WARNING"):
-        timed.come_in_time(pruner, lambda plan: 0.7)  # whatever goes
+        timed.correct_by_measurement(pruner, lambda plan: 0.7)  # whatever goes
     assert "the time asked for was missed by 40%" in caplog.text
-    assert len(timed.rounds) <= LANDINGS
+    assert len(timed.rounds) <= MAX_LANDINGS
     told = " ".join(summary_lines(SUMMARY | {"latency": timed.summary(pruner, pruner.plan())}, "runs/x"))
     assert "70.0% measured beside the dense one (missed by 40%" in told
 
 
 def test_time_that_no_landing_can_use_is_not_called_missed(caplog):
     pruner, clock = scored(Budget(latency=0.5))
-    timed = Timed(clock, Chosen("filters", {}))
+    timed = LatencyTarget(clock, CouplingChoice("filters", {}))
     with caplog.at_level("WARNING"):
-        timed.come_in_time(pruner, lambda plan: 0.4)
+        timed.correct_by_measurement(pruner, lambda plan: 0.4)
     assert "20% less time than was asked for is taken" in caplog.text and "missed" not in caplog.text
 
 
@@ -131,26 +140,26 @@ def test_a_run_whose_scores_removed_nothing_says_what_to_do():
 def test_a_machine_on_which_no_network_is_quick_enough_gets_the_smallest(caplog):
     graph = scored(Budget(latency=0.5))[0].graph
     clock = clock_of(graph)
-    share = clock.ratio(Aim(graph, Budget(latency=0.5), clock=clock).smallest)
+    share = clock.ratio(Selector(graph, Budget(latency=0.5), clock=clock).smallest)
     pruner, clock = scored(Budget(latency=1.1 * share))
-    timed = Timed(clock, Chosen("filters", {}))
+    timed = LatencyTarget(clock, CouplingChoice("filters", {}))
     with caplog.at_level("WARNING"):
-        timed.come_in_time(pruner, slower(clock, 1.4))
+        timed.correct_by_measurement(pruner, slower(clock, 1.4))
     assert "the time asked for was missed by" in caplog.text
     assert clock.ratio(pruner.plan().masks(graph)) == clock.ratio(pruner.aim.smallest)
 
 
 def test_where_something_else_is_scarce_the_time_may_stay_below():
     pruner, clock = scored(Budget(latency=0.6, params=0.2))
-    timer, timed = slower(clock, 0.5), Timed(clock, Chosen("filters", {}))
+    timer, timed = slower(clock, 0.5), LatencyTarget(clock, CouplingChoice("filters", {}))
     before = pruner.plan()
-    timed.come_in_time(pruner, timer)
+    timed.correct_by_measurement(pruner, timer)
     assert pruner.plan() == before and len(timed.rounds) == 1
 
 
 def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(tmp_path):
     pruner, clock = scored(Budget(latency=0.5))
-    timed = Timed(clock, Chosen("filters", {"filters": 0.5}))
+    timed = LatencyTarget(clock, CouplingChoice("filters", {"filters": 0.5}))
     timed.keep_in(tmp_path / "latency.json")
     truth = slower(clock)
 
@@ -161,14 +170,14 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
         return truth(plan)
 
     with pytest.raises(KeyboardInterrupt):
-        timed.come_in_time(pruner, cut_short)
+        timed.correct_by_measurement(pruner, cut_short)
     again, other = scored(Budget(latency=0.5))
     rounds = json.loads((tmp_path / "latency.json").read_text())["rounds"]
     assert len(rounds) == 1
     later = slower(other)
-    Timed(other, Chosen("filters", {}), rounds).come_in_time(again, later)
+    LatencyTarget(other, CouplingChoice("filters", {}), rounds).correct_by_measurement(again, later)
     whole, third = scored(Budget(latency=0.5))
-    Timed(third, Chosen("filters", {})).come_in_time(whole, slower(third))
+    LatencyTarget(third, CouplingChoice("filters", {})).correct_by_measurement(whole, slower(third))
     assert again.plan() == whole.plan()
     assert not set(map(str, truth.asked)) & set(map(str, later.asked))
 
@@ -176,11 +185,13 @@ def test_what_was_measured_is_written_before_it_is_used_and_not_measured_again(t
 def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_path):
     pruner, clock = scored(Budget(latency=0.5))
     path, recipe = tmp_path / "latency.json", load_recipe("digits", ["budget.latency=0.5"])
-    timed = Timed(clock, Chosen("blocks", {"blocks": 0.5}), [{"plan": "a", "foretold": 0.5, "measured": 0.6}])
+    timed = LatencyTarget(
+        clock, CouplingChoice("blocks", {"blocks": 0.5}), [{"plan": "a", "foretold": 0.5, "measured": 0.6}]
+    )
     timed.keep_in(path)
 
     def again():
-        return Timed.of(pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Guards())
+        return LatencyTarget.of(pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Constraints())
 
     assert (again().chosen, again().rounds) == (timed.chosen, timed.rounds)
     written = json.loads(path.read_text())
@@ -197,7 +208,7 @@ def test_on_another_machine_nothing_is_timed():
     clock = clock_of(trace(resnet20(), IMAGE))
     for runtime in ("torch", "cuda", "one that is not known here"):
         clock.conditions = replace(clock.conditions, runtime=runtime)
-        assert timer_here(clock, resnet20(), IMAGE) is None
+        assert make_plan_timer(clock, resnet20(), IMAGE) is None
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------
@@ -237,7 +248,7 @@ def test_a_run_that_is_killed_while_it_corrects_ends_on_the_same_filters(table, 
     recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "latency.way=filters"])
 
     def run(name, timer, **named):
-        monkeypatch.setattr(networks, "timer_here", lambda clock, net, images: timer(clock))
+        monkeypatch.setattr(networks, "make_plan_timer", lambda clock, net, images: timer(clock))
         return fit(build_dense(recipe), recipe, run=tmp_path / name, **named)
 
     def stops(clock):
@@ -281,7 +292,7 @@ def test_a_time_that_cannot_be_is_refused_before_anything_is_trained(table):
 @pytest.fixture
 def measured_here(tmp_path):
     """A recipe whose table is one that was measured on this very machine, in ONNX Runtime."""
-    place = here("onnxruntime", 1, 1)
+    place = conditions_here("onnxruntime", 1, 1)
     held = clock_of(trace(Small(), torch.zeros(1, 1, 8, 8))).to_dict()
     held |= {"runtime": place.runtime, "machine": dict(place.machine)}
     (tmp_path / "table.json").write_text(json.dumps(held))
@@ -313,14 +324,14 @@ def test_a_network_that_the_runtime_cannot_run_is_found_before_anything_is_train
     def fails(*given):
         raise OSError("no space\nleft")
 
-    monkeypatch.setattr("sbf_pruner.measurement.stopwatch.ready", fails)
+    monkeypatch.setattr("sbf_pruner.measurement.stopwatch.make_runner", fails)
     with pytest.raises(PruningError, match=r"and cannot be: OSError: no space$"):
         fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_goes_on_asks_for_what_it_still_needs(measured_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(networks, "timer_here", lambda clock, net, images: None)
+    monkeypatch.setattr(networks, "make_plan_timer", lambda clock, net, images: None)
     run = tmp_path / "run"
 
     def stop_at(epoch, **named):

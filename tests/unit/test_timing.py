@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from sbf_pruner.errors import PruningError
-from sbf_pruner.utils import Interval, compared, median_interval, take_turns, timing, using_threads
+from sbf_pruner.utils import Interval, median_interval, median_ratio, time_interleaved, timing, torch_threads
 
 
 def logged(rounds: int, names: str = "ab", seed: int = 0) -> list[str]:
     """Who ran in every timed round, as text; warm-up left out."""
     ran: list[str] = []
     calls = {name: (lambda name=name: ran.append(name)) for name in names}
-    take_turns(calls, rounds, sample=0, seed=seed)
+    time_interleaved(calls, rounds, sample=0, seed=seed)
     ran = ran[2 * len(names) :]  # two passes of each before
     return ["".join(ran[i : i + len(names)]) for i in range(0, len(ran), len(names))]
 
@@ -42,26 +42,26 @@ def test_a_sample_holds_as_many_passes_as_fill_its_time(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     calls = {"quick": lambda: passing("quick", 0.001), "slow": lambda: passing("slow", 0.5)}
-    found = take_turns(calls, 3, sample=0.01)
+    found = time_interleaved(calls, 3, sample=0.01)
     assert found == {"quick": pytest.approx([0.001] * 3), "slow": pytest.approx([0.5] * 3)}
     assert counts == {"quick": 4 + 3 * 10, "slow": 4 + 3}
 
 
 def test_a_call_that_takes_no_time_is_timed_too() -> None:
-    found = take_turns({"nothing": lambda: None}, 2, sample=1e-5)
+    found = time_interleaved({"nothing": lambda: None}, 2, sample=1e-5)
     assert len(found["nothing"]) == 2 and min(found["nothing"]) >= 0
 
 
 def test_no_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        take_turns({"nothing": lambda: None}, 0)
+        time_interleaved({"nothing": lambda: None}, 0)
 
 
 def test_on_a_gpu_the_clock_waits_for_all_that_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(f"wait {device}"))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or float(len(order)))
-    take_turns({"a": lambda: order.append("run")}, 1, sample=0, device="cuda:0")
+    time_interleaved({"a": lambda: order.append("run")}, 1, sample=0, device="cuda:0")
     # Two passes to warm up, then one that is timed.
     assert order[-5:] == ["wait cuda:0", "clock", "run", "wait cuda:0", "clock"]
 
@@ -75,9 +75,9 @@ def test_drift_cancels_in_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds * speed
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    found = take_turns({"dense": lambda: run(2.0), "compact": lambda: run(1.0)}, 40, sample=0)
+    found = time_interleaved({"dense": lambda: run(2.0), "compact": lambda: run(1.0)}, 40, sample=0)
     assert found["dense"][-1] > 20 * found["dense"][0]
-    assert compared(found["dense"], found["compact"]).median == pytest.approx(2.0, rel=0.06)
+    assert median_ratio(found["dense"], found["compact"]).median == pytest.approx(2.0, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -112,24 +112,24 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_one_outlier_changes_nothing() -> None:
-    calm = compared([2.0] * 30, [1.0] * 30)
-    assert compared([2.0] * 29 + [900.0], [1.0] * 30) == calm
+    calm = median_ratio([2.0] * 30, [1.0] * 30)
+    assert median_ratio([2.0] * 29 + [900.0], [1.0] * 30) == calm
     with pytest.raises(ValueError):
-        compared([1.0, 2.0], [1.0])
+        median_ratio([1.0, 2.0], [1.0])
 
 
 def test_threads_come_back() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), using_threads(before + 1):
+    with pytest.raises(KeyError), torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before
-    with using_threads(None):
+    with torch_threads(None):
         assert torch.get_num_threads() == before
 
 
 def test_more_threads_than_a_process_can_have_are_refused() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(PruningError, match="100000 threads are too many"), using_threads(100_000):
+    with pytest.raises(PruningError, match="100000 threads are too many"), torch_threads(100_000):
         pytest.fail("not reached")
     assert torch.get_num_threads() == before

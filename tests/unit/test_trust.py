@@ -20,7 +20,7 @@ from sbf_pruner.models import build_network
 from sbf_pruner.report.live import _View
 from sbf_pruner.training import DataConfig, build_dense, fit
 from sbf_pruner.training.data import load_data
-from sbf_pruner.utils import NAMED, UNTRUSTED, Origin
+from sbf_pruner.utils import TRUSTED, UNTRUSTED, Origin
 
 MODEL = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
 SHORT = {"warmup": 1, "cycles": 1, "score": 1, "weights": 0, "finetune": 1}
@@ -225,7 +225,7 @@ def test_options_that_may_open_something_take_trust(
     ):
         build_network(f"{library}:net", option, UNTRUSTED)
     assert not built
-    build_network(f"{library}:net", option, NAMED)
+    build_network(f"{library}:net", option, TRUSTED)
     assert built == [option]
 
 

@@ -1,4 +1,4 @@
-"""Constraints on the width of layers (`Guards`), and how a selection of filters is extended until they hold.
+"""Constraints on the width of layers (`Constraints`), and how a selection of filters is extended until they hold.
 
 A constraint is one number for all layers or a table by name pattern, in which the last pattern that matches a layer
 counts. A selection only grows, by the filters with the highest scores, so a connected network stays connected.
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import PruningError, nearest
+from ..errors import PruningError, suggestion
 from ..graph.channel_graph import ChannelGraph, residual_blocks
 from ..graph.nodes import Elementwise, Mask, along, shrink
 from ..graph.records import Value
@@ -30,7 +30,7 @@ Counts = int | Mapping[str, int]  # one number for all layers, or numbers by nam
 Parts = float | Mapping[str, float]
 
 
-class Allowed(NamedTuple):
+class WidthLimits(NamedTuple):
     """Constraints on the width of one layer."""
 
     min_filters: int = 0
@@ -40,32 +40,32 @@ class Allowed(NamedTuple):
     def lacking(self, count: int, size: int) -> int:
         """Return how many filters to add to a layer that keeps `count` of `size`.
 
-        >>> [Allowed(round_to=8).lacking(count, 20) for count in (0, 9, 17)]
+        >>> [WidthLimits(round_to=8).lacking(count, 20) for count in (0, 9, 17)]
         [0, 7, 3]
         """
         wanted = max(count, min(self.min_filters, size), math.ceil(round((1 - self.max_removed) * size, 9)))
         return min(-(-wanted // self.round_to) * self.round_to, size) - count
 
-    def both(self, other: Allowed) -> Allowed:
+    def both(self, other: WidthLimits) -> WidthLimits:
         """Combine two sets of constraints into one that satisfies both.
 
-        >>> Allowed(2, 0.5, 4).both(Allowed(3, 0.9, 6))
-        Allowed(min_filters=3, max_removed=0.5, round_to=12)
+        >>> WidthLimits(2, 0.5, 4).both(WidthLimits(3, 0.9, 6))
+        WidthLimits(min_filters=3, max_removed=0.5, round_to=12)
         """
-        return Allowed(
+        return WidthLimits(
             max(self.min_filters, other.min_filters),
             min(self.max_removed, other.max_removed),
             math.lcm(self.round_to, other.round_to),
         )
 
 
-UNSET: dict[str, Any] = Allowed()._asdict()
+UNSET: dict[str, Any] = WidthLimits()._asdict()
 
 
-def of_layer(asked: Parts, name: str, unset: float) -> Any:
+def value_for_layer(asked: Parts, name: str, unset: float) -> Any:
     """Return the value that applies to a layer, or `unset` if no pattern matches its name.
 
-    >>> [of_layer({"layer*": 8, "layer1.*": 4}, name, unset=1) for name in ("layer1.0", "layer2.0", "head")]
+    >>> [value_for_layer({"layer*": 8, "layer1.*": 4}, name, unset=1) for name in ("layer1.0", "layer2.0", "head")]
     [4, 8, 1]
     """
     if not isinstance(asked, Mapping):
@@ -74,10 +74,10 @@ def of_layer(asked: Parts, name: str, unset: float) -> Any:
     return unset if pattern is None else asked[pattern]
 
 
-def raised(asked: Counts, least: int, names: Iterable[str]) -> Counts:
+def at_least(asked: Counts, least: int, names: Iterable[str]) -> Counts:
     """Raise every value to at least `least`, for layers called `names`.
 
-    >>> raised({"a": 4, "b": 0}, 1, ["a", "b", "c"])
+    >>> at_least({"a": 4, "b": 0}, 1, ["a", "b", "c"])
     {'*': 1, 'a': 4, 'b': 1}
     """
     if not isinstance(asked, Mapping):
@@ -88,10 +88,10 @@ def raised(asked: Counts, least: int, names: Iterable[str]) -> Counts:
     return {**({"*": least} if rest else {}), **{pattern: max(number, least) for pattern, number in asked.items()}}
 
 
-def told(asked: Parts) -> str:
+def format_setting(asked: Parts) -> str:
     """Format a value or a table as in a recipe.
 
-    >>> told(0.5), told({"*": 0.9, "stem": 0.0})
+    >>> format_setting(0.5), format_setting({"*": 0.9, "stem": 0.0})
     ('0.5', '{"*" = 0.9, "stem" = 0}')
     """
     if not isinstance(asked, Mapping):
@@ -99,7 +99,7 @@ def told(asked: Parts) -> str:
     return "{" + ", ".join(f'"{pattern}" = {number:g}' for pattern, number in asked.items()) + "}"
 
 
-def checked(key: str, asked: Any) -> Any:
+def validate(key: str, asked: Any) -> Any:
     """Validate the value of the constraint `key` and return it, a table as a copy.
 
     An empty table becomes the default. Raises a PruningError if a value or a pattern is invalid.
@@ -132,7 +132,7 @@ def check_patterns(key: str, asked: Parts, graph: ChannelGraph) -> None:
         if alone is not None:
             why = f"{alone}: {graph.unscored[alone]}"
             raise PruningError(f"{key}: {pattern!r} matches no layer that can be pruned ({why}); leave it out")
-        raise PruningError(f"{key}: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")
+        raise PruningError(f"{key}: no layer is called {pattern!r}; {suggestion(pattern, graph.layers)}")
 
 
 def _last_match(patterns: Iterable[str], name: str) -> str | None:
@@ -153,18 +153,20 @@ def _check_number(key: str, place: str, number: Any) -> None:
         raise PruningError(f"{place}: widths are multiples of a number from 1 on, not of {number}")
 
 
-WITHIN = 1e-6  # factor on score differences within a branch: keeps their order, too small to split the branch
+BRANCH_SPREAD = (
+    1e-6  # factor on score differences within a branch: keeps their order, too small to split the branch
+)
 Couple = Literal["none", "streams", "blocks"]
 
 
 @dataclass(frozen=True)
-class Guards:
+class Constraints:
     """Constraints on a network: the width of each layer, and the layers that keep the same filters.
 
     Widths are given for all layers or by name pattern: `{"*": 8, "head.*": 1}`. The last pattern that matches a
     layer counts.
 
-    >>> guards = Guards(min_filters=2, round_to=4, groups=())
+    >>> guards = Constraints(min_filters=2, round_to=4, groups=())
     >>> guards.complete({"conv": np.array([0, 1, 0, 0, 0, 0], bool)}, {"conv": np.arange(6.0)})["conv"]
     array([False,  True, False,  True,  True,  True])
     """
@@ -184,15 +186,15 @@ class Guards:
 
     def __post_init__(self) -> None:
         for key in UNSET:
-            object.__setattr__(self, key, checked(key, getattr(self, key)))
+            object.__setattr__(self, key, validate(key, getattr(self, key)))
 
     def told(self) -> str:
         """Format the constraints that are set as in a recipe."""
         asked = ((key, getattr(self, key)) for key in UNSET)
-        widths = [f"{key} = {told(value)}" for key, value in asked if value != UNSET[key]]
+        widths = [f"{key} = {format_setting(value)}" for key, value in asked if value != UNSET[key]]
         return ", ".join([*widths, *("couple" for together in (self.groups, self.branches) if together)])
 
-    def leveled(self, scores: Mapping[str, NDArray[np.floating]]) -> dict[str, NDArray[np.floating]]:
+    def level_branches(self, scores: Mapping[str, NDArray[np.floating]]) -> dict[str, NDArray[np.floating]]:
         """Replace the scores of filters that are kept or removed together by their mean."""
         found = dict(scores)
         for group in self.groups:
@@ -209,7 +211,7 @@ class Guards:
             # Filters of a branch keep their order, because a limit may be reached in the middle of one branch.
             mean = np.mean([found[name].mean() for name in branch])
             for name in branch:
-                found[name] = mean + WITHIN * (found[name] - mean)
+                found[name] = mean + BRANCH_SPREAD * (found[name] - mean)
         return found
 
     def complete(self, masks: Masks, scores: Mapping[str, NDArray[np.floating]]) -> Masks:
@@ -232,19 +234,21 @@ class Guards:
         """Return True if any constraint on the width of a layer is set."""
         return any(getattr(self, key) != unset for key, unset in UNSET.items())
 
-    def allowed(self, name: str) -> Allowed:
+    def allowed(self, name: str) -> WidthLimits:
         """Return the width constraints of a layer, combined with those of the layers in its groups."""
         if name not in self._allowed:
             together = {other for group in self.groups if name in group for other in group} | {name}
-            self._allowed[name] = reduce(Allowed.both, map(self._asked, together))
+            self._allowed[name] = reduce(WidthLimits.both, map(self._asked, together))
         return self._allowed[name]
 
     @cached_property
-    def _allowed(self) -> dict[str, Allowed]:
+    def _allowed(self) -> dict[str, WidthLimits]:
         return {}  # filled on demand by `allowed`, which one search calls thousands of times
 
-    def _asked(self, name: str) -> Allowed:
-        return Allowed(**{key: of_layer(getattr(self, key), name, unset) for key, unset in UNSET.items()})
+    def _asked(self, name: str) -> WidthLimits:
+        return WidthLimits(
+            **{key: value_for_layer(getattr(self, key), name, unset) for key, unset in UNSET.items()}
+        )
 
     def _filled(self, name: str, mask: Mask, scores: NDArray[np.floating]) -> Mask:
         """Add the absent filters with the highest scores until the width of the layer is allowed."""
@@ -256,13 +260,13 @@ class Guards:
         return filled
 
 
-def check_names(guards: Guards, graph: ChannelGraph) -> None:
+def check_names(guards: Constraints, graph: ChannelGraph) -> None:
     """Raise a PruningError if a pattern of the constraints applies to no layer."""
     for key in UNSET:
         check_patterns(key, getattr(guards, key), graph)
 
 
-def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Guards:
+def with_coupled(guards: Constraints, graph: ChannelGraph, couple: Couple | Sequence[str]) -> Constraints:
     """Return the constraints with the groups, links and branches that `couple` stands for.
 
     Raises a PruningError if a pattern of the constraints applies to no layer.
@@ -271,7 +275,7 @@ def with_coupled(guards: Guards, graph: ChannelGraph, couple: Couple | Sequence[
     if not isinstance(couple, str) and tuple(couple) in (("streams",), ("blocks",)):  # a recipe gives a list
         couple = couple[0]
     groups, branches = coupled(graph, couple), whole_branches(graph, couple)
-    return replace(guards, groups=groups, links=links(graph, groups), branches=branches)
+    return replace(guards, groups=groups, links=stream_links(graph, groups), branches=branches)
 
 
 def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -283,8 +287,8 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
     if isinstance(couple, str):
         if couple not in get_args(Couple):
             raise PruningError(
-                f"couple: no way is called {couple!r}, {nearest(couple, get_args(Couple))}; or give a list of name "
-                "patterns"
+                f"couple: no way is called {couple!r}, {suggestion(couple, get_args(Couple))}; or give a list of "
+                "name patterns"
             )
         if couple != "streams":
             return ()
@@ -351,7 +355,7 @@ class Link(NamedTuple):
     places: tuple[int, ...]
 
 
-def links(graph: ChannelGraph, groups: Groups) -> tuple[Link, ...]:
+def stream_links(graph: ChannelGraph, groups: Groups) -> tuple[Link, ...]:
     """Find the links between the residual streams of the groups, in the order of their target groups."""
     sums = {number: found for number, group in enumerate(groups) if (found := _sum(graph, group)) is not None}
     arriving = []
@@ -393,7 +397,7 @@ class Widths:
         self._graph = graph
         self._whole = graph.settle({})  # filters that are dead in the dense network are dead in every selection
 
-    def guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+    def guarded(self, masks: Masks, scores: Mapping[str, Values], guards: Constraints) -> Masks:
         """Extend a selection until the constraints hold for the widths that remain after dead filters are removed.
 
         Returns the selection as far as it came if no filter can make a layer wider.
@@ -430,7 +434,7 @@ class Widths:
             masks = grown
         return masks
 
-    def _cut_off_by(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+    def _cut_off_by(self, masks: Masks, scores: Mapping[str, Values], guards: Constraints) -> Masks:
         """Return the best filter of every empty layer that makes all filters of a constrained layer dead.
 
         If all layers have the same constraints, none of them is empty here. If only some have, such as the first

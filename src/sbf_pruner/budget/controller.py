@@ -1,4 +1,5 @@
-"""Selection of filters for a budget (`Aim`), and steering of the penalty towards it (`Steering`, `Mix`, `prices`).
+"""Selection of filters for a budget (`Selector`), and steering of the penalty towards it (`Steering`,
+`ResourceWeights`, `filter_prices`).
 
 A budget that no selection can meet is refused before anything is trained. `Steering` adjusts the penalty so that
 the score at which the search cuts reaches the threshold of the gates at the end of training: then the search moves
@@ -18,25 +19,25 @@ import numpy as np
 
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph, Layer
-from ..graph.cost import Appraiser, Laid, cost_of, lay_out, network_cost, whole_cost
+from ..graph.cost import FilterCosts, LaidOut, cost_of, lay_out, network_cost, whole_cost
 from ..graph.nodes import Mask
-from .constraints import Guards, Widths
-from .file_size import Stored
-from .search import Field, Landing, Masks, Values, land
+from .constraints import Constraints, Widths
+from .file_size import FileSize
+from .search import Landing, Masks, SearchSpace, Values, land
 from .targets import MICROSECONDS, Budget, Limits, Usage, is_missed
 
 
-class Clock(Protocol):
+class LatencyClock(Protocol):
     """Predicts how long a network takes."""
 
-    def seconds(self, laid: Laid) -> float:
+    def seconds(self, laid: LaidOut) -> float:
         """Return the seconds that one forward pass of a network with this layout takes."""
 
-    def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
+    def prices(self, laid: LaidOut, keep: Mapping[str, Mask]) -> dict[str, float]:
         """Return, for each layer, the fraction of the dense network's time that one of its filters takes."""
 
 
-class Aim:
+class Selector:
     """Selects filters by their scores: as many as a budget allows or, without one, those from the threshold on.
 
     Every selection keeps the network connected and satisfies the constraints. Raises a PruningError if no selection
@@ -46,7 +47,7 @@ class Aim:
     >>> from torch import nn
     >>> from ..graph.build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
-    >>> aim = Aim(trace(net, torch.zeros(1, 3, 4, 4)), Budget(macs=0.5))
+    >>> aim = Selector(trace(net, torch.zeros(1, 3, 4, 4)), Budget(macs=0.5))
     >>> aim.choose({"0": np.arange(8.0)}).masks["0"]
     array([False, False, False, False,  True,  True,  True,  True])
     """
@@ -55,9 +56,9 @@ class Aim:
         self,
         graph: ChannelGraph,
         budget: Budget | None = None,
-        guards: Guards | None = None,
-        clock: Clock | None = None,
-        stored: Stored | None = None,
+        guards: Constraints | None = None,
+        clock: LatencyClock | None = None,
+        stored: FileSize | None = None,
         *,
         refuse: bool = True,
     ) -> None:
@@ -69,7 +70,7 @@ class Aim:
                 "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` "
                 "and give the file (clock=, or latency.table in a recipe)"
             )
-        self.guards = guards or Guards()
+        self.guards = guards or Constraints()
         self._widths = Widths(graph)
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
@@ -82,7 +83,7 @@ class Aim:
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
         """Return the filters to keep. `progress` moves the limits from the dense network (0) to the budget (1)."""
-        scores = self.guards.leveled(scores)
+        scores = self.guards.level_branches(scores)
         if self.limits is None:
             # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
@@ -92,14 +93,14 @@ class Aim:
     def level(self, scores: Mapping[str, Values]) -> float:
         """Return the score that separates kept from removed filters under the final limits of the budget."""
         assert self.limits is not None
-        return land(self._field(self.guards.leveled(scores)), self.limits, settled=False).level
+        return land(self._field(self.guards.level_branches(scores)), self.limits, settled=False).level
 
     def least(self) -> Masks:
         """Return the smallest selection allowed if all scores are equal; the first filters of a layer are kept."""
         alike = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
         return self._finished(_nothing(self.graph), alike, self.guards)
 
-    def scarce(self) -> dict[str, float]:
+    def excess_fractions(self) -> dict[str, float]:
         """Return the fraction of each limited resource that has to go; of the MACs if there is no budget."""
         if self.limits is None:
             return {"macs": 1.0}
@@ -137,29 +138,29 @@ class Aim:
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """Return the cost of one filter of each layer for every resource, given the filters that are kept."""
-        found = prices(self.graph, keep)
+        found = filter_prices(self.graph, keep)
         if self.clock is not None:
             found["latency"] = self.clock.prices(lay_out(self.graph, keep), keep)
         return found
 
-    def _field(self, scores: Mapping[str, Values]) -> Field:
+    def _field(self, scores: Mapping[str, Values]) -> SearchSpace:
         def finish(masks: Masks) -> Masks:
             return self._finished(masks, scores, self.guards)
 
-        return Field(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
+        return SearchSpace(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
 
-    def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Guards) -> Masks:
+    def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Constraints) -> Masks:
         # A disconnected network cannot train, so a layer that is the only path left keeps its best filter.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         masks = dict(masks)
-        while lifelines := self.graph.lifelines(masks, weakest_first):
+        while lifelines := self.graph.disconnecting_layers(masks, weakest_first):
             for name in lifelines:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
                 # Factors of a product may have filters left but share no channel: then all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
         return self._widths.guarded(masks, scores, guards)
 
-    def _smallest(self, guards: Guards, limits: Limits) -> Masks:
+    def _smallest(self, guards: Constraints, limits: Limits) -> Masks:
         """Return a selection that is as small as allowed.
 
         Which path through the network is kept depends on the order in which layers are given up, so several orders
@@ -170,13 +171,15 @@ class Aim:
         found = []
         for worth in ([0.0 for _ in layers], [float(place) for place in range(len(layers))], *priced):
             scores = {name: np.full(layers[name].filters, value) for name, value in zip(layers, worth, strict=True)}
-            found.append(self._finished(_nothing(self.graph), guards.leveled(scores), guards))
+            found.append(self._finished(_nothing(self.graph), guards.level_branches(scores), guards))
         return min(found, key=lambda masks: -min(limits.room(self.count(masks)).values()))
 
     def _refusal(self, limits: Limits) -> PruningError:
         least = self.count(self.smallest)
         broken = limits.broken(least)
-        contradicted = self.guards != Guards() and not limits.broken(self.count(self._smallest(Guards(), limits)))
+        contradicted = self.guards != Constraints() and not limits.broken(
+            self.count(self._smallest(Constraints(), limits))
+        )
         remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
             "let more layers be pruned"
         )  # fmt: skip
@@ -243,7 +246,7 @@ Prices = dict[str, dict[str, float]]  # resource -> layer -> fraction of the den
 _ASKED = 3  # filters per layer whose cost is computed
 
 
-def prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
+def filter_prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
     """Return the mean cost of one filter of each layer, as a fraction of the dense network, by resource.
 
     Costs depend on the filters that the neighboring layers keep. Where filters cannot be removed one by one, as in
@@ -254,10 +257,10 @@ def prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
     >>> from ..graph.build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 5, 1, bias=False))
     >>> graph = trace(net, torch.zeros(1, 3, 4, 4))
-    >>> prices(graph, graph.all_filters())["macs"]  # 8 filters, and all there is hangs on them
+    >>> filter_prices(graph, graph.all_filters())["macs"]  # 8 filters, and all there is hangs on them
     {'0': 0.125}
     """
-    whole, appraiser = network_cost(graph, {}), Appraiser(graph, keep)
+    whole, appraiser = network_cost(graph, {}), FilterCosts(graph, keep)
     found: Prices = {"params": {}, "macs": {}}
     for name, layer in graph.layers.items():
         macs, params = _mean(appraiser, name, keep[name]) or _own(layer)
@@ -266,7 +269,7 @@ def prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
     return {**found, "size": found["params"]}
 
 
-def _mean(appraiser: Appraiser, name: str, mask: Mask) -> tuple[float, float] | None:
+def _mean(appraiser: FilterCosts, name: str, mask: Mask) -> tuple[float, float] | None:
     """Return the mean MACs and parameters of some kept filters; None if none is kept or none can go alone."""
     there = np.flatnonzero(mask)
     asked = there[np.unique(np.linspace(0, len(there) - 1, _ASKED).astype(int))] if len(there) else there
@@ -282,10 +285,10 @@ def _own(layer: Layer) -> tuple[float, float]:
     return params * pixels, params
 
 
-class Mix:
+class ResourceWeights:
     """Weights of the resources in the penalty: large where a limit is tight, small where there is room.
 
-    >>> mix = Mix({"macs": 0.5, "params": 0.5})
+    >>> mix = ResourceWeights({"macs": 0.5, "params": 0.5})
     >>> mix.follow({"macs": 0.0, "params": 0.1})  # parameters are not what is scarce
     >>> mix.parts["macs"] > mix.parts["params"]
     True

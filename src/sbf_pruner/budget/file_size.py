@@ -1,6 +1,6 @@
 """The size of a network's weight file, for any choice of filters.
 
-`Stored` computes the size of the file for any layout that surgery would cut, without cutting or writing. The real
+`FileSize` computes the size of the file for any layout that surgery would cut, without cutting or writing. The real
 file is never longer, except where the model's own code fixes sizes (see `graph.cost`), and shorter by a few bytes
 per tensor, because names that surgery makes longer and offsets of tensors are bounded, not computed.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.cost import Laid, entries_left
+from ..graph.cost import LaidOut, entries_left
 from ..graph.records import Value
 from ..modules import Remap, Zeros
 from ..plan import Plan
-from ..utils.files import metadata_of, stored_bytes, to_plain
+from ..utils.files import file_metadata, stored_bytes, to_plain
 
 FORMAT = "sbf-pruner network 1"
 _INSERTED = len("module.")  # surgery may insert this into the name of a tensor
@@ -55,7 +55,7 @@ def wiring(network: nn.Module) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[: len(_ANY)]
 
 
-def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """Return the state dict of a network; a PruningError if it holds anything that is not a tensor.
 
     The file stores tensors alone.
@@ -74,15 +74,15 @@ def tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor
 def contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what the file of a network holds: its tensors and its header."""
     plans, inputs = getattr(model, "sbf_plans", ()), getattr(model, "sbf_inputs", None)
-    return tensors_of(model), header(plans, inputs, wiring(model))
+    return state_tensors(model), header(plans, inputs, wiring(model))
 
 
 def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
     """Return the exact size of the weight file if `model` were what `plan` leaves."""
-    return stored_bytes(tensors_of(model), header((plan,), inputs, _ANY))
+    return stored_bytes(state_tensors(model), header((plan,), inputs, _ANY))
 
 
-class Stored:
+class FileSize:
     """Size in bytes of the file that `save` would write, for any layout.
 
     >>> import numpy as np, torch
@@ -90,7 +90,7 @@ class Stored:
     >>> from ..graph.cost import lay_out, cost_of
     >>> net, images = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.rand(1, 3, 5, 5)
     >>> graph = trace(net, images)
-    >>> stored, laid = Stored(net, images, graph), lay_out(graph, {"0": np.arange(8) < 2})
+    >>> stored, laid = FileSize(net, images, graph), lay_out(graph, {"0": np.arange(8) < 2})
     >>> stored.dense > stored.bytes(laid, cost_of(graph, laid).size) > 0
     True
     """
@@ -98,7 +98,7 @@ class Stored:
     def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
         self._graph, self._inputs = graph, inputs
         self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-        state = tensors_of(model, keep_vars=True)
+        state = state_tensors(model, keep_vars=True)
         used = {id(state[name]): name for name in graph.trace.states if name in state}
         self._twins = {  # a shared tensor is stored once under each of its names
             name: used[id(tensor)]
@@ -114,7 +114,7 @@ class Stored:
         self.dense = stored_bytes(*contents(model))
         """Size with all filters: that of the network itself, whose file holds no new plan."""
 
-    def bytes(self, laid: Laid, tensors: int) -> int:
+    def bytes(self, laid: LaidOut, tensors: int) -> int:
         """Return an upper bound on the size of the file if the tensors that can be pruned take `tensors` bytes."""
         if all(mask.all() for mask in laid.keep.values()):
             return self.dense
@@ -125,7 +125,7 @@ class Stored:
             twins = [self._twins[name] for name in there if name in self._twins]
             data += sum(left[name] * _bytes_each(states[name]) for name in twins)
         plans = (*self._before, Plan.from_masks(laid.keep))
-        told = len(json.dumps({"__metadata__": metadata_of("0" * 64, header(plans, self._inputs, _ANY))}))
+        told = len(json.dumps({"__metadata__": file_metadata("0" * 64, header(plans, self._inputs, _ANY))}))
         offsets = 2 * len(str(data))
         told += sum(self._entries[name] + _INSERTED + offsets for name in there)
         return 8 + -(-told // _ALIGNED) * _ALIGNED + data

@@ -1,8 +1,9 @@
 """Search for the filters that fit a budget, called landing on a target.
 
 `land` keeps the filters with the highest scores, as many as the limits allow. No limit is broken, and either one
-has at most `POINT` of room left or no further filter fits, not even with fewer of those that it makes live again.
-(For a layer without filters only the best few are tried; for a latency, which rises in steps, only wider layers.)
+has at most `TOLERANCE` of room left or no further filter fits, not even with fewer of those that it makes live
+again. (For a layer without filters only the best few are tried; for a latency, which rises in steps,
+only wider layers.)
 If one of several limits would waste the others, the ranking is tilted towards filters that cost little of what is
 scarce, no further than needed.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import PruningError
 from ..graph.nodes import Mask
-from .targets import POINT, Limits, Usage
+from .targets import TOLERANCE, Limits, Usage
 
 Masks = dict[str, Mask]
 Values = NDArray[np.floating]
@@ -39,7 +40,7 @@ class Landing:
     """Score that separates kept from removed filters."""
 
 
-class Field:
+class SearchSpace:
     """The filters to choose from, and how a selection of them is completed and its cost computed.
 
     The filters of all layers are numbered in one flat array. `finish` adds what a network must not lose, before
@@ -101,7 +102,8 @@ class Field:
         return np.concatenate([masks[name] for name in self.sizes])
 
     def scarcity(self, scarce: str, plenty: str) -> Values | None:
-        """Return the cost of each filter in `scarce` relative to its cost in `plenty`, scaled to a median of 1.
+        """Return the cost of each filter in `excess_fractions` relative to its cost in `plenty`, scaled to a median
+        of 1.
 
         Returns None if these costs are not known.
         """
@@ -115,7 +117,7 @@ class Field:
         return np.repeat(ratios, list(self.sizes.values()))
 
 
-def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
+def land(field: SearchSpace, limits: Limits, settled: bool = True) -> Landing:
     """Return the filters with the highest scores that the limits allow.
 
     With `settled=False` layers are not widened to use up a limit on latency.
@@ -126,7 +128,7 @@ def land(field: Field, limits: Limits, settled: bool = True) -> Landing:
     return landing
 
 
-def _tilted(field: Field, limits: Limits) -> Landing:
+def _tilted(field: SearchSpace, limits: Limits) -> Landing:
     """Keep as many filters as fit, with the ranking tilted where one of several limits would waste the others."""
     landing = _ranked(field, limits, field.scores)
     room = limits.room(landing.usage)
@@ -134,23 +136,23 @@ def _tilted(field: Field, limits: Limits) -> Landing:
         return landing
     scarce, plenty = min(room, key=room.__getitem__), max(room, key=room.__getitem__)
     dearness = field.scarcity(scarce, plenty)
-    if room[plenty] <= POINT or room[scarce] > POINT or dearness is None:
+    if room[plenty] <= TOLERANCE or room[scarce] > TOLERANCE or dearness is None:
         return landing
     least, most = 0.0, 1.0
     for _ in range(_TILTS):
         tilt = (least + most) / 2
         tried = _ranked(field, limits, field.scores / dearness**tilt)
         left = limits.room(tried.usage)
-        if left[plenty] < room[plenty] and left[scarce] <= POINT:
+        if left[plenty] < room[plenty] and left[scarce] <= TOLERANCE:
             landing, room = tried, left
-        if left[plenty] <= POINT:
+        if left[plenty] <= TOLERANCE:
             most = tilt  # enough; a smaller tilt may be, too
         else:
             least = tilt
     return landing
 
 
-def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
+def _widened(field: SearchSpace, limits: Limits, landing: Landing) -> Landing:
     """Widen layers while the limits hold, those with the best absent filters first.
 
     Latency rises in steps: most filters cost nothing, and then one costs much. Layers are therefore widened to all
@@ -167,7 +169,7 @@ def _widened(field: Field, limits: Limits, landing: Landing) -> Landing:
 
 
 def _next_wider(
-    field: Field, limits: Limits, masks: Masks, name: str, best_first: list[int]
+    field: SearchSpace, limits: Limits, masks: Masks, name: str, best_first: list[int]
 ) -> tuple[Masks, Usage] | None:
     """Return the selection with one layer widened by the largest step that fits; None if no step does."""
     count, size = int(masks[name].sum()), field.sizes[name]
@@ -183,7 +185,7 @@ def _next_wider(
     return None
 
 
-def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
+def _ranked(field: SearchSpace, limits: Limits, keys: Values) -> Landing:
     """Keep as many filters as fit, the highest keys first, and then every other one that still fits."""
     order = np.lexsort((field.turns, -keys))
     given = np.zeros(len(order), bool)
@@ -217,30 +219,30 @@ def _ranked(field: Field, limits: Limits, keys: Values) -> Landing:
 
 
 def _filled_up(
-    field: Field, limits: Limits, masks: Masks, usage: Usage, order: NDArray[np.intp], taken: int
+    field: SearchSpace, limits: Limits, masks: Masks, usage: Usage, order: NDArray[np.intp], taken: int
 ) -> tuple[Masks, Usage]:
     """Add every further filter that fits, either as it is or with fewer of those that it makes live again."""
-    masks, usage = _topped_up(field, limits, masks, usage, order[taken:])
+    masks, usage = _add_fitting(field, limits, masks, usage, order[taken:])
     for _ in field.sizes:  # an upper bound: a branch that comes back in part leaves little room
-        if min(limits.room(usage).values()) <= POINT:
+        if min(limits.room(usage).values()) <= TOLERANCE:
             break
-        woken = _woken(field, limits, masks, order)
+        woken = _revive_in_part(field, limits, masks, order)
         if woken is None:
             break
-        masks, usage = _topped_up(field, limits, *woken, order)
+        masks, usage = _add_fitting(field, limits, *woken, order)
     return masks, usage
 
 
-def _topped_up(
-    field: Field, limits: Limits, masks: Masks, usage: Usage, best_first: NDArray[np.intp]
+def _add_fitting(
+    field: SearchSpace, limits: Limits, masks: Masks, usage: Usage, best_first: NDArray[np.intp]
 ) -> tuple[Masks, Usage]:
-    """Add further filters that fit, best first, until a limit has less than `POINT` of room.
+    """Add further filters that fit, best first, until a limit has less than `TOLERANCE` of room.
 
     Where a filter does not fit because a whole branch would come back with it, hundreds behind it often do. Filters
     are therefore added in steps that double while all of them fit, with the same result as one by one.
     """
     step, refused = 1, Counter[str]()
-    while min(limits.room(usage).values()) > POINT:
+    while min(limits.room(usage).values()) > TOLERANCE:
         chosen = field.flat(masks)
         best_first = best_first[~chosen[best_first]]
         if not len(best_first):
@@ -248,7 +250,7 @@ def _topped_up(
         chosen[best_first[:step]] = True
         more, found = field.costed(chosen)
         fits = limits.hold(found)
-        if step > 1 and (not fits or min(limits.room(found).values()) <= POINT):
+        if step > 1 and (not fits or min(limits.room(found).values()) <= TOLERANCE):
             step //= 2
             continue
         name = field.owner(best_first[0])
@@ -262,7 +264,9 @@ def _topped_up(
     return masks, usage
 
 
-def _woken(field: Field, limits: Limits, masks: Masks, best_first: NDArray[np.intp]) -> tuple[Masks, Usage] | None:
+def _revive_in_part(
+    field: SearchSpace, limits: Limits, masks: Masks, best_first: NDArray[np.intp]
+) -> tuple[Masks, Usage] | None:
     """Add an absent filter that fits with fewer of the filters that it makes live again; None if there is none.
 
     Selected filters are dead while all that they feed, or all that feeds them, is removed: for example the first
@@ -282,14 +286,14 @@ def _woken(field: Field, limits: Limits, masks: Masks, best_first: NDArray[np.in
         woken = asleep & field.flat(field.living(field.masks(chosen)))
         if not woken.any():
             continue
-        found = _in_part(field, limits, chosen, _in_turns(field, best_first[woken[best_first]]))
+        found = _longest_prefix(field, limits, chosen, _interleave(field, best_first[woken[best_first]]))
         if found is not None and field.flat(field.living(found[0]))[filter_]:
             return found
     return None
 
 
-def _in_part(
-    field: Field, limits: Limits, chosen: Mask, first_to_last: NDArray[np.intp]
+def _longest_prefix(
+    field: SearchSpace, limits: Limits, chosen: Mask, first_to_last: NDArray[np.intp]
 ) -> tuple[Masks, Usage] | None:
     """Remove the last of these filters, as few as it takes to fit; None if removing all of them is not enough.
 
@@ -308,7 +312,7 @@ def _in_part(
     return found
 
 
-def _in_turns(field: Field, best_first: NDArray[np.intp]) -> NDArray[np.intp]:
+def _interleave(field: SearchSpace, best_first: NDArray[np.intp]) -> NDArray[np.intp]:
     """Interleave the filters of several layers in proportion to how many each has.
 
     The first filters then form a path through all these layers, even if one of them has all the high scores.

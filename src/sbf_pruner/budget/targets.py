@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from ..errors import PruningError, nearest
+from ..errors import PruningError, suggestion
 
 Usage = Mapping[str, float]  # what a network uses of each resource
 
 MICROSECONDS = 1e6  # per second; latencies are in microseconds, so that none is small enough to be a fraction
-MISSED = 0.05  # fraction of the target latency by which it may be exceeded without being reported
-POINT = 0.01  # fraction of the dense network: a limit with no more room than this counts as used up
+LATENCY_TOLERANCE = 0.05  # fraction of the target latency by which it may be exceeded without being reported
+TOLERANCE = 0.01  # fraction of the dense network: a limit with no more room than this counts as used up
 
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
@@ -29,7 +29,7 @@ _TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
 
 def is_missed(asked: float, measured: float | None) -> bool:
     """Return True if a network was measured and takes clearly longer than the target latency."""
-    return measured is not None and measured > (1 + MISSED) * asked
+    return measured is not None and measured > (1 + LATENCY_TOLERANCE) * asked
 
 
 @dataclass(frozen=True, init=False)
@@ -96,7 +96,7 @@ class Budget:
         for text in texts:
             name, _, value = (part.strip() for part in text.partition("="))
             if name not in known:
-                raise PruningError(f"target {text!r}: write NAME=SIZE, such as macs=0.5; {nearest(name, known)}")
+                raise PruningError(f"target {text!r}: write NAME=SIZE, such as macs=0.5; {suggestion(name, known)}")
             if name in found:
                 raise PruningError(f"target {name} is given twice; give each target once")
             found[name] = _number(text, name, value)

@@ -18,23 +18,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..criteria import METHODS, OWN
-from ..errors import DataError, PruningError, RunError, Stopped, nearest
+from ..errors import DataError, PruningError, RunError, Stopped, suggestion
 from ..utils.lazy import lazy_exports
 from .arguments import (
     STDOUT,
-    again,
-    changes,
+    default_input,
     json_file,
     known_recipe,
     make_parser,
-    named,
-    numbers,
-    option,
-    shape,
+    parse_ints,
+    parse_names,
+    parse_option,
+    parse_shape,
+    recipe_overrides,
+    resume_command,
     target_file,
-    usual_input,
 )
-from .console import check_shared, failed, is_first, one_voice, refused, said, teller, told
+from .console import (
+    check_single_process,
+    is_first,
+    log_to_stderr,
+    message_printer,
+    print_error,
+    print_message,
+    report_machine_failure,
+    silence_other_ranks,
+)
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -48,18 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    with one_voice(), told(quiet=getattr(arguments, "quiet", False)):
+    with silence_other_ranks(), log_to_stderr(quiet=getattr(arguments, "quiet", False)):
         return _answered(arguments, given)
 
 
 def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     try:
-        check_shared(arguments.command)
+        check_single_process(arguments.command)
         code = _COMMANDS[arguments.command](arguments, given)
         sys.stdout.flush()
         return code
     except PruningError as error:
-        refused(error)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
         print("sbf: stopped", file=sys.stderr)
@@ -68,7 +77,7 @@ def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MemoryError, RuntimeError, OSError) as error:
-        if not failed(error):
+        if not report_machine_failure(error):
             raise
         return 1
 
@@ -78,8 +87,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from ..training.run import fit
     from ..training.run_folder import RunFolder, build_dense
-    from ..training.schedule import score_rate, total_epochs
-    from .console import progress, watched
+    from ..training.schedule import score_rate_key, total_epochs
+    from .console import progress, with_monitors
     from .output import exit_code, summary_lines
 
     folder = RunFolder.of(recipe, arguments.run)
@@ -91,7 +100,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         with (
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
-            watched(
+            with_monitors(
                 report,
                 folder.path,
                 live=arguments.live if is_first() else None,
@@ -110,13 +119,13 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 report=reports,
             )
     except KeyboardInterrupt as interrupt:
-        return _stopped(interrupt, again(given) if folder.begun else "")
+        return _stopped(interrupt, resume_command(given) if folder.begun else "")
     if arguments.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
         return exit_code(result.summary)
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
-    scored, rate = recipe.phases.cycles > 0, score_rate(recipe)
+    scored, rate = recipe.phases.cycles > 0, score_rate_key(recipe)
     lines = summary_lines(result.summary, os.fspath(result.folder), scored=scored, rate=rate)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
@@ -144,28 +153,31 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
         folder.read_recipe()  # raises an error with a remedy if the file is damaged
         arguments.recipe = folder.recipe
-    overrides = changes(arguments.target, arguments.set)
+    overrides = recipe_overrides(arguments.target, arguments.set)
     overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
     return load_recipe(known_recipe(arguments.recipe), overrides), named
 
 
 def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    methods, seeds = named("--methods", arguments.methods, (OWN, *METHODS)), numbers("--seeds", arguments.seeds)
+    methods, seeds = (
+        parse_names("--methods", arguments.methods, (OWN, *METHODS)),
+        parse_ints("--seeds", arguments.seeds),
+    )
 
     from ..training.recipe import load_recipe
 
-    recipe = load_recipe(known_recipe(arguments.recipe), changes(arguments.target, arguments.set))
+    recipe = load_recipe(known_recipe(arguments.recipe), recipe_overrides(arguments.target, arguments.set))
 
-    from ..compare.method_runs import check_methods, enter, finished_before, leave, standings
+    from ..compare.method_runs import check_methods, finished_before, plan_runs, rank_methods, write_comparison
     from ..training.schedule import total_epochs
     from .console import progress
-    from .output import contest_lines
+    from .output import compare_lines
 
     root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
-    check_methods(entrants := enter(recipe, methods, seeds, root))
+    check_methods(entrants := plan_runs(recipe, methods, seeds, root))
     try:
         for place, entrant in enumerate(entrants, 1):
-            teller(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
+            message_printer(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
             with progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
                 summaries.append(entrant.run(report).summary)
     except KeyboardInterrupt as interrupt:
@@ -174,11 +186,11 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     for folder in finished_before(recipe, entrants, root):
         runs.append(folder)
         summaries.append(folder.read_summary())
-    result = leave(root, [folder.path for folder in runs], summaries)
+    result = write_comparison(root, [folder.path for folder in runs], summaries)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        print("\n".join(contest_lines(standings(summaries), result["dense_accuracy"], result["epochs"], root)))
+        print("\n".join(compare_lines(rank_methods(summaries), result["dense_accuracy"], result["epochs"], root)))
     return 0
 
 
@@ -193,7 +205,7 @@ def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.name != "cifar10":
-        hint = nearest(arguments.name, ["cifar10"])
+        hint = suggestion(arguments.name, ["cifar10"])
         raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
 
     from ..training.data.cifar10 import data_folders, default_folder, prepare_cifar10
@@ -214,8 +226,8 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None:
         raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
                            "or package.module:callable")  # fmt: skip
-    shapes = [shape(text) for text in arguments.input or [usual_input(arguments.model)]]
-    options = dict(option(text) for text in arguments.option)
+    shapes = [parse_shape(text) for text in arguments.input or [default_input(arguments.model)]]
+    options = dict(parse_option(text) for text in arguments.option)
     graph = target_file("--graph", arguments.graph, (".svg", ".html"))
     facts = json_file(arguments.json)
 
@@ -243,8 +255,8 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise PruningError(
             "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
         )
-    shapes = [shape(text) for text in arguments.input]
-    options = dict(option(text) for text in arguments.option)
+    shapes = [parse_shape(text) for text in arguments.input]
+    options = dict(parse_option(text) for text in arguments.option)
     if not arguments.plan and (shapes or options):
         raise PruningError("--input and --option belong to a model with --plan; a run knows its own")
 
@@ -256,12 +268,12 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     )
     if arguments.plan:
         subject = Subject.of_plan(
-            arguments.subject, shapes or [shape(usual_input(arguments.subject))], options, arguments.plan
+            arguments.subject, shapes or [parse_shape(default_input(arguments.subject))], options, arguments.plan
         )
     else:
         subject = Subject.of_run(arguments.subject, trust=arguments.trust)
     kept = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
-    result = run_bench(subject, settings, teller(quiet=arguments.quiet))
+    result = run_bench(subject, settings, message_printer(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
     _write({facts: text, kept: text})
     return _show(arguments, text, bench_lines(result, pretty=sys.stdout.isatty()))
@@ -270,17 +282,17 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
     out = target_file("--out", arguments.out, (".json",), facts)
-    shapes = [shape(text) for text in arguments.input]
-    options = dict(option(text) for text in arguments.option)
+    shapes = [parse_shape(text) for text in arguments.input]
+    options = dict(parse_option(text) for text in arguments.option)
 
-    from ..compare.bench import Request, known_by, latency, measured
+    from ..compare.bench import LatencyOptions, latency_model_of, latency_summary, resolve_subject
     from .output import latency_lines
 
-    request = Request(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
-    usual = shape(usual_input(arguments.subject))
-    network, example, ignore = known_by(arguments.subject, shapes, options, usual)
-    model = measured(network, example, ignore, request, teller(quiet=arguments.quiet))
-    result = latency(arguments.subject, model)
+    request = LatencyOptions(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
+    usual = parse_shape(default_input(arguments.subject))
+    network, example, ignore = resolve_subject(arguments.subject, shapes, options, usual)
+    model = latency_model_of(network, example, ignore, request, message_printer(quiet=arguments.quiet))
+    result = latency_summary(arguments.subject, model)
     text = json.dumps(result, indent=2)
     _write({out: json.dumps(model.to_dict(), indent=1), facts: text})
     return _show(arguments, text, latency_lines(result, pretty=sys.stdout.isatty()))
@@ -290,13 +302,13 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
     drawing = target_file("--draw", arguments.draw, (".svg", ".html"))
 
-    from ..compare.frontier import USUAL, Request, draw_frontier, run_frontier
+    from ..compare.frontier import USUAL, FrontierOptions, draw_frontier, run_frontier
     from .output import frontier_lines
 
     at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
     clock = {"runtime": arguments.runtime, "batch": arguments.batch}
-    request = Request(arguments.of, at, arguments.batches, arguments.device, **clock, trust=arguments.trust)
-    result = run_frontier(arguments.run, request, teller(quiet=arguments.quiet))
+    request = FrontierOptions(arguments.of, at, arguments.batches, arguments.device, **clock, trust=arguments.trust)
+    result = run_frontier(arguments.run, request, message_printer(quiet=arguments.quiet))
     text = json.dumps(result, indent=2)
     _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
     return _show(arguments, text, frontier_lines(result, pretty=sys.stdout.isatty()))
@@ -306,10 +318,10 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.batch < 1 or (arguments.threads is not None and arguments.threads < 1):
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
-    from ..export import Request, export_run
+    from ..export import ExportOptions, export_run
     from .output import export_lines
 
-    request = Request(
+    request = ExportOptions(
         formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),
         target=arguments.target,
         batch=arguments.batch,
@@ -317,7 +329,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         force=arguments.force,
         trust=arguments.trust,
     )
-    manifest = export_run(arguments.run, arguments.to, request, teller(quiet=arguments.quiet))
+    manifest = export_run(arguments.run, arguments.to, request, message_printer(quiet=arguments.quiet))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
     return 0
 
@@ -325,7 +337,7 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
     """Print what was saved and the command that continues, if there is one; return the exit code."""
     stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
-    said("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
+    print_message("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
     return 128 + stopped.signal
 
 
@@ -336,7 +348,7 @@ def _write(files: Mapping[Path | None, str]) -> None:
     for path, text in files.items():
         if path is not None:
             write_text(path, text if text.endswith("\n") else f"{text}\n")
-            said(f"wrote {path}")
+            print_message(f"wrote {path}")
 
 
 def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:

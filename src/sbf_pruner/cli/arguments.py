@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..criteria import METHODS, OWN
-from ..errors import PruningError, RecipeError, nearest
+from ..errors import PruningError, RecipeError, suggestion
 from ..utils.paths import why_not_writable
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
@@ -271,12 +271,12 @@ class _Version(argparse.Action):
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
-def usual_input(model: str) -> str:
+def default_input(model: str) -> str:
     """Return the default input size of a model."""
     return LARGE_INPUT if model.startswith(("torchvision:", "timm:")) else SMALL_INPUT
 
 
-def shape(text: str) -> tuple[int, ...]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """Parse the sizes of one input without the batch: "3,32,32"."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
@@ -287,7 +287,7 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
     """Parse a keyword argument of a network's builder, "num_classes=100"; a value that is no TOML is a string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key.isidentifier():
@@ -298,20 +298,20 @@ def option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def named(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
+def parse_names(flag: str, text: str | None, known: Sequence[str]) -> list[str]:
     """Parse a choice of known names, "l1,chip", in the order given; return all names if `text` is None."""
     if text is None:
         return list(known)
     names = [part.strip() for part in text.split(",")]
     for name in names:
         if name not in known:
-            raise PruningError(f"{flag} {name!r} is not known; {nearest(name, known)}")
+            raise PruningError(f"{flag} {name!r} is not known; {suggestion(name, known)}")
     if len(set(names)) < len(names):
         raise PruningError(f"{flag} {text!r} names one of them twice; name each once")
     return names
 
 
-def numbers(flag: str, text: str) -> list[int]:
+def parse_ints(flag: str, text: str) -> list[int]:
     """Parse distinct integers: "0,1,2"."""
     try:
         found = [int(part) for part in text.split(",")]
@@ -347,7 +347,7 @@ def json_file(text: str | None) -> Path | None:
     return target_file("--json", None if text == STDOUT else text, (".json",))
 
 
-def changes(targets: Sequence[str], said: Sequence[str]) -> list[str]:
+def recipe_overrides(targets: Sequence[str], said: Sequence[str]) -> list[str]:
     """Return the recipe overrides of `--target` and `--set`; a setting given by both raises a RecipeError."""
     if not targets:
         return list(said)
@@ -369,6 +369,6 @@ def known_recipe(name: str | None) -> str:
     return name
 
 
-def again(given: Sequence[str]) -> str:
+def resume_command(given: Sequence[str]) -> str:
     """Return the command line that resumes the run of this one."""
     return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import PruningError, RunError
-from ..utils.formatting import rounded
+from ..utils.formatting import format_percentage
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
@@ -57,18 +57,18 @@ def boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 def percent(value: float | None) -> str:
     """Format an accuracy, or a dash for None."""
-    return "-" if value is None else f"{rounded(value, 2)} %"
+    return "-" if value is None else f"{format_percentage(value, 2)} %"
 
 
 def share(part: float, digits: int = 1) -> str:
     """Format a fraction as a percentage."""
-    return f"{rounded(100 * part, digits)}%"
+    return f"{format_percentage(100 * part, digits)}%"
 
 
 def change(before: float, after: float) -> str:
     """Format a relative change in percent, or a dash if the number was zero before."""
     sign = "+" if after >= before else ""
-    return f"{sign}{rounded(100 * (after / before - 1))} %" if before else "-"
+    return f"{sign}{format_percentage(100 * (after / before - 1))} %" if before else "-"
 
 
 Record = dict[str, Any]
@@ -107,7 +107,7 @@ def progress(
 
 
 @contextmanager
-def watched(
+def with_monitors(
     report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
 ) -> Iterator[Callable[[Record], None]]:
     """Yield a function that calls `report` and writes TensorBoard events, and serve the live page, as requested."""
@@ -222,7 +222,7 @@ def is_first() -> bool:
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
+def silence_other_ranks() -> Iterator[None]:
     """Silence stdout and stderr of all ranks but 0 while the context is open."""
     if is_first():
         yield
@@ -232,7 +232,7 @@ def one_voice() -> Iterator[None]:
 
 
 @contextmanager
-def told(*, quiet: bool) -> Iterator[None]:
+def log_to_stderr(*, quiet: bool) -> Iterator[None]:
     """Print the package's log records on stderr while the context is open: warnings, and the progress of training.
 
     With `quiet`, a null handler is installed instead: without any handler, logging prints warnings by itself.
@@ -251,43 +251,43 @@ def told(*, quiet: bool) -> Iterator[None]:
         training.setLevel(before)
 
 
-def check_shared(command: str) -> None:
+def check_single_process(command: str) -> None:
     """Raise a RunError if several processes were started for a command other than `run`."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and command != "run":
         raise RunError(f"sbf {command} works in one process, and {count} were started; leave torchrun out")
 
 
-def refused(error: PruningError) -> None:
+def print_error(error: PruningError) -> None:
     """Print an error once, whichever rank found it.
 
-    An error that only this rank can have (`alone`) goes to the original stderr if `one_voice` silenced the current
-    one.
+    An error that only this rank can have (`alone`) goes to the original stderr if the current one was silenced by
+    `silence_other_ranks`.
     """
     hidden = error.alone and not is_first()
     print(f"sbf: {error}", file=sys.__stderr__ if hidden else sys.stderr, flush=True)
 
 
-def said(line: str) -> None:
+def print_message(line: str) -> None:
     """Print a message on stderr."""
     print(f"sbf: {line}", file=sys.stderr, flush=True)
 
 
-def teller(*, quiet: bool) -> Callable[[str], None]:
+def message_printer(*, quiet: bool) -> Callable[[str], None]:
     """Return the function that prints progress messages; it prints nothing if `quiet`."""
-    return (lambda line: None) if quiet else said
+    return (lambda line: None) if quiet else print_message
 
 
-def failed(error: Exception) -> bool:
+def report_machine_failure(error: Exception) -> bool:
     """Print a line about a known failure of the machine (lost process, memory, disk); return False if unknown."""
     if _lost_another(error):
-        said("another process of this run has ended, and this one cannot go on alone")
+        print_message("another process of this run has ended, and this one cannot go on alone")
     elif lacks_memory(error):
-        said(f"not enough memory ({' '.join(str(error).split())}); ask for less")
+        print_message(f"not enough memory ({' '.join(str(error).split())}); ask for less")
     elif isinstance(error, OSError) and is_first():  # on other ranks the message would be silenced
         full = error.errno == errno.ENOSPC or "No space left" in str(error)
         line = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        said(f"{line}; make room, then go on (a run: with --resume)" if full else line)
+        print_message(f"{line}; make room, then go on (a run: with --resume)" if full else line)
     else:
         return False
     return True

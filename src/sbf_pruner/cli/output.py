@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..budget.targets import is_missed
-from ..compare.method_runs import PAGE, Standing
-from ..criteria import OWN, judged_by, told
-from ..utils.formatting import counted, rounded, some
+from ..compare.method_runs import PAGE, MethodResult
+from ..criteria import OWN, describe_method, judged_by
+from ..utils.formatting import first_names, format_percentage, pluralize
 from .console import boxed, change, percent, share, table
 
 
@@ -49,7 +49,7 @@ def summary_lines(
     if "dense_from" in summary:
         lines.append(f"dense stage: taken over from {summary['dense_from']}")
     method = summary.get("method", OWN)  # older summaries lack it, from when there was only one
-    by = "" if method == OWN else f", chosen by {told(method)}"
+    by = "" if method == OWN else f", chosen by {describe_method(method)}"
     lines.append(f"filters kept: {after:,} of {before:,}{by}")
     if scored and method == OWN and before and before == after:
         lines.append(f"nothing was removed; ask for a size (--target macs=0.5), or raise {rate} or scores.penalty")
@@ -106,7 +106,7 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
     for layer in seen["layers"]:
         met = ",".join(str(place + 1) for place in layer["groups"]) or "-"
-        again = f", again at {some(layer['later_gates'], 1)}" if layer["later_gates"] else ""
+        again = f", again at {first_names(layer['later_gates'], 1)}" if layer["later_gates"] else ""
         rows.append(
             [
                 *_costs(layer),
@@ -119,13 +119,13 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
     if seen["groups"]:
         lines += ["", "layers that meet (added or multiplied: they share one layout; concatenated: side by side):"]
         met_rows = [
-            [str(place), ", ".join(group["meet"]), some(group["layers"], 4)]
+            [str(place), ", ".join(group["meet"]), first_names(group["layers"], 4)]
             for place, group in enumerate(seen["groups"], start=1)
         ]
         lines += [f"  {line}" for line in table(met_rows, "><<")]
     if seen["followers"]:
         lines += ["", "follow others (no scores of their own, their filters go with those they follow):"]
-        rows = [[*_costs(layer), f"follows {some(layer['follows'], 3)}"] for layer in seen["followers"]]
+        rows = [[*_costs(layer), f"follows {first_names(layer['follows'], 3)}"] for layer in seen["followers"]]
         lines += [f"  {line}" for line in table(rows, "<<>>>><")]
     if seen["skipped"]:
         lines += ["", "left alone:"]
@@ -165,7 +165,9 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
             where, dense = f"{record['runtime']}, batch {record['batch']}", record["form"]["dense"]
             listed = "; ".join(f"{name} {ms:.3g}" for name, ms in tried)
             lines.append(f"forms tried on {where} (ms): {listed} (dense as: {dense})")
-    lines.append(f"{machine['cpu']}, {counted(result['settings']['threads'], 'thread')}, torch {machine['torch']}")
+    lines.append(
+        f"{machine['cpu']}, {pluralize(result['settings']['threads'], 'thread')}, torch {machine['torch']}"
+    )
     if result["not_rewritten"]:
         lines.append(
             f"both networks were timed as they are, without a form for a runtime: {result['not_rewritten']}"
@@ -208,14 +210,14 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
     time = ["time, foretold", "left"] if clock else []
     head = [f"target, {words}", "MACs", "left", "parameters", "left", "file", *time, "filters"]
     head.append("accuracy, recalibrated")
-    rows = [head, _left("all filters", result["dense"])]
+    rows = [head, _frontier_row("all filters", result["dense"])]
     for point in result["points"]:
         name = f"{100 * point['share']:.4g} %"
         lost = [name, *"-" * (len(head) - 2), "cannot be reached"]
-        rows.append(_left(name, point) if point["reached"] else lost)
+        rows.append(_frontier_row(name, point) if point["reached"] else lost)
     if result["smallest"] is not None:
-        rows.append(_left("the smallest there is", result["smallest"]))
-    rows.append(_left("the run's own", result["own"]))
+        rows.append(_frontier_row("the smallest there is", result["smallest"]))
+    rows.append(_frontier_row("the run's own", result["own"]))
     align = "<" + ">" * (len(head) - 1)
     lines = [*(boxed(rows, align) if pretty else table(rows, align)), ""]
     on = result["recalibrated_on"]
@@ -239,9 +241,8 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
 
 def _clocked(clock: Mapping[str, Any]) -> str:
     """Describe the conditions of predicted times, and their error."""
-    said = (
-        f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {counted(clock['threads'], 'thread')}"
-    )
+    threads = pluralize(clock["threads"], "thread")
+    said = f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {threads}"
     if (cpu := clock["machine"].get("cpu")) is not None:
         said += f", {cpu}"
     if clock["mean_error"] is not None:
@@ -251,8 +252,8 @@ def _clocked(clock: Mapping[str, Any]) -> str:
     return said
 
 
-def _left(target: str, point: Mapping[str, Any]) -> list[str]:
-    left = {key: f"{rounded(100 * part)} %" for key, part in point["left"].items()}
+def _frontier_row(target: str, point: Mapping[str, Any]) -> list[str]:
+    left = {key: f"{format_percentage(100 * part)} %" for key, part in point["left"].items()}
     sizes = [f"{point['macs']:,}", left["macs"], f"{point['params']:,}", left["params"], f"{point['size']:,} B"]
     time = [f"{point['latency_ms']:.3g} ms", left["latency"]] if "latency_ms" in point else []
     return [target, *sizes, *time, f"{point['filters']:,}", percent(point["accuracy"])]
@@ -260,14 +261,14 @@ def _left(target: str, point: Mapping[str, Any]) -> list[str]:
 
 def _costs(layer: Mapping[str, Any]) -> list[str]:
     size = "x".join(map(str, layer["map_size"])) or "-"
-    counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{rounded(layer['macs_share'])} %"]
+    counts = [str(layer["filters"]), size, f"{layer['params']:,}", f"{format_percentage(layer['macs_share'])} %"]
     return [layer["name"], layer["kind"], *counts]
 
 
-def contest_lines(found: Sequence[Standing], dense: Sequence[float], epochs: int, root: Path) -> list[str]:
+def compare_lines(found: Sequence[MethodResult], dense: Sequence[float], epochs: int, root: Path) -> list[str]:
     """Format `sbf compare`: the dense network if a control was trained, then a row per method in the given order.
 
-    >>> for line in contest_lines([Standing("l1", (90.0, 92.0), (), 0.4, 0.5)], [93.0], 50, Path("runs")):
+    >>> for line in compare_lines([MethodResult("l1", (90.0, 92.0), (), 0.4, 0.5)], [93.0], 50, Path("runs")):
     ...     print(line)
     method  accuracy          parameters left  MACs left  judges a filter by
     dense   93.00 % (1)                100.0%     100.0%

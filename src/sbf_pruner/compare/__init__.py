@@ -6,10 +6,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "bench": (
-            "Settings",
+            "BenchOptions",
             "Subject",
-            "faults",
-            "known_by",
+            "page_faults",
+            "resolve_subject",
             "read_settings",
             "run_bench",
         ),
@@ -24,19 +24,19 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "verdict",
         ),
         "frontier": (
-            "Request",
+            "FrontierOptions",
             "draw_frontier",
             "read_scored",
             "run_frontier",
         ),
         "method_runs": (
             "check_methods",
-            "enter",
-            "standings",
+            "plan_runs",
+            "rank_methods",
         ),
         "runtimes": (
             "BENCH_RUNTIMES",
-            "Place",
+            "BenchTarget",
             "Unavailable",
             "outputs",
         ),

@@ -3,8 +3,8 @@
 `run_bench` times a dense and a compact network for every runtime, device and batch size. It tries the forms that a
 network may take, for both networks alike, then times the fastest form of each in pairs, anew, so that choosing the
 minimum does not bias the result. A runtime that is missing or fails is listed with the reason, and the others go
-on. The networks are not changed. `latency` summarizes a `LatencyModel` and the sizes that some targets would leave;
-its errors are those of networks that were really cut and that the fit had not seen.
+on. The networks are not changed. `latency_summary` summarizes a `LatencyModel` and the sizes that some targets
+would leave; its errors are those of networks that were really cut and that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -20,25 +20,33 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..budget.constraints import Guards
+from ..budget.constraints import Constraints
 from ..budget.targets import Budget
-from ..errors import PruningError, nearest
-from ..measurement.calibration import choose_way, get_model, here
+from ..errors import PruningError, suggestion
+from ..measurement.calibration import choose_coupling, conditions_here, load_or_calibrate
 from ..measurement.counts import Latency, measure
 from ..measurement.latency_model import LatencyModel
 from ..measurement.runtimes import RUNTIMES
 from ..models import resolve
 from ..plan import Plan
-from ..runtimes.forms import FORMS, Deployable, fastest, written
+from ..runtimes.forms import FORMS, CapturedNetwork, make_forms, min_times
 from ..surgery.extract import extract
 from ..training.data.datasets import load_data
 from ..training.recipe import bundled_recipes, load_recipe
 from ..training.run_folder import build_dense, read_run
-from ..utils.timing import SAMPLE, compared, environment, load, take_turns, using_threads, version_of
-from ..utils.user_code import NAMED
-from ..utils.user_model import call, made_up_inputs, map_tensors
+from ..utils.timing import (
+    SAMPLE,
+    busy_cores,
+    environment,
+    median_ratio,
+    time_interleaved,
+    torch_threads,
+    version_of,
+)
+from ..utils.user_code import TRUSTED
+from ..utils.user_model import call, map_tensors, random_inputs
 from .bench_advice import Part, advise, dissect
-from .runtimes import BENCH_RUNTIMES, Bound, Pass, Place, Unavailable, outputs
+from .runtimes import BENCH_RUNTIMES, BenchTarget, Bound, Pass, Unavailable, outputs
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Subject:
     @classmethod
     def of(cls, name: str, dense: nn.Module, compact: nn.Module) -> Subject:
         """Make a subject of a network and what `extract` returned for it."""
-        return cls(name, dense.eval(), compact.eval(), made_up_inputs(compact.sbf_inputs, 1))
+        return cls(name, dense.eval(), compact.eval(), random_inputs(compact.sbf_inputs, 1))
 
     @classmethod
     def of_run(cls, path: str | Path, *, trust: bool = False) -> Subject:
@@ -80,7 +88,7 @@ class Subject:
 
     def inputs(self, batch: int) -> Any:
         """Make random inputs of this batch size."""
-        return made_up_inputs(self.example, batch)
+        return random_inputs(self.example, batch)
 
     def shapes(self) -> list[list[int]]:
         """Return the shape of one sample of every input."""
@@ -90,7 +98,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchOptions:
     """Options of a benchmark; raises a PruningError if one is invalid."""
 
     batches: tuple[int, ...] = (1, 64)
@@ -107,12 +115,12 @@ class Settings:
                 raise PruningError(f"{flag} must be at least 1")
         for name in self.runtimes:
             if name not in BENCH_RUNTIMES:
-                raise PruningError(f"--runtimes: none is called {name!r}; {nearest(name, BENCH_RUNTIMES)}")
+                raise PruningError(f"--runtimes: none is called {name!r}; {suggestion(name, BENCH_RUNTIMES)}")
 
 
 def read_settings(
     batches: str, runtimes: str | None, device: str, pairs: int | None = None, threads: int | None = None
-) -> Settings:
+) -> BenchOptions:
     """Parse the arguments of the command line; raises a PruningError if they are invalid.
 
     >>> read_settings("1,8", "eager", "cpu").batches
@@ -128,7 +136,7 @@ def read_settings(
     if device == "cuda" and not gpu:
         raise PruningError("--device cuda: torch sees no GPU here; use --device cpu")
     devices = ("cpu", *(("cuda",) if gpu else ())) if device == "auto" else (device,)
-    return Settings(sizes, names, devices, pairs, threads)
+    return BenchOptions(sizes, names, devices, pairs, threads)
 
 
 _PASSES = 3  # passes in which page faults are counted
@@ -141,12 +149,12 @@ def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
         **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
         **{name: found for name in packages if (found := version_of(name)) is not None},
         "cores": os.cpu_count(),
-        "load": load(),
+        "load": busy_cores(),
         "allocator": {key: value for key, value in os.environ.items() if key.startswith(("MALLOC_", "LD_PRELOAD"))},
     }
 
 
-def faults(run: Callable[[], Any]) -> float | None:
+def page_faults(run: Callable[[], Any]) -> float | None:
     """Return the minor page faults of one pass, which take time whatever the network is; None if not counted."""
     try:
         import resource
@@ -166,24 +174,24 @@ Report = Callable[[str], None]
 LIKE = {"openvino": "onnxruntime"}  # runtimes that use the forms of another
 
 
-def run_bench(subject: Subject, settings: Settings, report: Report = lambda line: None) -> dict[str, Any]:
+def run_bench(subject: Subject, settings: BenchOptions, report: Report = lambda line: None) -> dict[str, Any]:
     """Time both networks on every requested runtime that is available; raises a PruningError if there is none."""
-    with using_threads(settings.threads), torch.no_grad(), warnings.catch_warnings():
+    with torch_threads(settings.threads), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Exporters and compilers warn about their own internals.
         return _Bench(subject, settings, report).run()
 
 
 class _Bench:
-    def __init__(self, subject: Subject, settings: Settings, report: Report) -> None:
+    def __init__(self, subject: Subject, settings: BenchOptions, report: Report) -> None:
         self.subject, self.settings, self.report = subject, settings, report
         report("reading both networks")
         self.machine = machine(settings.devices, settings.runtimes)  # First, before this process adds to the load.
         networks = {"dense": subject.dense, "compact": subject.compact}
         self.sizes = {side: measure(network, subject.example) for side, network in networks.items()}
         self.as_it_is = ""
-        self.sources: dict[str, Deployable] = {}
+        self.sources: dict[str, CapturedNetwork] = {}
         try:
-            self.sources = {side: Deployable(network, subject.example) for side, network in networks.items()}
+            self.sources = {side: CapturedNetwork(network, subject.example) for side, network in networks.items()}
         except PruningError as error:  # Then neither network is rewritten, to treat both alike.
             self.as_it_is = str(error)
         self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
@@ -222,7 +230,7 @@ class _Bench:
         """Time one runtime on one device, with all batch sizes."""
         if device.type not in BENCH_RUNTIMES[runtime].devices:
             raise Unavailable("timed on the CPU alone")
-        place = Place(device, torch.get_num_threads(), self.subject.example)
+        place = BenchTarget(device, torch.get_num_threads(), self.subject.example)
         ready: dict[str, dict[str, Bound]] = {"dense": {}, "compact": {}}
         for side, held in ready.items():
             for name, network in self._candidates(side, runtime).items():
@@ -249,14 +257,14 @@ class _Bench:
         both = {side: passes[side][name] for side, name in chosen.items()}
         seconds = sum(max(SAMPLE, tried[side][name]) for side, name in chosen.items())
         pairs = self.settings.pairs or min(MOST, max(FEWEST, round(SECONDS / seconds)))
-        taken = take_turns(both, pairs, device=device)
+        taken = time_interleaved(both, pairs, device=device)
         return {
             "form": chosen,
             "tried_ms": {side: {n: 1e3 * s for n, s in held.items()} for side, held in tried.items()},
             "dense_ms": asdict(Latency.of(taken["dense"])),
             "compact_ms": asdict(Latency.of(taken["compact"])),
-            "speedup": asdict(compared(taken["dense"], taken["compact"])),
-            "page_faults": {side: faults(run) for side, run in both.items()},
+            "speedup": asdict(median_ratio(taken["dense"], taken["compact"])),
+            "page_faults": {side: page_faults(run) for side, run in both.items()},
             "difference": self._difference(both["compact"], inputs),
         }
 
@@ -278,7 +286,7 @@ class _Bench:
             return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
         if (side, runtime) not in self.forms:
             forms = {str(form): form for form in FORMS[LIKE.get(runtime, runtime)]}
-            self.forms[side, runtime] = written(self.sources[side], forms)
+            self.forms[side, runtime] = make_forms(self.sources[side], forms)
         return self.forms[side, runtime]
 
 
@@ -286,7 +294,7 @@ def _tried(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]
     """Return the minimum seconds of every form; a single form is timed for a few passes only."""
     if device.type == "cuda":
         passes = {name: partial(_finished, run, device) for name, run in passes.items()}
-    return fastest(passes, TRIAL if len(passes) > 1 else 0.0)
+    return min_times(passes, TRIAL if len(passes) > 1 else 0.0)
 
 
 def _finished(run: Pass, device: torch.device) -> None:
@@ -303,7 +311,7 @@ TARGETS = (0.8, 0.6, 0.4)  # of the dense network's time
 
 
 @dataclass(frozen=True)
-class Request:
+class LatencyOptions:
     """Options of `sbf latency`; raises a PruningError if one is invalid."""
 
     runtime: str = "onnxruntime"
@@ -314,13 +322,13 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
-            raise PruningError(f"--runtime: none is called {self.runtime!r}; {nearest(self.runtime, RUNTIMES)}")
+            raise PruningError(f"--runtime: none is called {self.runtime!r}; {suggestion(self.runtime, RUNTIMES)}")
         for flag, number in (("--batch", self.batch), ("--threads", self.threads)):
             if number is not None and number < 1:
                 raise PruningError(f"{flag} must be at least 1")
 
 
-def known_by(
+def resolve_subject(
     subject: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], usual: Sequence[int]
 ) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
     """Return the network that a model name or a recipe stands for, example inputs, and the layers to ignore.
@@ -331,28 +339,28 @@ def known_by(
         if shapes or options:
             raise PruningError("--input and --option belong to a model; a recipe knows its own")
         recipe = load_recipe(subject)
-        data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, NAMED)
-        return build_dense(recipe, NAMED).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
+        data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, TRUSTED)
+        return build_dense(recipe, TRUSTED).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
     torch.manual_seed(0)
     given = shapes or [usual]
     network = resolve(subject, **{"in_channels": given[0][0], **options}).eval()
     return network, tuple(torch.zeros(1, *shape) for shape in given), ()
 
 
-def measured(
-    network: nn.Module, example: Any, ignore: tuple[str, ...], request: Request, report: Report
+def latency_model_of(
+    network: nn.Module, example: Any, ignore: tuple[str, ...], request: LatencyOptions, report: Report
 ) -> LatencyModel:
     """Return the latency model of a network on this machine, measured or from the cache."""
-    conditions = here(request.runtime, request.batch, request.threads or torch.get_num_threads())
-    return get_model(network, example, conditions, ignore=ignore, fresh=request.fresh, report=report)
+    conditions = conditions_here(request.runtime, request.batch, request.threads or torch.get_num_threads())
+    return load_or_calibrate(network, example, conditions, ignore=ignore, fresh=request.fresh, report=report)
 
 
-def latency(subject: str, model: LatencyModel) -> dict[str, Any]:
+def latency_summary(subject: str, model: LatencyModel) -> dict[str, Any]:
     """Summarize a latency model, its errors, and what each of TARGETS would leave, as JSON-compatible values."""
     held = model.conditions
     targets = []
     for share in TARGETS:
-        chosen = choose_way(model.graph, model, Budget(latency=share), Guards())
+        chosen = choose_coupling(model.graph, model, Budget(latency=share), Constraints())
         targets.append({"asked": share, **chosen.to_dict()})
     networks = [
         {key: one[key] for key in ("way", "share", "measured", "foretold")} for one in model.calibration["networks"]

@@ -20,32 +20,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..budget.controller import Aim
-from ..budget.file_size import Stored, saved_bytes
+from ..budget.controller import Selector
+from ..budget.file_size import FileSize, saved_bytes
 from ..budget.search import Masks, Values
 from ..budget.targets import MICROSECONDS, Budget, Usage
-from ..errors import PruningError, RunError, nearest
+from ..errors import PruningError, RunError, suggestion
 from ..graph.cost import lay_out
-from ..measurement.calibration import clock_here, here
+from ..measurement.calibration import conditions_here, measure_latency_model
 from ..measurement.counts import measure
 from ..measurement.latency_model import LatencyModel
 from ..measurement.runtimes import RUNTIMES
 from ..plan import Plan
-from ..report.comparison import Point, against, standalone
-from ..report.html import Figure, element, tick, together
+from ..report.comparison import Point, accuracy_plot, plot_as_svg
+from ..report.html import Figure, concat, element, tick
 from ..report.page import HEADLINE, figure_parts, page
 from ..report.run_data import Record
 from ..report.run_data import read_run as read_records
 from ..surgery.extract import extract
 from ..training.data.batches import Batches
-from ..training.data.datasets import Feed, load_data
+from ..training.data.datasets import RunBatches, load_data
 from ..training.device import choose_device, cpu_threads
 from ..training.engine.eager import Engine
 from ..training.networks import Networks
 from ..training.recipe import Recipe
 from ..training.run_folder import REMEDY, SCORED, RunFolder, build_dense, load_checkpoint
 from ..training.schedule import cycles_end
-from ..utils.formatting import milliseconds, rounded
+from ..utils.formatting import format_percentage, milliseconds
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_scored(path: str | Path, device: str | None = None, *, trust: bool = Fa
     origin = folder.origin(trust=trust)
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
     model = build_dense(recipe, origin)
-    feed = Feed(recipe, data, where, model)
+    feed = RunBatches(recipe, data, where, model)
     # The initial weights are not needed, because the checkpoint holds the trained ones.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
     networks = Networks(model, bare, data, feed, where, folder.latency)
@@ -160,7 +160,7 @@ SizePoint = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Request:
+class FrontierOptions:
     """Options of `sbf frontier`; raises a PruningError if one is invalid."""
 
     of: str = "macs"
@@ -177,13 +177,13 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.of not in RESOURCES:
-            raise PruningError(f"--of: no resource is called {self.of!r}; {nearest(self.of, RESOURCES)}")
+            raise PruningError(f"--of: no resource is called {self.of!r}; {suggestion(self.of, RESOURCES)}")
         if self.batches < 1:
             raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
         if self.of != "latency" and self.measures:
             raise PruningError("--runtime and --batch say whose time --of latency means; leave them out")
         if self.runtime is not None and self.runtime not in RUNTIMES:
-            raise PruningError(f"--runtime: none is called {self.runtime!r}; {nearest(self.runtime, RUNTIMES)}")
+            raise PruningError(f"--runtime: none is called {self.runtime!r}; {suggestion(self.runtime, RUNTIMES)}")
         if self.batch is not None and self.batch < 1:
             raise PruningError(f"--batch counts the samples of a pass: give at least 1, not {self.batch}")
         if not self.at:
@@ -202,10 +202,10 @@ class Request:
 
 
 def run_frontier(
-    path: str | Path, request: Request | None = None, report: Report = lambda line: None
+    path: str | Path, request: FrontierOptions | None = None, report: Report = lambda line: None
 ) -> dict[str, Any]:
     """Measure accuracy against size for the run in a folder; the result is JSON-compatible."""
-    request = request or Request()
+    request = request or FrontierOptions()
     device = find_run(path, request.device)[-1]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # Keep the caller's random state.
         report("reading the run")
@@ -215,12 +215,12 @@ def run_frontier(
 
 
 class _Sweep:
-    def __init__(self, scored: Scored, request: Request, report: Report) -> None:
+    def __init__(self, scored: Scored, request: FrontierOptions, report: Report) -> None:
         self.scored, self.request, self.report = scored, request, report
         pruner = scored.networks.pruner
         self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
-        self.stored = Stored(scored.networks.bare_copy(), self.inputs, self.graph)
-        self.free = Aim(self.graph, None, self.guards, stored=self.stored)
+        self.stored = FileSize(scored.networks.bare_copy(), self.inputs, self.graph)
+        self.free = Selector(self.graph, None, self.guards, stored=self.stored)
         self.clock = self._clock()
         self.tried: dict[Plan, SizePoint] = {}
         self.smallest: SizePoint | None = None
@@ -233,7 +233,7 @@ class _Sweep:
         summary = scored.summary
         points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
         own = self._judged("the run's own filters", scored.plan.masks(self.graph))
-        own["finetuned_accuracy"] = scored.accuracy_of(_told(summary["pruned"])) if summary else None
+        own["finetuned_accuracy"] = scored.accuracy_of(_as_record(summary["pruned"])) if summary else None
         batches = min(self.request.batches, len(scored.train))
         result = {
             "run": os.fspath(scored.folder.path),
@@ -248,24 +248,24 @@ class _Sweep:
             "dense": {
                 **whole,
                 "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
-                "control_accuracy": scored.accuracy_of(_told(summary["dense"])) if summary else None,
+                "control_accuracy": scored.accuracy_of(_as_record(summary["dense"])) if summary else None,
             },
             "points": points,
             "own": own,
             "smallest": self.smallest,
         }
-        return {**result, "said": _said(result)}
+        return {**result, "said": _summary_sentence(result)}
 
     def _point(self, size: float) -> SizePoint:
         """Measure the network of one size."""
         asked: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
-        aim = Aim(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
+        aim = Selector(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
         if budget.asked and not aim.reachable:
             self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
             return {**asked, "reached": False}
         masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
-        return {**asked, "reached": True, **self._judged(f"{rounded(100 * asked['share'])}%", masks)}
+        return {**asked, "reached": True, **self._judged(f"{format_percentage(100 * asked['share'])}%", masks)}
 
     def _judged(self, name: str, masks: Masks) -> SizePoint:
         """Extract a choice of filters, recompute its batch statistics and evaluate it; equal choices are cached."""
@@ -310,10 +310,12 @@ class _Sweep:
         """Return a latency model measured now, if requested, else that of the run, or None if it has none."""
         networks, asked = self.scored.networks, self.request
         if asked.measures:
-            place = here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
+            place = conditions_here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
             ignore = self.scored.recipe.guards.ignore
             network = networks.bare_copy()
-            return clock_here(network, networks.images, self.graph, place, ignore=ignore, report=self.report)
+            return measure_latency_model(
+                network, networks.images, self.graph, place, ignore=ignore, report=self.report
+            )
         if networks.timed is not None:
             return networks.timed.clock
         if asked.of == "latency":
@@ -339,12 +341,12 @@ class _Sweep:
         }
 
 
-def _told(part: dict[str, Any]) -> dict[str, Any]:
+def _as_record(part: dict[str, Any]) -> dict[str, Any]:
     """Convert a part of a summary to the keys of a record."""
     return {**part, "test_accuracy": part["accuracy"]}
 
 
-def _said(result: dict[str, Any]) -> str:
+def _summary_sentence(result: dict[str, Any]) -> str:
     """Say in one sentence which smallest size stays within NEAR of the best accuracy."""
     reached = [point for point in result["points"] if point["reached"]]
     if not reached:
@@ -354,12 +356,12 @@ def _said(result: dict[str, Any]) -> str:
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
     timed = result["of"] == "latency"
     least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
-    macs = f"{rounded(100 * least['macs'], 0)} % of the MACs"
-    best_said = f"of these within {NEAR:g} point of the best ({rounded(best, 2)} %)"
+    macs = f"{format_percentage(100 * least['macs'], 0)} % of the MACs"
+    best_said = f"of these within {NEAR:g} point of the best ({format_percentage(best, 2)} %)"
     if timed:
-        time = f"{rounded(100 * least['latency'], 0)} % of the dense network's time, as foretold"
+        time = f"{format_percentage(100 * least['latency'], 0)} % of the dense network's time, as foretold"
         return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
-    params = f"{rounded(100 * least['params'], 0)} % of the parameters"
+    params = f"{format_percentage(100 * least['params'], 0)} % of the parameters"
     return f"Before any retraining, the smallest {best_said} has {macs} ({params})."
 
 
@@ -377,12 +379,12 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
     if ending == ".svg":
         key = _TIME if timed else "macs"
         axis = words[key] if timed else f"{words[key]} of one image"
-        return standalone(_figure(result, key, words[key]), title, axis)
+        return plot_as_svg(_figure(result, key, words[key]), title, axis)
     first = [_TIME] if timed else []
     figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
     facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
-    head = together(
+    head = concat(
         element("p", facts, class_="facts"), element("h1", title), element("p", result["said"], class_="lead")
     )
     return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
@@ -433,16 +435,18 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
     if key == _TIME:
         caption += _trusted(result["clock"])
     more = {"spelled": _SPELLED[key]} if key in _SPELLED else {}
-    return against(f"against-{key}", words, points, caption, first="filters", joined=joined, legend=legend, **more)
+    return accuracy_plot(
+        f"against-{key}", words, points, caption, first="filters", joined=joined, legend=legend, **more
+    )
 
 
 def _trusted(clock: Mapping[str, Any]) -> str:
     """State the measured errors of the predicted times."""
     said = ""
     if clock["mean_error"] is not None:
-        mean, worst = (f"{rounded(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
+        mean, worst = (f"{format_percentage(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
         said += f" Such times were off by {mean} on average and {worst} at most."
     if clock["measured"] is not None:
-        part = f"{rounded(100 * clock['measured'])} %"
+        part = f"{format_percentage(100 * clock['measured'])} %"
         said += f" Cut for real, the run's own network took {part} of the dense one's time."
     return said

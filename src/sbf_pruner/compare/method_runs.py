@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..criteria import OWN, judged_by
-from ..criteria.ranking import REHEARSED, rehearse, shown
+from ..criteria.ranking import REHEARSED, check_method, first_images
 from ..criteria.subject import Subject
 from ..errors import PruningError, RunError
 from ..graph.build import trace
 from ..report import write_report
-from ..training.data.datasets import Feed, load_data
+from ..training.data.datasets import RunBatches, load_data
 from ..training.device import cpu_threads
 from ..training.networks import check_fit
 from ..training.recipe import Recipe
@@ -32,11 +32,19 @@ from ..training.run_folder import RunFolder, build_dense
 from ..utils.files import write_text
 from ..utils.user_code import Origin
 
-__all__ = ["Entrant", "Standing", "check_methods", "enter", "finished_before", "leave", "standings"]
+__all__ = [
+    "MethodResult",
+    "MethodRun",
+    "check_methods",
+    "finished_before",
+    "plan_runs",
+    "rank_methods",
+    "write_comparison",
+]
 
 
 @dataclass(frozen=True)
-class Entrant:
+class MethodRun:
     """The run of one method with one seed."""
 
     recipe: Recipe
@@ -66,7 +74,7 @@ class Entrant:
         )
 
 
-def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[Entrant]:
+def plan_runs(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[MethodRun]:
     """Return all runs, grouped by seed; the first of a seed trains the dense stage that the others reuse.
 
     A run that an earlier comparison began as the first of its seed stays the first, even if its method is not named
@@ -76,7 +84,7 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
     >>> from ..training.recipe import load_recipe
     >>> recipe = load_recipe("digits", ["budget.macs=0.5"])
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     found = enter(recipe, ["sbf", "l1"], [0, 1], Path(root))
+    ...     found = plan_runs(recipe, ["sbf", "l1"], [0, 1], Path(root))
     >>> [(one.method, one.recipe.seed, one.dense_from and one.dense_from.name) for one in found]
     [('sbf', 0, None), ('l1', 0, 'sbf-seed0'), ('sbf', 1, None), ('l1', 1, 'sbf-seed1')]
     """
@@ -84,11 +92,11 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
         raise RunError(f"{root} is a file; name a folder for the runs (--run)")
     if RunFolder(root).begun:
         raise RunError(f"{root} holds a run of its own; name another folder for those to compare (--run)")
-    entrants: list[Entrant] = []
+    entrants: list[MethodRun] = []
     for seed in seeds:
         folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
-        first = next((m for m in methods if _leads(folders[m], recipe.dense_control)), None)
-        elder = None if first is not None else _elder(recipe, seed, root)
+        first = next((m for m in methods if _is_leader(folders[m], recipe.dense_control)), None)
+        elder = None if first is not None else _finished_leader(recipe, seed, root)
         if elder is None:
             first = first or methods[0]
             elder = folders[first]
@@ -99,17 +107,17 @@ def enter(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Pa
             folder = folders[method]
             folder.check(own, resume=folder.begun, force=False)
             shared = elder.path if recipe.phases.warmup and method != first else None
-            entrants.append(Entrant(own, folder, shared))
+            entrants.append(MethodRun(own, folder, shared))
     return entrants
 
 
-def finished_before(recipe: Recipe, entrants: Sequence[Entrant], root: Path) -> list[RunFolder]:
+def finished_before(recipe: Recipe, entrants: Sequence[MethodRun], root: Path) -> list[RunFolder]:
     """Return finished runs of the same recipe in `root`, with methods or seeds that are not among `entrants`."""
     known = {one.folder.path for one in entrants}
     return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
 
 
-def _elder(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
+def _finished_leader(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
     """Return a finished run of an earlier comparison that trained the dense stage of this seed."""
     found = [(folder, own) for folder, own in _finished(recipe, root) if own.seed == seed]
     return next((folder for folder, own in found if own.dense_control == recipe.dense_control), None)
@@ -127,7 +135,7 @@ def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
     return replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
 
 
-def check_methods(entrants: Sequence[Entrant]) -> None:
+def check_methods(entrants: Sequence[MethodRun]) -> None:
     """Raise a PruningError if a method cannot rank the filters of this network, before any run has trained."""
     names = sorted({one.method for one in entrants if one.method != OWN and not one.folder.begun})
     if not names:
@@ -136,16 +144,16 @@ def check_methods(entrants: Sequence[Entrant]) -> None:
     origin = entrants[0].origin
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
     model = build_dense(recipe, origin)
-    images = shown(Feed(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
+    images = first_images(RunBatches(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.guards.ignore)
     # As in the runs: small operators gain nothing from more threads, and are far slower on a busy machine.
     with cpu_threads(recipe.threads):
         for name in names:
-            rehearse(name, Subject(model, graph, images))
+            check_method(name, Subject(model, graph, images))
 
 
-def _leads(folder: RunFolder, control: bool) -> bool:
+def _is_leader(folder: RunFolder, control: bool) -> bool:
     """Return True if the folder holds a run whose dense stage others may have reused."""
     if not folder.begun:
         return False
@@ -160,7 +168,7 @@ Summary = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Standing:
+class MethodResult:
     """Results of one method over all its seeds."""
 
     method: str
@@ -183,13 +191,13 @@ class Standing:
         return statistics.stdev(self.accuracy) if len(self.accuracy) > 1 else None
 
 
-def standings(summaries: Sequence[Summary]) -> list[Standing]:
+def rank_methods(summaries: Sequence[Summary]) -> list[MethodResult]:
     """Summarize finished runs by method, highest mean test accuracy first.
 
     >>> size = {"params": 100, "macs": 100}
     >>> half = {"params": 40, "macs": 50, "validation_accuracy": None}
     >>> runs = [("l1", 90.0), ("l1", 92.0), ("chip", 93.0)]
-    >>> found = standings([{"method": m, "dense": size, "pruned": {**half, "accuracy": a}} for m, a in runs])
+    >>> found = rank_methods([{"method": m, "dense": size, "pruned": {**half, "accuracy": a}} for m, a in runs])
     >>> [(one.method, one.mean, one.params) for one in found]
     [('chip', 93.0, 0.4), ('l1', 91.0, 0.4)]
     """
@@ -200,13 +208,13 @@ def standings(summaries: Sequence[Summary]) -> list[Standing]:
     return sorted(found, key=lambda one: -one.mean)
 
 
-def _standing(method: str, group: Sequence[Summary]) -> Standing:
+def _standing(method: str, group: Sequence[Summary]) -> MethodResult:
     held_out = [summary["pruned"]["validation_accuracy"] for summary in group]
     params, macs = (
         statistics.fmean(summary["pruned"][key] / summary["dense"][key] for summary in group)
         for key in ("params", "macs")
     )
-    return Standing(
+    return MethodResult(
         method,
         tuple(summary["pruned"]["accuracy"] for summary in group),
         tuple(value for value in held_out if value is not None),
@@ -215,7 +223,7 @@ def _standing(method: str, group: Sequence[Summary]) -> Standing:
     )
 
 
-def leave(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
+def write_comparison(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
     """Write the result of a comparison beside its runs, as JSON and as an HTML page; returns the JSON content."""
     result = to_json(summaries)
     write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
@@ -238,7 +246,7 @@ def to_json(summaries: Sequence[Summary]) -> dict[str, Any]:
                 "params_left": one.params,
                 "macs_left": one.macs,
             }
-            for one in standings(summaries)
+            for one in rank_methods(summaries)
         ],
         "dense_accuracy": [value for value in controls if value is not None],
         "epochs": summaries[0]["epochs"],

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
-from ..runtimes.forms import compiled, first_pass
-from ..runtimes.onnx import feed, session, to_onnx
+from ..runtimes.forms import compile_now, compiled
+from ..runtimes.onnx import session, session_inputs, to_onnx
 from ..utils.user_model import call, map_tensors, real_copy
 
 Pass = Callable[[], Any]
@@ -35,7 +35,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchTarget:
     """Device and threads that a network runs with, and an example of its inputs."""
 
     device: torch.device
@@ -51,25 +51,25 @@ class Place:
 class BenchRuntime:
     """How a runtime prepares a network, and the devices that it is timed on."""
 
-    prepare: Callable[[nn.Module, Place], Bound]
+    prepare: Callable[[nn.Module, BenchTarget], Bound]
     devices: tuple[str, ...]
     packages: tuple[str, ...] = ()
     """Packages whose versions are recorded with the results."""
 
 
-def _eager(network: nn.Module, place: Place) -> Bound:
+def _eager(network: nn.Module, place: BenchTarget) -> Bound:
     network = real_copy(network).to(place.device)
     return lambda inputs: partial(call, network, place.moved(inputs))
 
 
-def _compiled(network: nn.Module, place: Place) -> Bound:
+def _compiled(network: nn.Module, place: BenchTarget) -> Bound:
     network = real_copy(network).to(place.device)
 
     def bind(inputs: Any) -> Pass:
         torch._dynamo.reset()  # Else recompilations add up to a limit; compiled functions stay callable.
         run = partial(call, compiled(network, place.device), place.moved(inputs))
         try:
-            first_pass(run)
+            compile_now(run)
         except PruningError as error:
             raise Unavailable(str(error)) from error
         return run
@@ -77,13 +77,13 @@ def _compiled(network: nn.Module, place: Place) -> Bound:
     return bind
 
 
-def _onnxruntime(network: nn.Module, place: Place) -> Bound:
+def _onnxruntime(network: nn.Module, place: BenchTarget) -> Bound:
     with _as_onnx(network, place) as path:
         ready = session(path, place.threads)
-    return lambda inputs: partial(ready.run, None, feed(ready, inputs))
+    return lambda inputs: partial(ready.run, None, session_inputs(ready, inputs))
 
 
-def _openvino(network: nn.Module, place: Place) -> Bound:
+def _openvino(network: nn.Module, place: BenchTarget) -> Bound:
     try:
         openvino = importlib.import_module("openvino")
     except ImportError:
@@ -123,7 +123,7 @@ def outputs(run: Pass) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _as_onnx(network: nn.Module, place: Place) -> Iterator[Path]:
+def _as_onnx(network: nn.Module, place: BenchTarget) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             yield to_onnx(network, place.example, Path(folder) / "network.onnx")

@@ -58,16 +58,16 @@ def judged_by(name: str) -> str:
     return method.said + origin
 
 
-def told(name: str) -> str:
+def describe_method(name: str) -> str:
     """Return the name of a method with its description."""
     return f"{name} ({judged_by(name)})"
 
 
 METHODS = {
-    "l1": Method("weights.absolute", "the sum of its absolute weights"),
-    "l2": Method("weights.euclidean", "the l2 norm of its weights"),
-    "sfp": Method("weights.euclidean", "the l2 norm of its weights, epoch by epoch", soft=True),
-    "fpgm": Method("weights.distance", "its distances to the other filters of its layer"),
+    "l1": Method("weights.l1_norm", "the sum of its absolute weights"),
+    "l2": Method("weights.l2_norm", "the l2 norm of its weights"),
+    "sfp": Method("weights.l2_norm", "the l2 norm of its weights, epoch by epoch", soft=True),
+    "fpgm": Method("weights.fpgm_distance", "its distances to the other filters of its layer"),
     "bnscale": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
     "hrank": Method("feature_maps.rank", "the rank of its maps", images=640),
     "chip": Method("feature_maps.independence", "what its maps add to those of its layer", images=640),
@@ -82,9 +82,9 @@ METHODS = {
     ),
     "taylor": Method("taylor.first_order", "the change of the loss, to the first order", across=True, images=2048),
     "ccp": Method("taylor.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
-    "dcp": Method("dcp.taken_back", "how early an empty layer takes it back", images=256),
+    "dcp": Method("dcp.reselection_order", "how early an empty layer takes it back", images=256),
     "gal": Method(
-        "gal.outlasting",
+        "gal.mask_persistence",
         "how long its mask holds out against a penalty",
         across=True,
         images=512,
@@ -103,7 +103,7 @@ METHODS = {
         },
     ),
     "amc": Method(
-        "amc.best_walk",
+        "amc.search_widths",
         "its weights, in layers whose widths an agent chose",
         across=True,
         images=256,
@@ -117,7 +117,7 @@ METHODS = {
         images=2048,
         after="NPPM",
     ),
-    "random": Method("weights.chance", "chance"),
+    "random": Method("weights.random_scores", "chance"),
 }
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -125,21 +125,21 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "amc": (
             "Agent",
-            "Way",
-            "best_walk",
-            "landing_on",
+            "LayerObservations",
+            "search_widths",
+            "scores_for_fractions",
         ),
         "dcp": (
             "selection",
-            "taken_back",
+            "reselection_order",
         ),
         "feature_maps": (
             "lost_without",
             "rank",
         ),
         "gal": (
-            "Descent",
-            "outlasting",
+            "Fista",
+            "mask_persistence",
         ),
         "nisp": (
             "infinite_selection",
@@ -147,19 +147,19 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "nppm": (
             "Predictor",
-            "Toll",
+            "CostPenalty",
             "learned_gates",
         ),
         "pfp": ("largest_part",),
         "ranking": (
-            "Masked",
-            "aim_of",
+            "SubnetEvaluator",
+            "target_of",
             "rank_by",
             "ranked",
-            "rehearse",
+            "check_method",
         ),
         "subject": (
-            "NOBODY",
+            "NO_FILTER",
             "Scores",
             "Subject",
             "read_filters",
@@ -170,9 +170,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "pairs",
         ),
         "weights": (
-            "absolute",
-            "distance",
-            "euclidean",
+            "l1_norm",
+            "fpgm_distance",
+            "l2_norm",
             "norm_scale",
         ),
     },

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..graph.channel_graph import ChannelGraph, Layer
-from .ranking import Masked, aim_of
+from .ranking import SubnetEvaluator, target_of
 from .subject import Scores, Subject
-from .weights import absolute
+from .weights import l1_norm
 
 _WALKS = 60
 _AT_RANDOM = 0.25  # fraction of the walks that are random, before the agent is used
@@ -34,13 +34,11 @@ _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 
 
 @torch.enable_grad()
-def best_walk(subject: Subject) -> Scores:
+def search_widths(subject: Subject) -> Scores:
     """Return scores that land on the network of the best walk."""
-    masked, aim, way = Masked(subject), aim_of(subject), Way(subject.graph)
+    masked, aim, way = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
     # The rank of a filter in its layer: 1 for the one with the largest weights.
-    places = {
-        name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in absolute(subject).items()
-    }
+    places = {name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in l1_norm(subject).items()}
     agent = Agent(way.features, subject.seed)
     # The reward counts images, so it cannot distinguish more walks than there are images.
     walks = min(_WALKS, sum(len(labels) for _, labels in masked.batches))
@@ -54,7 +52,7 @@ def best_walk(subject: Subject) -> Scores:
         parts: list[float] = []
         for _ in places:
             parts.append(agent.act(way.seen(parts), noise))
-        scores = landing_on(dict(zip(places, parts, strict=True)), places)
+        scores = scores_for_fractions(dict(zip(places, parts, strict=True)), places)
         masks = aim.choose(scores).masks
         reward = masked.accuracy(masks)
         if reward > best:
@@ -67,12 +65,12 @@ def best_walk(subject: Subject) -> Scores:
     return found
 
 
-def landing_on(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64]]) -> Scores:
+def scores_for_fractions(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64]]) -> Scores:
     """Return scores that are at least 1 in the chosen fraction of each layer.
 
     Any other threshold keeps fractions in the same ratio.
 
-    >>> {name: values.round(2).tolist() for name, values in landing_on(
+    >>> {name: values.round(2).tolist() for name, values in scores_for_fractions(
     ...     {"a": 0.5, "b": 0.25}, {"a": np.array([1, 2, 3, 4]), "b": np.array([2, 1, 4, 3])}
     ... ).items()}
     {'a': [2.0, 1.0, 0.67, 0.5], 'b': [0.5, 1.0, 0.25, 0.33]}
@@ -80,7 +78,7 @@ def landing_on(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64
     return {name: parts[name] * len(own) / own for name, own in places.items()}
 
 
-class Way:
+class LayerObservations:
     """The observations of the agent on its way over all layers."""
 
     def __init__(self, graph: ChannelGraph) -> None:

@@ -21,7 +21,18 @@ from torch import Tensor, nn
 
 from ..errors import PruningError
 from ..utils.user_model import call
-from .subject import AT_ONCE, Scores, Subject, Summing, batched, met, read_values, readers, spots, summing
+from .subject import (
+    MAX_ELEMENTS,
+    Scores,
+    Subject,
+    Summing,
+    conv_and_linear,
+    positions_per_sample,
+    read_values,
+    readers,
+    sample_window,
+    with_batch_dim,
+)
 
 _POSITIONS = 8  # sampled per image
 _ROUNDS = 16  # at most; with more channels, several are added per round
@@ -32,16 +43,16 @@ _DECAY = 1e-3  # weight decay of the classifier, which would overfit a few image
 Loss = Callable[[Tensor], Tensor]
 
 
-def taken_back(subject: Subject) -> Scores:
+def reselection_order(subject: Subject) -> Scores:
     """Score filters by how early they are taken back, averaged over all layers that read them.
 
     A filter without a known reader is kept: its score is 1.
     """
     read = {node.layer for node in readers(subject.graph)}
-    asked = {name: module for name, module in summing(subject.model).items() if name in read}
+    asked = {name: module for name, module in conv_and_linear(subject.model).items() if name in read}
     places: dict[str, NDArray[np.floating]] = {}
-    for part in _portions(asked, sum(len(labels) for _, labels in subject.batches)):
-        for name, (windows, weight, shares) in _seen(subject, part).items():
+    for part in _memory_groups(asked, sum(len(labels) for _, labels in subject.batches)):
+        for name, (windows, weight, shares) in _sample_inputs(subject, part).items():
             if not (windows.isfinite().all() and weight.isfinite().all()):
                 raise PruningError(f"what {name} reads, or its weights, are not finite")
             order = selection(windows, weight, shares)
@@ -135,18 +146,18 @@ def _descended(loss: Loss, start: Tensor, steps: int, free: Tensor | None = None
     return held
 
 
-def _portions(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, Summing]]:
+def _memory_groups(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, Summing]]:
     """Split the layers into groups that are processed together.
 
     The inputs sampled from all images are in memory for a whole group, so a group of several layers is limited to
-    `AT_ONCE` numbers.
+    `MAX_ELEMENTS` numbers.
     """
     part: dict[str, Summing] = {}
     room = 0
     for name, module in asked.items():
         channels = module.in_features if isinstance(module, nn.Linear) else module.in_channels
         size = images * _POSITIONS * channels * module.weight.shape[2:].numel()
-        if part and room + size > AT_ONCE:
+        if part and room + size > MAX_ELEMENTS:
             yield part
             part, room = {}, 0
         part[name] = module
@@ -155,7 +166,9 @@ def _portions(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, S
         yield part
 
 
-def _seen(subject: Subject, asked: Mapping[str, Summing]) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+def _sample_inputs(
+    subject: Subject, asked: Mapping[str, Summing]
+) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
     """Sample windows of the input of each layer; return them, the weights applied to them, and the class shares."""
     # The positions sampled in a layer do not depend on the other layers in the group.
     random = {name: np.random.default_rng([subject.seed, *name.encode()]) for name in asked}
@@ -169,9 +182,9 @@ def _seen(subject: Subject, asked: Mapping[str, Summing]) -> dict[str, tuple[Ten
 
         def see(name: str, inputs: Tensor, shares: Tensor = shares) -> None:
             module = asked[name]
-            inputs = batched(module, inputs)
-            positions = _POSITIONS if spots(module, inputs) > 1 else 1
-            drawn = [met(module, inputs, random[name]) for _ in range(positions)]
+            inputs = with_batch_dim(module, inputs)
+            positions = _POSITIONS if positions_per_sample(module, inputs) > 1 else 1
+            drawn = [sample_window(module, inputs, random[name]) for _ in range(positions)]
             wide = torch.promote_types(inputs.dtype, torch.float32)
             windows[name].append(torch.stack([window for window, _ in drawn]).to(wide))
             weights[name] = drawn[0][1].detach().to(wide)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .subject import Scores, Subject, pieces
+from .subject import Scores, Subject, chunks
 
 _STEP = 0.4  # of the integral below, in log u: its error falls as exp(-pi^2 / step), whatever the values
 _POINTS = np.arange(-24, 10, _STEP)
@@ -84,7 +84,7 @@ def _mean(subject: Subject, judge: Callable[[Tensor], Tensor]) -> Scores:
     seen: dict[str, int] = defaultdict(int)
 
     def see(name: str, given: Tensor) -> None:
-        for maps in pieces(subject.upright(name, given), given[0].numel()):
+        for maps in chunks(subject.upright(name, given), given[0].numel()):
             sums[name] = sums.get(name, 0) + judge(maps.clamp_min(0)).sum(0)
         seen[name] += len(given)
 

@@ -32,13 +32,13 @@ _RATE = 1e-3  # learning rate of the discriminator
 _WIDEST = 4096  # outputs per sample that the discriminator reads
 
 
-def outlasting(subject: Subject) -> Scores:
+def mask_persistence(subject: Subject) -> Scores:
     """Score filters by the mean of their mask over all steps: the sooner it is zero, the lower the score."""
     if not subject.batches:
         return {}
     masked = _Masked(subject)
     adversary = _Discriminator(masked.rows[0], subject.seed)
-    descent = Descent(masked.rows[0].new_ones(sum(layer.filters for layer in subject.graph.layers.values())))
+    descent = Fista(masked.rows[0].new_ones(sum(layer.filters for layer in subject.graph.layers.values())))
     course = torch.zeros_like(descent.held)
     first, last = _PENALTY
     for step in range(_STEPS):
@@ -54,12 +54,12 @@ def outlasting(subject: Subject) -> Scores:
     return {name: values.cpu().numpy() for name, values in masked.split(course / _STEPS).items()}
 
 
-class Descent:
+class Fista:
     """Accelerated proximal gradient steps (FISTA) for nonnegative values, under a penalty on their sum.
 
     The step length is found by backtracking: the loss must not exceed the parabola that the step minimizes.
 
-    >>> wanted, descent = torch.tensor([1.0, 0.5, 0.1]), Descent(torch.ones(3))
+    >>> wanted, descent = torch.tensor([1.0, 0.5, 0.1]), Fista(torch.ones(3))
     >>> for _ in range(20):
     ...     descent.step(lambda held: (held - wanted).square().sum() / 2, penalty=0.2)
     >>> descent.held

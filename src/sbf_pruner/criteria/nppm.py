@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..budget.controller import Aim
+from ..budget.controller import Selector
 from ..graph.nodes import Mask
-from .ranking import Masked, aim_of
+from .ranking import SubnetEvaluator, target_of
 from .subject import Scores, Subject
 
 _EPOCHS = 10
@@ -33,11 +33,11 @@ _LEARNED = 4  # steps of the predictor per step of the gates
 @torch.enable_grad()
 def learned_gates(subject: Subject) -> Scores:
     """Score filters by the learned logit of their gate: above 0 it is open more often than closed."""
-    masked, random = Masked(subject), np.random.default_rng(subject.seed)
+    masked, random = SubnetEvaluator(subject), np.random.default_rng(subject.seed)
     spans, count = masked.gates.spans, len(masked.gates.soft)
     values = torch.full((count,), _OPEN, dtype=torch.float64, requires_grad=True)
     descent = torch.optim.Adam([values], lr=_RATE)
-    predictor, toll = Predictor(count, subject.seed), Toll(aim_of(subject))
+    predictor, toll = Predictor(count, subject.seed), CostPenalty(target_of(subject))
     for batch in (batch for _ in range(_EPOCHS) for batch in masked.batches):
         drawn = ((values + torch.from_numpy(random.logistic(size=count))) / _SHARP).sigmoid()
         gates = (drawn.detach() > 0.5).double()
@@ -54,10 +54,10 @@ def learned_gates(subject: Subject) -> Scores:
     return {name: values.detach()[span].numpy() for name, span in spans.items()}
 
 
-class Toll:
+class CostPenalty:
     """Penalty on sub-networks above the target: the logarithm of their cost relative to the target."""
 
-    def __init__(self, aim: Aim) -> None:
+    def __init__(self, aim: Selector) -> None:
         self._aim, self._steps = aim, 0
         self._prices = aim.prices
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .subject import Scores, Subject, batched, met, pieces, read_values, summing
+from .subject import Scores, Subject, chunks, conv_and_linear, read_values, sample_window, with_batch_dim
 
 _POSITIONS = 8  # sampled per batch
 
@@ -30,12 +30,12 @@ def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
     """Return, for every layer, the largest relative contribution of each input channel to its outputs."""
     random = np.random.default_rng(subject.seed)
     found: dict[str, Tensor] = {}
-    asked = summing(subject.model)
+    asked = conv_and_linear(subject.model)
 
     def see(name: str, inputs: Tensor) -> None:
-        inputs = batched(asked[name], inputs)
+        inputs = with_batch_dim(asked[name], inputs)
         for _ in range(_POSITIONS):
-            part = part_of_each(*met(asked[name], inputs, random))
+            part = part_of_each(*sample_window(asked[name], inputs, random))
             found[name] = torch.maximum(found[name], part) if name in found else part
 
     with subject.reading(list(asked), see):
@@ -53,7 +53,7 @@ def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
     """
     tiny = torch.finfo(inputs.dtype).tiny
     found = []
-    for part in pieces(inputs, weight[..., 0].numel()):
+    for part in chunks(inputs, weight[..., 0].numel()):
         added = torch.einsum("ngck,gock->ngoc", part, weight).abs()
         found.append((added / added.sum(3, keepdim=True).clamp_min(tiny)).amax((0, 2)).flatten())
     return torch.stack(found).amax(0)

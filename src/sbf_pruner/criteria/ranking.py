@@ -1,7 +1,7 @@
 """Score filters by any criterion, and evaluate sub-networks before any of their weights are trained.
 
-Scores are comparable across all layers of a network; higher is better. `Masked` evaluates sub-networks in a copy,
-so the subject's own network does not change.
+Scores are comparable across all layers of a network; higher is better. `SubnetEvaluator` evaluates sub-networks in
+a copy, so the subject's own network does not change.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..budget.controller import Aim
+from ..budget.controller import Selector
 from ..budget.targets import Budget, Limits
-from ..errors import PruningError, nearest
+from ..errors import PruningError, suggestion
 from ..graph.nodes import Mask
 from ..pruner import Pruner
 from ..scores.gates import Gates
 from ..scores.norm_statistics import fresh_statistics
-from ..utils.user_model import real_copy, without_attached
+from ..utils.user_model import real_copy, remove_pruner_hooks
 from . import METHODS
 from .subject import Batch, Scores, Subject, logits
 
-REHEARSED = 2  # number of images for `rehearse`
+REHEARSED = 2  # number of images for `check_method`
 
 
-def shown(batches: Iterable[Batch], images: int) -> list[Batch]:
+def first_images(batches: Iterable[Batch], images: int) -> list[Batch]:
     """Return the first `images` images of the batches.
 
     >>> import torch
-    >>> [len(labels) for _, labels in shown([(torch.zeros(4, 1), torch.zeros(4))] * 3, 6)]
+    >>> [len(labels) for _, labels in first_images([(torch.zeros(4, 1), torch.zeros(4))] * 3, 6)]
     [4, 2]
     """
     found: list[tuple[Tensor, Tensor]] = []
@@ -90,16 +90,16 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
     """
     known = [method for method in METHODS if not METHODS[method].learned]
     if name not in known:
-        raise PruningError(f"no method that ranks filters is called {name!r}; {nearest(name, known)}")
+        raise PruningError(f"no method that ranks filters is called {name!r}; {suggestion(name, known)}")
     images = METHODS[name].images
-    seen = shown(batches, images)
+    seen = first_images(batches, images)
     if images and not seen:
         raise PruningError(f"method {name} looks at images; give batches of inputs and labels")
-    network = without_attached(real_copy(pruner.model)).eval().requires_grad_(False)
+    network = remove_pruner_hooks(real_copy(pruner.model)).eval().requires_grad_(False)
     pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.aim)))
 
 
-def rehearse(name: str, subject: Subject) -> None:
+def check_method(name: str, subject: Subject) -> None:
     """Raise the PruningError now that a method would raise for this network later in the run."""
     if METHODS[name].learned:
         return
@@ -141,17 +141,17 @@ def _places(values: NDArray[np.floating]) -> NDArray[np.floating]:
 _UNASKED = 0.5  # fraction of the MACs to keep if there is no target
 
 
-def aim_of(subject: Subject) -> Aim:
+def target_of(subject: Subject) -> Selector:
     """Return the target of a subject; without one, half of the MACs, or the fewest reachable if that is more."""
     if subject.aim is not None and subject.aim.limits is not None:
         return subject.aim
-    aim = Aim(subject.graph, Budget(macs=_UNASKED), refuse=False)
+    aim = Selector(subject.graph, Budget(macs=_UNASKED), refuse=False)
     if aim.limits is not None and not aim.reachable:
         aim.limits = Limits({"macs": aim.count(aim.smallest)["macs"]}, aim.limits.whole)
     return aim
 
 
-class Masked:
+class SubnetEvaluator:
     """A gated copy of the subject's network, to evaluate sub-networks."""
 
     def __init__(self, subject: Subject) -> None:

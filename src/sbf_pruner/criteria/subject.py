@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
-from ..budget.controller import Aim
+from ..budget.controller import Selector
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.layer_nodes import Contract
+from ..graph.layer_nodes import LayerNode
 from ..graph.nodes import Mask, along, shrink
 from ..utils.user_model import call, map_tensors
 
 Batch = tuple[Any, Tensor]  # images, or whatever the network is called with, and labels
 Scores = dict[str, NDArray[np.floating]]
 # Largest number of elements computed from images at a time, as large feature maps would fill the memory
-AT_ONCE = 2**25
-See = Callable[[str, Tensor], Tensor | None]  # called with the name of a layer, and its output or input
+MAX_ELEMENTS = 2**25
+Observer = Callable[[str, Tensor], Tensor | None]  # called with the name of a layer, and its output or input
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Subject:
     batches: Sequence[Batch]
     """images and their labels, on the device of the model"""
     seed: int = 0
-    aim: Aim | None = None
+    aim: Selector | None = None
     """the target, for criteria that need it"""
 
     def rows(self, name: str) -> Tensor:
@@ -94,7 +94,7 @@ class Subject:
         return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (layer.groups, -1))
 
     @contextmanager
-    def watched(self, see: See) -> Iterator[None]:
+    def watched(self, see: Observer) -> Iterator[None]:
         """Call `see` with the output of every layer, at each call inside this context.
 
         A tensor that `see` returns replaces the output.
@@ -110,7 +110,7 @@ class Subject:
             yield
 
     @contextmanager
-    def reading(self, names: Sequence[str], see: See) -> Iterator[None]:
+    def reading(self, names: Sequence[str], see: Observer) -> Iterator[None]:
         """Call `see` with the input of the named layers that are modules, at each call inside this context."""
         modules = dict(self.model.named_modules())
         with ExitStack() as hooks:
@@ -172,13 +172,13 @@ def logits(model: nn.Module, images: Any) -> Tensor:
     return outputs
 
 
-def pieces(inputs: Tensor, each: int) -> Iterator[Tensor]:
-    """Split samples into as few parts as `AT_ONCE` allows, where each sample makes `each` numbers.
+def chunks(inputs: Tensor, each: int) -> Iterator[Tensor]:
+    """Split samples into as few parts as `MAX_ELEMENTS` allows, where each sample makes `each` numbers.
 
-    >>> [len(part) for part in pieces(torch.zeros(5), AT_ONCE // 2)]
+    >>> [len(part) for part in chunks(torch.zeros(5), MAX_ELEMENTS // 2)]
     [2, 2, 1]
     """
-    yield from inputs.split(max(AT_ONCE // each, 1))
+    yield from inputs.split(max(MAX_ELEMENTS // each, 1))
 
 
 def _followed(inputs: Tensor) -> Tensor:
@@ -190,16 +190,17 @@ def _slopes(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-NOBODY = -1
+NO_FILTER = -1
 
 
-def readers(graph: ChannelGraph) -> list[Contract]:
+def readers(graph: ChannelGraph) -> list[LayerNode]:
     """Return the layers that sum over channels; a depthwise layer processes each of them separately."""
-    return [node for node in graph.nodes if isinstance(node, Contract) and not node.depthwise]
+    return [node for node in graph.nodes if isinstance(node, LayerNode) and not node.depthwise]
 
 
-def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[Contract, NDArray[np.int64]]]:
-    """Yield every reader of a layer, with the number of the filter that each of its input channels is, or `NOBODY`.
+def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[LayerNode, NDArray[np.int64]]]:
+    """Yield every reader of a layer, with the number of the filter that each of its input channels is, or
+    `NO_FILTER`.
 
     The numbers are found bit by bit: the filters with a 1 in a bit are sent through the graph, then those with a 0.
     If only one of the two sets reaches a channel, that is its bit.
@@ -221,7 +222,7 @@ def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[Contract, NDA
             told &= zero[place] != one[place]
             numbers |= one[place].astype(np.int64) << digit
         if told.any():
-            yield node, np.where(told, numbers, NOBODY)
+            yield node, np.where(told, numbers, NO_FILTER)
 
 
 def read_values(
@@ -236,7 +237,7 @@ def read_values(
         rows = [np.full(layer.filters, -np.inf)]  # A first row, for layers without readers.
         for node, numbers in read_filters(graph, name):
             if node.layer in values:
-                mine = numbers != NOBODY
+                mine = numbers != NO_FILTER
                 rows.append(np.full(layer.filters, -np.inf))
                 with np.errstate(invalid="ignore"):  # The caller reports values that are not finite.
                     np.maximum.at(rows[-1], numbers[mine], values[node.layer][mine])
@@ -253,29 +254,33 @@ def _arrived(graph: ChannelGraph, name: str, chosen: Mask) -> list[Mask]:
 Summing = _ConvNd | nn.Linear  # Every output is a weighted sum over inputs.
 
 
-def summing(model: nn.Module) -> dict[str, Summing]:
+def conv_and_linear(model: nn.Module) -> dict[str, Summing]:
     """Return the convolutions and linear layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Summing)}
 
 
-def batched(module: Summing, inputs: Tensor) -> Tensor:
+def with_batch_dim(module: Summing, inputs: Tensor) -> Tensor:
     """Return the detached input of a layer, with a batch dimension added if it has none."""
     least = 2 if isinstance(module, nn.Linear) else 2 + len(module.kernel_size)
     return inputs.detach().unsqueeze(0) if inputs.dim() < least else inputs.detach()
 
 
-def spots(module: Summing, inputs: Tensor) -> int:
+def positions_per_sample(module: Summing, inputs: Tensor) -> int:
     """Return the number of positions per sample in the input of a layer."""
     return inputs[0].numel() // inputs.shape[-1 if isinstance(module, nn.Linear) else 1]
 
 
-def met(module: Summing, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+def sample_window(module: Summing, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Sample what a layer reads for one random output position, and the weights applied to it.
 
     The shapes are (samples, groups, channels, taps) and (groups, outputs, channels, taps).
     """
     if isinstance(module, nn.Linear):
-        inputs = inputs if inputs.dim() == 2 else inputs.flatten(1, -2)[:, random.integers(spots(module, inputs))]
+        inputs = (
+            inputs
+            if inputs.dim() == 2
+            else inputs.flatten(1, -2)[:, random.integers(positions_per_sample(module, inputs))]
+        )
         return inputs[:, None, :, None], module.weight[None, :, :, None]
     groups = module.groups
     if isinstance(module, _ConvTransposeNd):  # Every input is spread, so each tap of the kernel is an output.

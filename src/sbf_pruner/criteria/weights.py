@@ -9,17 +9,17 @@ from ..errors import PruningError
 from .subject import Scores, Subject
 
 
-def absolute(subject: Subject) -> Scores:
+def l1_norm(subject: Subject) -> Scores:
     """Score filters by the sum of their absolute weights (Li et al., 2017)."""
     return {name: subject.rows(name).abs().sum(1).cpu().numpy() for name in subject.graph.layers}
 
 
-def euclidean(subject: Subject) -> Scores:
+def l2_norm(subject: Subject) -> Scores:
     """Score filters by the l2 norm of their weights, as soft filter pruning does (He et al., 2018)."""
     return {name: subject.rows(name).norm(dim=1).cpu().numpy() for name in subject.graph.layers}
 
 
-def distance(subject: Subject) -> Scores:
+def fpgm_distance(subject: Subject) -> Scores:
     """Score filters by the sum of their distances to all others of the layer (FPGM: He et al., 2019).
 
     The filter nearest to the geometric median is the one that the others can replace best.
@@ -50,7 +50,7 @@ def norm_scale(subject: Subject) -> Scores:
     return {name: scales.get(name, np.full(layer.filters, beyond)) for name, layer in subject.graph.layers.items()}
 
 
-def chance(subject: Subject) -> Scores:
+def random_scores(subject: Subject) -> Scores:
     """Score filters at random, the baseline for any other method."""
     random = np.random.default_rng(subject.seed)
     return {name: random.random(layer.filters) for name, layer in subject.graph.layers.items()}

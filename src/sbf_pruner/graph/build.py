@@ -19,18 +19,18 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..errors import PruningError, nearest
-from ..utils.user_model import check_model, uncollected
+from ..errors import PruningError, suggestion
+from ..utils.user_model import check_model, gc_disabled
 from .channel_graph import ChannelGraph, Layer, Site
-from .gate_sites import Places
-from .layer_nodes import LAYERS, Contract, Norm, Product, owner
-from .nodes import Boundary, Elementwise, Located, Map, Sampled, Sum
+from .gate_sites import GateSites
+from .layer_nodes import LAYERS, LayerNode, Norm, Product, weight_owner
+from .nodes import Boundary, ChannelMove, Elementwise, Located, Sampled, Sum
 from .records import Value
 from .tracer import record
-from .wiring import Wiring, without_batch
+from .wiring import NodeBuilder, without_batch
 
 
-@uncollected()
+@gc_disabled()
 @torch.inference_mode(False)  # operators have other names in inference mode
 def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and why the others cannot be pruned.
@@ -61,8 +61,8 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
         raise PruningError(
             "there is no convolution in the model, so there are no filters to prune; give a convolutional network"
         )
-    graph = _Finder(Wiring(model, found)).graph()
-    _leave_divisors(graph)
+    graph = _LayerFinder(NodeBuilder(model, found)).graph()
+    _protect_divisors(graph)
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
         if not isinstance(pattern, str):
             raise PruningError(
@@ -70,14 +70,14 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
             )
         matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
         if not matching and not any(fnmatchcase(name, pattern) for name in graph.unscored):
-            raise PruningError(f"ignore: no layer is called {pattern!r}; {nearest(pattern, graph.layers)}")
+            raise PruningError(f"ignore: no layer is called {pattern!r}; {suggestion(pattern, graph.layers)}")
         for name in matching:
             del graph.layers[name]
             graph.unscored[name] = f"ignored as asked ({pattern})"
     return graph
 
 
-def _leave_divisors(graph: ChannelGraph) -> None:
+def _protect_divisors(graph: ChannelGraph) -> None:
     """Make layers unprunable until no operator can get a zero where its value or gradient is undefined.
 
     Liveness decides for all operators alike: a divisor with a constant added is never zero, and if a divisor is the
@@ -86,9 +86,9 @@ def _leave_divisors(graph: ChannelGraph) -> None:
     if not graph.avoiding:
         return
     left: dict[str, str] = {}
-    names = list(graph.layers) if graph.undefined(graph.thinned(graph.layers)) else []
+    names = list(graph.layers) if graph.undefined(graph.alive_regardless_of(graph.layers)) else []
     for number, name in enumerate(names, 1):
-        harmed = graph.undefined(graph.thinned({*names[:number]} - left.keys()))
+        harmed = graph.undefined(graph.alive_regardless_of({*names[:number]} - left.keys()))
         if harmed:
             left[name] = harmed[0].at_zero
             del graph.layers[name]
@@ -112,18 +112,18 @@ def _check_changeable(model: nn.Module) -> None:
             raise PruningError(f"{name} ({kind}) has no weights yet; run the model once on inputs, then prune it")
 
 
-class _Finder:
+class _LayerFinder:
     """Find the prunable layers of a wired network, and the reasons for the others."""
 
-    def __init__(self, net: Wiring) -> None:
+    def __init__(self, net: NodeBuilder) -> None:
         self.net = net
-        self.places = Places(net)
+        self.places = GateSites(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
         # Nodes that can get a gate without a score, which closes the constants that a norm makes of zeros.
         self.closable = {id(m[0]) for at, m in net.main.items() if len(m) == 1 and at not in net.busy}
-        self.uses: dict[Value, list[Contract]] = defaultdict(list)  # stored tensor -> layers it is a weight of
+        self.uses: dict[Value, list[LayerNode]] = defaultdict(list)  # stored tensor -> layers it is a weight of
         for node in net.nodes:
-            if isinstance(node, Contract):
+            if isinstance(node, LayerNode):
                 for root in node.weight.roots or ():
                     self.uses[root].append(node)
 
@@ -139,12 +139,12 @@ class _Finder:
         unscored: dict[str, str] = {}
         for node in self.net.nodes:
             at = node.op.call.module if node.op.call is not None else ""
-            if not isinstance(node, Contract):
-                held_by = owner(node.op) if node.op.name in LAYERS else None
+            if not isinstance(node, LayerNode):
+                held_by = weight_owner(node.op) if node.op.name in LAYERS else None
                 if held_by is not None and (name := self._named(held_by)) not in layers:
                     unscored.setdefault(name, node.blocks)
                 continue
-            holder = owner(node.op)
+            holder = weight_owner(node.op)
             module = at if holder is None else holder
             name = node.layer = self._named(module)
             if node.stored and at != module and at in self.leaves:
@@ -163,7 +163,7 @@ class _Finder:
                 unscored[name] = reason
                 continue
             mains = self.net.main.get(module) or self.net.inner[module]
-            nodes = tuple(n for n in mains if isinstance(n, Contract))
+            nodes = tuple(n for n in mains if isinstance(n, LayerNode))
             for edge in site.edges:
                 edge.layer = name
             main = self.net.main[site.module][0] if site.kind != "sum" else None
@@ -195,7 +195,7 @@ class _Finder:
                 return f"no layer uses its weight; it is read by {op.name} at {op.where}"
         return "it does not run on the example inputs"
 
-    def _reason_to_skip(self, node: Contract, module: str) -> str:
+    def _reason_to_skip(self, node: LayerNode, module: str) -> str:
         if node.weight.roots is None:
             return f"its weight is computed from the input at {node.op.where}, and cannot be sliced"
         if not node.stored and (mixes := self.net.what_mixes(node.weight, node.filters)) is not None:
@@ -215,7 +215,7 @@ class _Finder:
             return f"its weight is used at {others[0].op.where} too, where no gate can be placed"
         return "" if module in self.net.main else self._reason_for_no_gate(node, module)
 
-    def _reason_for_no_gate(self, node: Contract, module: str) -> str:
+    def _reason_for_no_gate(self, node: LayerNode, module: str) -> str:
         """Return why a layer whose module has no edges gets no gate; "" if the norm behind it can hold one."""
         call = node.op.call.within(module) if node.op.call is not None else None
         if call is None:
@@ -244,13 +244,13 @@ class _Finder:
             for node in self.net.consumers[value]:
                 if isinstance(node, Boundary):
                     main = self.net.main.get(node.module, [None])[0]
-                    if node.side != "in" or not isinstance(main, Contract):  # a layer sums over them
+                    if node.side != "in" or not isinstance(main, LayerNode):  # a layer sums over them
                         todo.append(node.out)
                 elif isinstance(node, Norm):
                     if node.revives and id(node) not in self.closable:
                         return f"{node.op.name} at {node.op.where} brings a removed channel back as a constant"
                     todo.append(node.out)
-                elif isinstance(node, Contract):
+                elif isinstance(node, LayerNode):
                     if node.weight.roots is None:
                         return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
                 elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
@@ -290,7 +290,7 @@ class _Finder:
             if value in self.net.outputs:
                 return True
             for reader in self.net.consumers[value]:
-                if isinstance(reader, (Elementwise, Map, Boundary)):
+                if isinstance(reader, (Elementwise, ChannelMove, Boundary)):
                     todo += (fresh := [v for v in reader.outputs if v not in seen])
                     seen.update(fresh)
         return False
@@ -307,7 +307,7 @@ class _Finder:
                 return reason
             for reader in self.net.consumers[value]:
                 harmless = isinstance(reader, Elementwise) and reader.ends(value, gone)
-                if not harmless and not isinstance(reader, (Elementwise, Map)):
+                if not harmless and not isinstance(reader, (Elementwise, ChannelMove)):
                     return reason
                 if not harmless and id(reader) not in seen:
                     seen.add(id(reader))

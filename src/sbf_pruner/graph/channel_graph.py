@@ -1,9 +1,9 @@
 """The channel graph: prunable layers, where each is gated, and all other layers with reasons.
 
 `ChannelGraph.flow` propagates liveness forward and need backward for any choice of filters; `settle` returns the
-filters that survive it; `lifelines` names the layers that must keep at least one. `build.trace` makes a graph from
-a model. `Ties` holds the constraints between the layouts of tensors, and `residual_blocks` finds the additions of
-a branch and a shortcut.
+filters that survive it; `disconnecting_layers` names the layers that must keep at least one. `build.trace` makes a
+graph from a model. `LayoutConstraints` holds the constraints between the layouts of tensors, and `residual_blocks`
+finds the additions of a branch and a shortcut.
 """
 
 from __future__ import annotations
@@ -16,13 +16,26 @@ from functools import cached_property, partial
 import numpy as np
 
 from ..errors import PlanError
-from .layer_nodes import Contract, Norm, Product
-from .nodes import Boundary, Elementwise, End, Flow, Grids, Layout, Mask, Node, Sum, level, some, whole_groups
+from .layer_nodes import LayerNode, Norm, Product
+from .nodes import (
+    Boundary,
+    Elementwise,
+    End,
+    Flow,
+    Grids,
+    Layout,
+    Mask,
+    Node,
+    Sum,
+    equalize_groups,
+    some,
+    whole_groups,
+)
 from .records import ZEROS, Call, Op, Trace, Value
 from .relations import Relations
 
 
-class Ties:
+class LayoutConstraints:
     """Layout constraints of one graph: those of its nodes, and one layout for all calls of a module.
 
     Nodes are visited forward and then backward until nothing grows, because the channels that a grouped convolution
@@ -100,7 +113,7 @@ class Liveness:
             if isinstance(node, Boundary) and layer in keep:
                 node.gate(flow, keep[layer])
             led = not flow.reached.isdisjoint(inputs)
-            if isinstance(node, Contract):
+            if isinstance(node, LayerNode):
                 led = led and bool(flow.alive[node.x].any())
             for value in node.outputs:
                 mask = flow.alive[value]
@@ -119,7 +132,7 @@ class Site:
     """Where in the model a gate is applied.
 
     `kind` is "affine" (multiplied into the module's scale and shift), "map" (into its output), "bias" (into its
-    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePlace`). `layer` owns
+    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). `layer` owns
     the gate. A site without a layer has no score: its gate closes where no live channel arrives, so that a norm or
     a bias does not turn a dead channel into a constant.
     """
@@ -149,11 +162,11 @@ class Layer:
     groups: int
     site: Site
     unit: int = 1  # filters removed only together, because a norm shares their statistics
-    nodes: tuple[Contract, ...] = field(default=(), repr=False, compare=False)
+    nodes: tuple[LayerNode, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass
-class Pinned:
+class FixedSizes:
     """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
 
     positions: set[int] = field(default_factory=set)
@@ -176,7 +189,9 @@ class ChannelGraph:
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # inputs of every module call
-    pinned: Pinned = field(default_factory=Pinned, repr=False, compare=False)  # found by earlier extractions
+    pinned: FixedSizes = field(
+        default_factory=FixedSizes, repr=False, compare=False
+    )  # found by earlier extractions
 
     @cached_property
     def relations(self) -> Relations:
@@ -216,7 +231,7 @@ class ChannelGraph:
                 flow.alive[node.out] = np.zeros(grid, bool) if given is None else given.reshape(grid)
         return flow
 
-    def thinned(self, layers: Collection[str]) -> Flow:
+    def alive_regardless_of(self, layers: Collection[str]) -> Flow:
         """Compute what stays alive whichever filters the given layers lose.
 
         Their gates are closed, but every convolution, linear layer and sum over channels is taken to keep an input.
@@ -227,7 +242,7 @@ class ChannelGraph:
             if isinstance(node, Boundary) and node.layer in layers:
                 node.gate(flow, np.zeros(self.grids[node.out], bool))
             whole = isinstance(node, (Sum, Product)) and max(self.grids[node.outputs[0]], default=1) == 1
-            if whole or (isinstance(node, Contract) and not node.depthwise):
+            if whole or (isinstance(node, LayerNode) and not node.depthwise):
                 flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
         return flow
 
@@ -258,9 +273,9 @@ class ChannelGraph:
         return Liveness(self.nodes, self._given, self.trace.inputs)
 
     @cached_property
-    def ties(self) -> Ties:
+    def ties(self) -> LayoutConstraints:
         """Constraints between the layouts of the tensors."""
-        return Ties(self.nodes, self.grids)
+        return LayoutConstraints(self.nodes, self.grids)
 
     def all_filters(self) -> dict[str, Mask]:
         """Return masks that keep every filter of every layer."""
@@ -298,7 +313,7 @@ class ChannelGraph:
             rows = left.reshape(layer.groups, -1)
             # Where the inputs cannot be removed, such as those of the network, no group can.
             whole = any(self.grids[n.x][1] < n.x.shape[1] for n in layer.nodes)
-            left = level(rows, some(rows, 1) | whole).reshape(-1)
+            left = equalize_groups(rows, some(rows, 1) | whole).reshape(-1)
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
@@ -311,7 +326,7 @@ class ChannelGraph:
         """Outputs that depend on the inputs when all filters are kept."""
         return self._whole.reached & set(self.outputs)
 
-    def lifelines(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
+    def disconnecting_layers(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
         """Return a minimal set of layers that must keep more filters for the network to be connected.
 
         Layers early in `order` are dropped from the set first.
@@ -331,7 +346,7 @@ class ChannelGraph:
 
     def check_connected(self, keep: Mapping[str, Mask]) -> None:
         """Raise a PlanError naming the layers if an output is cut off or an operator is undefined."""
-        culprits = self.lifelines(keep)
+        culprits = self.disconnecting_layers(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
             empty = not any(keep[n].any() for n in culprits)
@@ -425,20 +440,20 @@ class _Walk:
             inputs = [v in self.graph.trace.inputs for v in (first, second)]
             if not any(inputs):
                 return None
-        one, two = (sum(isinstance(self.graph.nodes[p], Contract) for p in places - shared) for places in above)
+        one, two = (sum(isinstance(self.graph.nodes[p], LayerNode) for p in places - shared) for places in above)
         return one, two
 
     def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
         """Return the prunable layers of a branch that the shortcut has not passed."""
         places = sorted(self._above(branch) - self._above(shortcut))
-        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], Contract)]
+        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], LayerNode)]
         return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
 
     def owner(self, value: Value) -> str:
         """Return the prunable layer whose filters are the channels of a tensor, each in its own place, or ""."""
         while value in self.maker:
             node: Node = self.graph.nodes[self.maker[value]]
-            if isinstance(node, Contract):
+            if isinstance(node, LayerNode):
                 return node.layer if node.layer in self.graph.layers else ""
             if isinstance(node, (Norm, Boundary)):
                 value = node.x

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from .channel_graph import ChannelGraph, Layer
-from .layer_nodes import Contract, Norm, Product, owner
-from .layout import solve, vanished
+from .layer_nodes import LayerNode, Norm, Product, weight_owner
+from .layout import solve_layout, vanished
 from .nodes import Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
 from .records import Op, Trace, Value
 
@@ -50,7 +50,7 @@ def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
 
 
 @dataclass(frozen=True)
-class Laid:
+class LaidOut:
     """Result of a choice of filters: filters kept, liveness and need, layout, and modules that vanish."""
 
     keep: dict[str, Mask]
@@ -59,14 +59,14 @@ class Laid:
     gone: set[str]
 
 
-def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Laid:
+def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> LaidOut:
     """Lay a network out as surgery would, or larger: sizes that any earlier extraction found fixed stay fixed."""
     left, flow = graph.settled(keep)
-    layout = solve(graph, flow, graph.pinned.positions, graph.pinned.whole)
-    return Laid(left, flow, layout, vanished(graph, flow))
+    layout = solve_layout(graph, flow, graph.pinned.positions, graph.pinned.whole)
+    return LaidOut(left, flow, layout, vanished(graph, flow))
 
 
-def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
+def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
     """Return the cost of a network that was laid out."""
     macs = _fixed_macs(graph)
     for node in graph.nodes:
@@ -74,7 +74,7 @@ def cost_of(graph: ChannelGraph, laid: Laid) -> Cost:
             continue
         if isinstance(node, Product) and not node.op.inside(laid.gone):
             macs += math.prod(laid.layout.sizes(node.out)) * laid.layout.sizes(node.left)[2]
-        elif isinstance(node, Contract) and owner(node.op) not in laid.gone:
+        elif isinstance(node, LayerNode) and weight_owner(node.op) not in laid.gone:
             pixels = (node.x if node.transposed else node.out).shape[2:]
             macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
     params, size = graph.trace.unused, 0
@@ -103,12 +103,15 @@ def whole_cost(graph: ChannelGraph) -> Cost:
     return Cost(params, sum(_macs(op) for op in trace.ops if op.position not in trace.added), size)
 
 
-def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
+def entries_left(graph: ChannelGraph, laid: LaidOut) -> dict[str, int]:
     """Return the number of entries of every parameter and buffer that is left."""
     grouped = {
         node.weight: node
         for node in graph.nodes
-        if isinstance(node, Contract) and node.groups > 1 and node.stored and owner(node.op) not in laid.gone
+        if isinstance(node, LayerNode)
+        and node.groups > 1
+        and node.stored
+        and weight_owner(node.op) not in laid.gone
     }
     return {
         name: _products(grouped[value], laid.layout) if value in grouped else _size(value, laid.layout)
@@ -117,7 +120,7 @@ def entries_left(graph: ChannelGraph, laid: Laid) -> dict[str, int]:
     }
 
 
-def _products(node: Contract, layout: Layout) -> int:
+def _products(node: LayerNode, layout: Layout) -> int:
     """Products that a layer computes per pixel of its output, which are the entries of its weight."""
     per_group = layout.sizes(node.x)[1] // groups_left(node, layout)
     return per_group * layout.sizes(node.out)[1] * math.prod(node.weight.shape[2:])
@@ -132,7 +135,7 @@ _FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 def _fixed_macs(graph: ChannelGraph) -> int:
     """MACs of operators that keep all channels, such as attention over several heads."""
     if graph.trace not in _FIXED:
-        counted = {node.op.position for node in graph.nodes if isinstance(node, (Contract, Product))}
+        counted = {node.op.position for node in graph.nodes if isinstance(node, (LayerNode, Product))}
         counted |= graph.trace.added
         _FIXED[graph.trace] = sum(_macs(op) for op in graph.trace.ops if op.position not in counted)
     return _FIXED[graph.trace]
@@ -155,20 +158,20 @@ def _size(value: Value, layout: Layout) -> int:
     return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
 
 
-def groups_left(node: Contract, layout: Layout) -> int:
+def groups_left(node: LayerNode, layout: Layout) -> int:
     """Return the number of groups that a convolution keeps."""
     return int(node.grouped(layout.line(node.x, 1)).any(1).sum())
 
 
 @dataclass(frozen=True)
-class Worth:
+class Savings:
     """MACs and parameters that removing a filter saves."""
 
     macs: int
     params: int
 
 
-class Appraiser:
+class FilterCosts:
     """Compute what removing a single filter saves.
 
     That is the difference between the networks extracted with the filters `keep` and with all of them but one.
@@ -180,8 +183,8 @@ class Appraiser:
     >>> from torch import nn
     >>> from .build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
-    >>> Appraiser(trace(net, torch.zeros(1, 3, 4, 4))).first_filter("0")  # three inputs and two outputs, 16 pixels
-    Worth(macs=80, params=7)
+    >>> FilterCosts(trace(net, torch.zeros(1, 3, 4, 4))).first_filter("0")  # three inputs, two outputs, 16 pixels
+    Savings(macs=80, params=7)
     """
 
     def __init__(self, graph: ChannelGraph, keep: Mapping[str, Mask] | None = None) -> None:
@@ -198,23 +201,23 @@ class Appraiser:
         self.runs: dict[Hashable, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             self.runs[self._owner(node)].append(node)
-        self.before: dict[Hashable, Worth] = {}
+        self.before: dict[Hashable, Savings] = {}
         self.outputs = set(graph.outputs)
         self.gates: dict[str, list[int]] = defaultdict(list)
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Boundary) and node.layer:
                 self.gates[node.layer].append(place)
 
-    def first_filter(self, name: str) -> Worth:
+    def first_filter(self, name: str) -> Savings:
         """Return what removing the first filter of a layer saves, other layers unchanged."""
         return self.filter(name, 0)
 
-    def filter(self, name: str, place: int) -> Worth:
+    def filter(self, name: str, place: int) -> Savings:
         """Return what removing one filter of a layer saves, other layers unchanged."""
         layer = self.graph.layers[name]
         in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
         if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
-            return Worth(0, 0)
+            return Savings(0, 0)
         flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
         died = self._push(flow, name, place)
         idle = self._pull(flow, died)
@@ -229,14 +232,14 @@ class Appraiser:
             before, after = self.before[module], filter_cost_of_runs(runs, flow)
             macs += before.macs - after.macs
             params += before.params - after.params
-        return Worth(macs, params)
+        return Savings(macs, params)
 
     def _reads_inputs(self, layer: Layer) -> bool:
         return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
 
     @staticmethod
     def _owner(node: Node) -> Hashable:
-        if isinstance(node, Contract):
+        if isinstance(node, LayerNode):
             return node.weight
         if isinstance(node, Product) and (stored := _stored(node)):
             return "product", stored[0][0]
@@ -278,7 +281,7 @@ class Appraiser:
             for value in dict.fromkeys(node.inputs):
                 if value not in self.maker or value not in self.whole.needed:
                     continue
-                heard = _Heard(flow.needed, value)
+                heard = _RecomputedNeed(flow.needed, value)
                 if value in self.outputs:
                     heard[value] = self.whole.needed[value]
                 asked = Flow(flow.alive, heard)
@@ -291,7 +294,7 @@ class Appraiser:
         return changed
 
 
-class _Heard(dict[Value, Mask]):
+class _RecomputedNeed(dict[Value, Mask]):
     """Masks of need: that of the target is collected again, all others are read from `known`."""
 
     def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
@@ -308,24 +311,24 @@ class _Heard(dict[Value, Mask]):
         return super().__getitem__(value) if value is self.target else self.known[value]
 
 
-def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Worth:
+def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
     """Return the cost of one layer, norm or bare parameter over all its calls, for channels alive and needed."""
     first = runs[0]
     if isinstance(first, Elementwise):
         wanted = first.wanted(flow)
         stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
         held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
-        return Worth(0, sum(held))
+        return Savings(0, sum(held))
     if isinstance(first, Product):
         return _filter_cost_of_products([run for run in runs if isinstance(run, Product)], flow)
-    if not isinstance(first, (Contract, Norm)):
-        return Worth(0, 0)
-    there = np.logical_or.reduce([_line(run.wanted(flow), run.outputs[0]) for run in runs])
+    if not isinstance(first, (LayerNode, Norm)):
+        return Savings(0, 0)
+    there = np.logical_or.reduce([_per_channel(run.wanted(flow), run.outputs[0]) for run in runs])
     if isinstance(first, Norm):
         scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
-        return Worth(0, scales * int(whole_groups(there, first.per_group).sum()))
-    calls = [run for run in runs if isinstance(run, Contract)]
-    read = np.logical_or.reduce([_line(_asked(run.x, flow), run.x) for run in calls])
+        return Savings(0, scales * int(whole_groups(there, first.per_group).sum()))
+    calls = [run for run in runs if isinstance(run, LayerNode)]
+    read = np.logical_or.reduce([_per_channel(_asked(run.x, flow), run.x) for run in calls])
     rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
     # All groups that are left are as wide as the fullest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
@@ -338,10 +341,10 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Worth:
     if not first.stored:  # its parameters have one slice per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
     biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
-    return Worth(entries * moves, own + biases)
+    return Savings(entries * moves, own + biases)
 
 
-def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Worth:
+def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Savings:
     """Return the cost of matrix products and of the parameters that they multiply by."""
     macs, stored = 0, dict[Value, int]()
     for node in nodes:
@@ -351,7 +354,7 @@ def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Worth:
         for root, value in _stored(node):  # the operand may be reshaped, or repeated for every sample
             left = math.prod(root.shape) * math.prod(sides[value]) // math.prod(value.shape)
             stored[root] = max(stored.get(root, 0), left)
-    return Worth(macs, sum(stored.values()))
+    return Savings(macs, sum(stored.values()))
 
 
 def _stored(node: Product) -> list[tuple[Value, Value]]:
@@ -373,7 +376,7 @@ def _asked(value: Value, flow: Flow) -> Mask | None:
     return None if needed is None else needed & flow.alive[value]
 
 
-def _line(mask: Mask | None, value: Value) -> Mask:
+def _per_channel(mask: Mask | None, value: Value) -> Mask:
     """Reduce a mask to one entry per channel."""
     if mask is None:
         return np.zeros(value.shape[1], bool)

@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..modules import GatePlace
+from ..modules import GatePoint
 from .channel_graph import Site
-from .layer_nodes import Contract, Norm
-from .nodes import Boundary, Elementwise, Map, Node, common_dim
+from .layer_nodes import LayerNode, Norm
+from .nodes import Boundary, ChannelMove, Elementwise, Node, channel_dim
 from .records import Value
-from .wiring import Wiring
+from .wiring import NodeBuilder
 
 
-class Places:
+class GateSites:
     """Finds the gate sites of one network."""
 
-    def __init__(self, net: Wiring) -> None:
+    def __init__(self, net: NodeBuilder) -> None:
         self.net = net
         self._norms = {id(n): module for module, mains in net.main.items() for n in mains if isinstance(n, Norm)}
 
     def of(self, module: str, layer: str) -> Site:
         """Return a layer's site: the first norm behind it if that alone reads its output, else the layer itself.
 
-        If the model has a `GatePlace` behind the sum that comes next, the gate is applied there instead.
+        If the model has a `GatePoint` behind the sum that comes next, the gate is applied there instead.
         """
         norm = self.norm_after(module)
         behind = self._behind_sum(norm or module)
@@ -53,7 +53,7 @@ class Places:
             if isinstance(main, Norm) and main.revives and told_apart:
                 sites.append(self._norm_site(module, ""))
                 main.revives = False
-            elif isinstance(main, Contract) and main.depthwise and main.bias is not None:
+            elif isinstance(main, LayerNode) and main.depthwise and main.bias is not None:
                 bias = main.bias.name.rpartition(".")[2]
                 sites.append(Site(module, "bias", "", (bias,), _dim(edges), edges))
                 main.revives = False
@@ -82,11 +82,11 @@ class Places:
         norm = found.pop() if len(found) == 1 else None
         return norm if norm is not None and len(self.net.main[norm]) == len(self._mains(module)) else None
 
-    def _mains(self, module: str) -> Sequence[Contract | Norm]:
+    def _mains(self, module: str) -> Sequence[LayerNode | Norm]:
         return self.net.main.get(module) or self.net.inner[module]
 
     def _behind_sum(self, module: str) -> Boundary | None:
-        """Return the `GatePlace` behind the sum that a module's output goes into, if it is not taken yet."""
+        """Return the `GatePoint` behind the sum that a module's output goes into, if it is not taken yet."""
         edges = self.net.edges[module, "out"]
         node: Node | None = edges[0] if len(edges) == 1 else None
         while node is not None:
@@ -94,7 +94,7 @@ class Places:
             readers = self.net.consumers[value]
             node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
             if isinstance(node, Boundary):
-                place = isinstance(self.net.modules[node.module], GatePlace) and node.dim == edges[0].dim
+                place = isinstance(self.net.modules[node.module], GatePoint) and node.dim == edges[0].dim
                 return node if place and not node.layer else None
             if not (isinstance(node, Elementwise) and node.zero == "any"):
                 return None
@@ -110,19 +110,19 @@ class Places:
                 return self._norms.get(id(node))
             edge = isinstance(node, Boundary) and node.labels is None
             passes = isinstance(node, Elementwise) and node.zero == "any" and len(node.inputs) == 1
-            same = isinstance(node, Map) and self.net.grids[node.outputs[0]] == self.net.grids[value]
-            identity = isinstance(node, Map) and same and _is_identity(node)
+            same = isinstance(node, ChannelMove) and self.net.grids[node.outputs[0]] == self.net.grids[value]
+            identity = isinstance(node, ChannelMove) and same and _is_identity(node)
             if not (edge or passes or identity):
                 return None
             value = node.outputs[0]
 
 
 def _dim(edges: Sequence[Boundary]) -> int:
-    dim = common_dim(edges)
+    dim = channel_dim(edges)
     assert dim is not None  # modules without a common dimension have no edges
     return dim
 
 
-def _is_identity(node: Map) -> bool:
+def _is_identity(node: ChannelMove) -> bool:
     labels = node.labels[0]
     return len(node.operands) == 1 and np.array_equal(labels.reshape(-1), np.arange(labels.size))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .nodes import Flow, Grids, Layout, Mask, Node, along, level, shrink, some, whole_groups
+from .nodes import Flow, Grids, Layout, Mask, Node, along, equalize_groups, shrink, some, whole_groups
 from .records import INSTANCE_NORM, Op, Trace, Value
 
 
@@ -23,7 +23,7 @@ def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None
 
 
 @dataclass
-class Contract(Node):
+class LayerNode(Node):
     """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
 
     x: Value = field(kw_only=True)
@@ -130,7 +130,7 @@ class Contract(Node):
         if not self.stored:
             sides[0] = sides[0] | there[:, None]
         for value, rows in zip((self.x, self.out), sides, strict=True):
-            layout.add(value, 1, level(rows, there).reshape(-1))
+            layout.add(value, 1, equalize_groups(rows, there).reshape(-1))
 
 
 @dataclass
@@ -217,7 +217,7 @@ GROUP_NORM = "aten.native_group_norm"
 _NORMS = BATCH_NORMS | {INSTANCE_NORM, GROUP_NORM}
 
 
-def owner(op: Op) -> str | None:
+def weight_owner(op: Op) -> str | None:
     """Return the module whose weight a layer or norm operator uses; None if there is none, or not one alone."""
     if op.name in LAYERS:
         weight: Value = op.args[LAYERS[op.name]]

@@ -17,7 +17,9 @@ from .nodes import Boundary, Flow, Layout, Node
 from .records import Call, Value
 
 
-def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()) -> Layout:
+def solve_layout(
+    graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: Collection[Call] = ()
+) -> Layout:
     """Return the smallest layout in which every operator can run.
 
     Operators at the positions `pinned` keep all channels. So do the module calls in `whole`: their inputs, and the
@@ -37,7 +39,7 @@ def solve(graph: ChannelGraph, flow: Flow, pinned: Collection[int] = (), whole: 
     graph.ties.grow(layout)
     for value in graph.grids:  # only now, or it would remain beside channels that constraints add
         if value.kind == "result":
-            _hold_place(layout, value)
+            _add_placeholder(layout, value)
     graph.ties.grow(layout, begun=True)
     return layout
 
@@ -73,7 +75,7 @@ def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
     return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
-def _hold_place(layout: Layout, value: Value) -> None:
+def _add_placeholder(layout: Layout, value: Value) -> None:
     """Keep one channel, as zeros, where all are gone, because no tensor may have width zero."""
     for dim, mask in enumerate(layout.masks[value]):
         if mask is not None and not np.count_nonzero(mask):

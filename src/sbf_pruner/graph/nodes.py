@@ -174,7 +174,7 @@ def whole_groups(mask: Mask, size: int) -> Mask:
     return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
 
 
-def level(rows: Mask, there: Mask) -> Mask:
+def equalize_groups(rows: Mask, there: Mask) -> Mask:
     """Fill the rows of the groups in `there` to the count of the fullest row (at least 1), lowest channels first.
 
     Rows are groups of a grouped convolution, which need equal numbers of channels.
@@ -362,7 +362,7 @@ class Elementwise(Node):
 
 
 @dataclass
-class Map(Node):
+class ChannelMove(Node):
     """An operator that moves channels: each output channel is one input channel, or zero.
 
     `labels` holds one array per output, over its grid: the number of the input channel, counted through the grids
@@ -409,7 +409,7 @@ class Map(Node):
 
 
 @dataclass
-class Located(Map):
+class Located(ChannelMove):
     """An operator that also returns positions, such as max pooling; they are alive even where the input is zero."""
 
     @property
@@ -422,7 +422,7 @@ class Located(Map):
 
 
 @dataclass
-class Sampled(Map):
+class Sampled(ChannelMove):
     """Sampling of the first operand at positions given by the others, which must keep all their channels."""
 
     def pull(self, flow: Flow) -> None:
@@ -438,7 +438,7 @@ class Sampled(Map):
 
 
 @dataclass
-class Halves(Map):
+class Halves(ChannelMove):
     """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half.
 
     The result is zero where the first half is. `partners` are the numbers of the second half's channels.
@@ -597,7 +597,7 @@ class Boundary(Node):
         return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
 
 
-def common_dim(edges: Sequence[Boundary]) -> int | None:
+def channel_dim(edges: Sequence[Boundary]) -> int | None:
     """Return the channel dimension of all calls of a module, negative if it agrees from the end only, or None."""
     if len({edge.dim for edge in edges}) == 1:
         return edges[0].dim

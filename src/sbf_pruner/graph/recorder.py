@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
 from ..modules import Remap, Zeros
-from ..utils.user_code import holds_the_model, nested, not_from_torch, where
+from ..utils.user_code import holds_the_model, nested, not_from_torch, user_location
 from .layer_nodes import BATCH_NORMS
 from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Value
 
@@ -89,7 +89,7 @@ _LIKE_THE_OPERAND = {
 _PAIRS = {"aten.add", "aten.mul", "aten.sub"}
 
 
-def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a common operator on a meta tensor, or None if torch has to compute it.
 
     For most operators on the meta device torch infers the shape in Python. These have the shape of their operand;
@@ -120,7 +120,7 @@ def quick_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 _AROUND = {f"aten.{name}" for name in ("view", "repeat", "clone", "empty")}
 
 
-def put_together(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
+def merge_instance_norm(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
     """Replace the operators of an instance norm's call by one `INSTANCE_NORM` operator.
 
     Torch runs a batch norm over a view in which every sample has channels of its own. The new operator is over
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
             for table in [held for held in self.states if held.rpartition(".")[0] == done.module]:
                 del self.states[table]  # no remaining operator reads it
         elif isinstance(module, _InstanceNorm):
-            self.ops[done.first :] = put_together(done, self.ops[done.first :])
+            self.ops[done.first :] = merge_instance_norm(done, self.ops[done.first :])
         done.last = len(self.ops)
         holds = any(True for _ in chain(module.parameters(), module.buffers()))
         if type(result) is not Tensor or done.outputs[0] in done.inputs or isinstance(module, Remap) or not holds:
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
             self._kept[id(tensor)].kept = True
         if known is None:
             if id(tensor) in self._original:
-                raise TraceError(holds_the_model(where(), self._original[id(tensor)]))
+                raise TraceError(holds_the_model(user_location(), self._original[id(tensor)]))
             other = self._memory.same_place(tensor)
             if other is not None:
                 return self._memory.note(tensor, self.value(other))
@@ -266,17 +266,17 @@ class Recorder(TorchDispatchMode):
         if written is not None:
             inputs = (known, written)
             fresh = Value(known.shape, "result", made_of=_roots(inputs))
-            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), where()))
+            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), user_location()))
             return self._memory.note(tensor, fresh)
         return known
 
     def _stranger(self, tensor: Tensor) -> Value:
         """Return the value of a tensor that no recorded operator returned."""
         if not self._trusts_constants:
-            self.strangers.append((where(), tensor))
+            self.strangers.append((user_location(), tensor))
             return Value(tuple(tensor.shape), "constant")
         if tensor.is_meta:  # its values are unknown; a trace on real tensors can check them
-            raise TraceError(not_from_torch(where()))
+            raise TraceError(not_from_torch(user_location()))
         return Value(tuple(tensor.shape), "constant", data=tensor.clone())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,10 +295,10 @@ class Recorder(TorchDispatchMode):
                     numbers = tensor.clone()
                     self._memory.note(tensor, Value(tuple(tensor.shape), "constant", data=numbers))
                     if not self._trusts_constants:
-                        self.literals.append((where(), numbers))
+                        self.literals.append((user_location(), numbers))
         inputs = tuple(self.value(t) for t in tensors)
         noted_args, noted_kwargs = pytree.tree_map_only(Tensor, self.value, (args, kwargs))
-        result = quick_result(name, args, kwargs) if self._trusts_constants else None
+        result = meta_result(name, args, kwargs) if self._trusts_constants else None
         if result is None:
             result = func(*args, **kwargs)
         self._outputs(func, name, noted_args, noted_kwargs, inputs, result, _written(func, args, kwargs))
@@ -323,14 +323,14 @@ class Recorder(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 outputs.append(None)
             elif tensor.is_nested:
-                raise TraceError(nested(where()))
+                raise TraceError(nested(user_location()))
             elif id(tensor) in touched:
                 outputs.append(self._memory.get(tensor))
             else:
                 outputs.append(self._memory.note(tensor, Value(tuple(tensor.shape), "result", made_of=roots)))
         if written and not any(outputs):
             outputs = [self._memory.get(t) for t in written]
-        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), where(), func, bool(written))
+        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), user_location(), func, bool(written))
         if isinstance(result, (int, float)) and not isinstance(result, bool):
             op.told = result
         self.ops.append(op)

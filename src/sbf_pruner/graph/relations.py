@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .layer_nodes import Contract, Norm, Product
-from .nodes import Boundary, Elementwise, Map, Mask, Node
+from .layer_nodes import LayerNode, Norm, Product
+from .nodes import Boundary, ChannelMove, Elementwise, Mask, Node
 from .records import Value
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Group:
     layers: tuple[str, ...]
 
 
-class Streams:
+class ChannelSets:
     """Disjoint sets of tensors that carry the same channels, one set per stream (union-find)."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Relations:
     def _find_writers(self) -> dict[Value, set[str]]:
         writers: dict[Value, set[str]] = {}
         for node in self.graph.nodes:
-            if isinstance(node, Contract) and not _passes_on(node):
+            if isinstance(node, LayerNode) and not _passes_on(node):
                 writers.setdefault(self.streams.of(node.out), set()).add(node.layer)
         return writers
 
@@ -111,7 +111,7 @@ class Relations:
         """For every stream, those whose channels are moved into it: sliced, padded, shuffled or concatenated."""
         parts: dict[Value, list[Value]] = {}
         for node in self.graph.nodes:
-            if isinstance(node, Map):
+            if isinstance(node, ChannelMove):
                 sources = [self.streams.of(v) for v in node.operands]
                 for out in node.outputs:
                     parts.setdefault(self.streams.of(out), []).extend(sources)
@@ -123,7 +123,7 @@ class Relations:
         part = self.graph.flow({name: _last_half(layer.filters) for name, layer in self.graph.layers.items()})
         found: dict[str, tuple[str, ...]] = {}
         for node in self.graph.nodes:
-            if not isinstance(node, Contract) or (name := node.layer) in self.graph.layers:
+            if not isinstance(node, LayerNode) or (name := node.layer) in self.graph.layers:
                 continue
             if node.weight.name in self._by_weight:  # it shares its weight with a prunable layer
                 found[name] = (self._by_weight[node.weight.name],)
@@ -149,7 +149,7 @@ class Relations:
                 meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.zero])
             elif len(met) > 1 and isinstance(node, Product) and all(map(node.ends, met)):
                 meetings.setdefault(self.streams.of(node.left), set()).add(MULTIPLY)
-            elif len(met) > 1 and isinstance(node, Map):
+            elif len(met) > 1 and isinstance(node, ChannelMove):
                 sides[self._sorted(n for v in met for n in self.origins(v))] = None
         groups: list[Group] = []
         self._group_at: dict[Value, int] = {}
@@ -177,8 +177,8 @@ class Relations:
         return {name: tuple(dict.fromkeys(modules)) for name, modules in found.items()}
 
 
-def _streams(graph: ChannelGraph) -> Streams:
-    streams = Streams()
+def _streams(graph: ChannelGraph) -> ChannelSets:
+    streams = ChannelSets()
     for node in graph.nodes:
         streams.unite(_same_channels(graph, node))
     return streams
@@ -188,7 +188,7 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
     """Return the tensors at a node that carry the same channels."""
     if isinstance(node, (Norm, Boundary)):
         return [node.x, node.out]
-    if isinstance(node, Contract):
+    if isinstance(node, LayerNode):
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Product):
         # Channels that are summed over are the same on both sides; all others are also those of the result.
@@ -200,7 +200,7 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
     if isinstance(node, Elementwise):
         size = math.prod(graph.grids[node.outputs[0]])
         return [v for v in (*node.outputs, *node.inputs) if size > 1 and math.prod(graph.grids[v]) == size]
-    if isinstance(node, Map) and len(node.operands) == len(node.outputs) == 1:
+    if isinstance(node, ChannelMove) and len(node.operands) == len(node.outputs) == 1:
         labels = node.labels[0].reshape(-1)
         size = math.prod(graph.grids[node.operands[0]])
         if labels.size == size and np.array_equal(labels, np.arange(size)):
@@ -208,7 +208,7 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
     return []
 
 
-def _passes_on(node: Contract) -> bool:
+def _passes_on(node: LayerNode) -> bool:
     """Return True for a depthwise convolution with one filter per channel: its channels are those of its input."""
     return node.depthwise and node.filters == node.x.shape[1]
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruningError, TraceError
-from ..modules import Adapted
+from ..modules import RemappedModule
 from ..utils.user_code import cause, explain, not_from_torch
-from ..utils.user_model import call, held_tensors, map_tensors, meta_copy, real_copy, without_attached
+from ..utils.user_model import all_tensors, call, map_tensors, meta_copy, real_copy, remove_pruner_hooks
 from .channel_graph import ChannelGraph
 from .recorder import Recorder, as_tree
 from .records import Op, Trace, same_numbers
-from .train_eval import asks_for_its_mode, difference, feeding, ignores_its_mode
+from .train_eval import difference, feeding, may_read_training, never_reads_training
 
 
 def record(model: nn.Module, example_inputs: Any) -> Trace:
@@ -77,9 +77,9 @@ def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[T
     """
     left_out = _left_out(model, found)
     known: set[CodeType] = set()
-    asking = [path for path, module in model.named_modules() if asks_for_its_mode(module, known)]
+    asking = [path for path, module in model.named_modules() if may_read_training(module, known)]
     if asking:  # they may read the mode of a layer instead of their own
-        asking += [path for path, module in model.named_modules() if ignores_its_mode(module)]
+        asking += [path for path, module in model.named_modules() if never_reads_training(module)]
     for training in (tuple(dict.fromkeys((*left_out, *asking))), left_out):
         with suppress(TraceError):  # in training mode a norm may need more images, or the model its targets
             if training:
@@ -137,7 +137,7 @@ def record_in(
         raise TraceError(explain(error, example_inputs)) from error
 
 
-def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:
+def rerun_ops(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:
     """Run a model as in an earlier trace and return its operators; if it fails, those recorded until then.
 
     The model runs on the meta device if and only if it did then: operators have other names on a GPU than there.
@@ -152,14 +152,14 @@ def ops_again(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
         return found
 
 
-def after_a_run(model: nn.Module, example_inputs: Any) -> nn.Module:
+def warmed_copy(model: nn.Module, example_inputs: Any) -> nn.Module:
     """Copy a model and run the copy once on the example inputs, in evaluation mode.
 
     This renews what a forward stores for the size of its last inputs, such as anchors.
     """
-    twin = without_attached(real_copy(model))
+    twin = remove_pruner_hooks(real_copy(model))
     modes = {module: module.training for module in twin.modules()}
-    with suppress(Exception), torch.no_grad(), same_chance(twin):
+    with suppress(Exception), torch.no_grad(), fixed_seed(twin):
         call(twin.eval(), map_tensors(example_inputs, Tensor.clone))
     for module, mode in modes.items():
         module.training = mode
@@ -192,23 +192,23 @@ def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> Non
 def _record_copy(
     model: nn.Module, twin: nn.Module, inputs: Any, on_meta: bool, training: tuple[str, ...], cold: bool = False
 ) -> Trace:
-    without_attached(twin).eval()
+    remove_pruner_hooks(twin).eval()
     modules = dict(twin.named_modules())
     for path in training:
         module = modules.get(path)
         while module is not None:  # an earlier pruning may have wrapped it between remaps
             module.training = True
-            module = module.module if isinstance(module, Adapted) else None
-    before = list(held_tensors(twin))
+            module = module.module if isinstance(module, RemappedModule) else None
+    before = list(all_tensors(twin))
     if not cold:
         # From the second call on a forward finds what it stored in the first (positions, anchors), as in training.
-        with suppress(Exception), torch.no_grad(), same_chance(twin):
+        with suppress(Exception), torch.no_grad(), fixed_seed(twin):
             call(twin, map_tensors(inputs, Tensor.clone))
     known = set(map(id, before))
-    keeps = any(id(tensor) not in known for tensor in held_tensors(twin))
+    keeps = any(id(tensor) not in known for tensor in all_tensors(twin))
     recorder = Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
-        with torch.no_grad(), same_chance(twin), recorder.watching(twin), recorder:
+        with torch.no_grad(), fixed_seed(twin), recorder.watching(twin), recorder:
             began = _drawn_so_far()
             result = call(twin, inputs)
             lucky = _drawn_so_far() != began
@@ -236,7 +236,7 @@ def _drawn_so_far() -> tuple[object, ...]:
 
 
 @contextmanager
-def same_chance(twin: nn.Module, seed: int = 0) -> Iterator[None]:
+def fixed_seed(twin: nn.Module, seed: int = 0) -> Iterator[None]:
     """Seed the random number generators of Python, NumPy and torch while active; restore their states after it."""
     before, drawn = random.getstate(), np.random.get_state()
     devices = list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})
@@ -285,20 +285,20 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
     return held
 
 
-def weights_now(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
+def current_weights(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
     """Return the current weight of every prunable layer."""
     held = tensors_of(model, graph)
     return [held[layer.weight].detach() for layer in graph.layers.values()]
 
 
-def inputs_now(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> Any:
+def cast_inputs(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> Any:
     """Cast the example inputs as the model was cast since it was traced.
 
     >>> import torch
     >>> from .build import trace
     >>> net, images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 5, 5)
     >>> graph = trace(net, images)
-    >>> inputs_now(images, net.double(), graph).dtype
+    >>> cast_inputs(images, net.double(), graph).dtype
     torch.float64
     """
     held = tensors_of(model, graph)
@@ -333,7 +333,7 @@ def runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -
 
 
 def _first_change(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str:
-    for then, now in zip_longest(graph.trace.ops, ops_again(model, example_inputs, graph.trace)):
+    for then, now in zip_longest(graph.trace.ops, rerun_ops(model, example_inputs, graph.trace)):
         if then is None or now is None or then.name != now.name:
             op = now or then
             return f"{'ends before' if now is None else 'runs'} {op.name} at {op.where}"

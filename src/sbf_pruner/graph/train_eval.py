@@ -17,7 +17,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .layer_nodes import BATCH_NORMS, LAYERS, owner
+from .layer_nodes import BATCH_NORMS, LAYERS, weight_owner
 from .nodes import Elementwise
 from .operators import POINTWISE, build_node, rule_of
 from .records import Op, Trace, Value
@@ -99,7 +99,7 @@ def _feeding(trace: Trace, ends: Sequence[tuple[Sequence[Value], str]]) -> dict[
             maker = makers.get(todo.pop())
             if maker is None:
                 continue
-            layer = owner(maker) if maker.name in LAYERS else None
+            layer = weight_owner(maker) if maker.name in LAYERS else None
             if layer is not None:
                 found.setdefault(layer, line)
             if layer is None or (maker.name == "aten.convolution" and maker.args[8] > 1):
@@ -191,14 +191,14 @@ class _Reading:
 _NOT_THE_USERS = {"torch", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
-def asks_for_its_mode(module: nn.Module, without: set[CodeType] | None = None) -> bool:
+def may_read_training(module: nn.Module, without: set[CodeType] | None = None) -> bool:
     """Return True if user code that the module can reach may read `training`.
 
     If none does, a trace in training mode would show nothing new. Code objects are inspected, not run: those of the
     module's classes and hooks, of what it holds, and of the functions they call by name. A false positive costs one
     extra trace. Code objects in `without` are known not to read `training`; those found so are added to it.
 
-    >>> asks_for_its_mode(nn.Dropout())  # which is torch's
+    >>> may_read_training(nn.Dropout())  # which is torch's
     False
     """
     own = [kind for kind in type(module).__mro__ if _is_the_users(kind.__module__)]
@@ -229,10 +229,10 @@ def asks_for_its_mode(module: nn.Module, without: set[CodeType] | None = None) -
     return False
 
 
-def ignores_its_mode(module: nn.Module) -> bool:
+def never_reads_training(module: nn.Module) -> bool:
     """Return True for a torch module whose own code never reads `training`, so that only user code could.
 
-    >>> ignores_its_mode(nn.Conv2d(1, 1, 1)), ignores_its_mode(nn.BatchNorm2d(1))
+    >>> never_reads_training(nn.Conv2d(1, 1, 1)), never_reads_training(nn.BatchNorm2d(1))
     (True, False)
     """
     kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]

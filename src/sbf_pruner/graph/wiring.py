@@ -25,28 +25,28 @@ from torch.utils import _pytree as pytree
 
 from ..modules import Remap, Zeros, plain_names
 from .channel_graph import ChannelGraph
-from .layer_nodes import LAYERS, PRODUCTS, Contract, Norm, Product, owner, weight_grids
+from .layer_nodes import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
 from .nodes import (
     Across,
     Boundary,
+    ChannelMove,
     Elementwise,
     Flow,
     Grids,
-    Map,
     Node,
     Opaque,
     Source,
     Sum,
     along,
-    common_dim,
+    channel_dim,
     shrink,
 )
 from .operators import build_node
-from .operators.movement import Joined
+from .operators.movement import MergedDimensions
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 
 
-class Wiring:
+class NodeBuilder:
     """The nodes of a network in order, with the module, edges and consumers of each."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
@@ -55,16 +55,16 @@ class Wiring:
         self.plain = plain_names(self.modules)
         self.outside = _held_outside(self.modules)
         self.grids: Grids = weight_grids(trace)
-        self._joined = Joined()
+        self._joined = MergedDimensions()
         self.nodes: list[Node] = []
         self.outputs: list[Value] = []
-        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)  # module -> its operator, per call
+        self.main: dict[str, list[LayerNode | Norm]] = defaultdict(list)  # module -> its operator, per call
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> its inputs as the nodes see them, behind edges
         self.padding: set[str] = set()  # modules without weights that pad channels
         self.busy: set[str] = set()  # modules that turn a zero channel into non-zero: a gate must be at their edge
         self.odd: dict[str, Op] = {}  # module -> operator that moves or mixes the channels inside it
-        self.inner: dict[str, list[Contract]] = {}  # module -> its layer that runs among others, per call
+        self.inner: dict[str, list[LayerNode]] = {}  # module -> its layer that runs among others, per call
         self._lay_out(self._edged_calls())
         self._close_edges()
         self._find_inner()
@@ -87,7 +87,7 @@ class Wiring:
                 continue
             over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
             together = any(node.inputs[0].shape[dim] == filters for dim in over)
-            if together or isinstance(node, (Opaque, Contract, Product)):
+            if together or isinstance(node, (Opaque, LayerNode, Product)):
                 return node.op
             for value in node.inputs:
                 if value not in seen:
@@ -99,7 +99,7 @@ class Wiring:
         """Return the calls to put edges around, each with its operator: a layer, a norm or a channel padding."""
         inside: dict[Call, list[Op]] = defaultdict(list)
         read = self._last_reads()
-        owners = [owner(op) for op in self.trace.ops]
+        owners = [weight_owner(op) for op in self.trace.ops]
         for op, module in zip(self.trace.ops, owners, strict=True):
             call = op.call.within(module) if op.call is not None and module is not None else None
             if call is not None:
@@ -178,7 +178,7 @@ class Wiring:
                 node = self._node(_renamed(op, now))
                 self.nodes.append(node)
                 at[op] = len(self.nodes) - 1
-                if op in mains and isinstance(node, (Contract, Norm)):
+                if op in mains and isinstance(node, (LayerNode, Norm)):
                     self.main[mains[op]].append(node)
         self.outputs = [now.get(v, v) for v in self.trace.outputs]
         for value in self.outputs:
@@ -204,9 +204,9 @@ class Wiring:
         `at` is the index of the node of the module's operator. Also updates `odd` and `busy`.
         """
         main = self.nodes[at]
-        if not isinstance(main, (Contract, Norm)):
+        if not isinstance(main, (LayerNode, Norm)):
             return None
-        found = leaving(main, out, self.nodes[at + 1 :])
+        found = follow_to_output(main, out, self.nodes[at + 1 :])
         if found.dim is None and found.odd is not None:
             self.odd.setdefault(call.module, found.odd)
         if not found.closed:
@@ -222,7 +222,7 @@ class Wiring:
         for module in [module for module, side in self.edges if side == "in" and module not in self.padding]:
             sides = [self.edges.get((module, side), []) for side in ("in", "out")]
             calls = len(self.main.get(module, ()))
-            if any(len(edges) != calls or common_dim(edges) is None for edges in sides):
+            if any(len(edges) != calls or channel_dim(edges) is None for edges in sides):
                 self.main.pop(module, None)
             if module not in self.main or module in kept:  # readers of a stored result would miss a remap
                 for edge in (*sides[0], *sides[1]):
@@ -230,10 +230,10 @@ class Wiring:
 
     def _find_inner(self) -> None:
         """Find layers that run once, among others, in every call of their module: a norm may hold their gate."""
-        found: dict[str, dict[Call | None, list[Contract]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[Call | None, list[LayerNode]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
-            module = owner(node.op) if isinstance(node, Contract) else None
-            if isinstance(node, Contract) and node.op.call is not None and module and module not in self.main:
+            module = weight_owner(node.op) if isinstance(node, LayerNode) else None
+            if isinstance(node, LayerNode) and node.op.call is not None and module and module not in self.main:
                 found[module][node.op.call.within(module)].append(node)
         for module, ran in found.items():
             if list(ran) == self.trace.calls.get(module) and all(len(nodes) == 1 for nodes in ran.values()):
@@ -266,7 +266,7 @@ class Wiring:
         """Set `idle`: channels, such as padding, that are zero even if all filters are kept, until shifted."""
         flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs, {}).flow({})
         for node in self.nodes:
-            if isinstance(node, Contract):
+            if isinstance(node, LayerNode):
                 idle = ~node.live(flow)
             elif isinstance(node, Norm) and node.revives:
                 idle = ~shrink(flow.alive[node.x], self.grids[node.out])
@@ -361,7 +361,7 @@ Numbers = NDArray[np.int64]  # over a tensor's grid: the operator's channel at e
 
 
 @dataclass(frozen=True)
-class Leaving:
+class OutputChannels:
     """How the channels of a module's operator appear in the module's result."""
 
     dim: int | None  # their dimension; None if they are not all present, once each and in order
@@ -369,10 +369,10 @@ class Leaving:
     odd: Op | None  # first operator that moves or mixes them, if any
 
 
-def leaving(main: Contract | Norm, out: Value, behind: Sequence[Node]) -> Leaving:
+def follow_to_output(main: LayerNode | Norm, out: Value, behind: Sequence[Node]) -> OutputChannels:
     """Follow the channels of a module's operator through the nodes `behind` it to the module's result `out`."""
     if out is main.out:
-        return Leaving(1, True, None)
+        return OutputChannels(1, True, None)
     grids, filters = main.grids, main.out.shape[1]
     numbers: dict[Value, Numbers] = {main.out: np.arange(filters).reshape(grids[main.out])}
     mixed: set[Value] = set()
@@ -395,11 +395,11 @@ def leaving(main: Contract | Norm, out: Value, behind: Sequence[Node]) -> Leavin
         odd = odd or node.op
     dims = _line(numbers[out], filters) if out in numbers else None
     if dims is None:
-        return Leaving(None, False, odd)
+        return OutputChannels(None, False, odd)
     # A single channel does not show its dimension: take that of the operator's channels.
     dim = dims[0] if dims else len(out.shape) - 1 if main.op.name in PRODUCTS else 1
     fits = dim < len(out.shape) and out.shape[dim] == filters
-    return Leaving(dim if fits else None, not nothing.alive[out].any(), None)
+    return OutputChannels(dim if fits else None, not nothing.alive[out].any(), None)
 
 
 def _line(numbers: Numbers, filters: int) -> list[int] | None:
@@ -411,7 +411,7 @@ def _line(numbers: Numbers, filters: int) -> list[int] | None:
 
 def _numbers(node: Node, numbers: Mapping[Value, Numbers]) -> dict[Value, Numbers] | None:
     """Return the channel numbers of a node's outputs; None if channels are mixed or the node is not understood."""
-    if isinstance(node, Map):
+    if isinstance(node, ChannelMove):
         held = [numbers[v] if v in numbers else np.full(node.grids[v], -1) for v in node.operands]
         flat = np.concatenate([*(n.reshape(-1) for n in held), [-1]])
         return {value: flat[labels] for value, labels in zip(node.outputs, node.labels, strict=True)}

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from ..errors import PruningError
 from ..pruner import Pruner
-from ..schedule import Phase, planned
+from ..schedule import Phase, phases_of
 from ..utils.lazy import lazy_exports
 
 _log = logging.getLogger("sbf_pruner")
@@ -55,7 +55,7 @@ class Turns:
             if epochs < least:
                 raise PruningError(f"{name} = {epochs}: a loop in turns needs at least {least}; write more")
         self.pruner, self.cycles = pruner, cycles
-        self._phases = planned({"phases": {**lengths, "finetune": 0}})
+        self._phases = phases_of({"phases": {**lengths, "finetune": 0}})
         self._epoch: int | None = None
         self._now: Phase | None = None
         self._open: AbstractContextManager[Pruner] | None = None

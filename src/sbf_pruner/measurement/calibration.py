@@ -2,9 +2,9 @@
 
 `calibrate` times networks that are really cut from the dense one, in every way of pruning and several sizes, next
 to the dense network, and fits the coefficients of a `LatencyModel` to them. The errors it states are leave-one-out:
-each network is predicted by a fit to all the others. `get_model` keeps measurements in the user's cache, layer
-times per machine and models per machine and network. Files are written atomically, and an unusable one is measured
-again. `choose_way` picks the way of pruning that keeps the most MACs within a budget.
+each network is predicted by a fit to all the others. `load_or_calibrate` keeps measurements in the user's cache,
+layer times per machine and models per machine and network. Files are written atomically, and an unusable one is
+measured again. `choose_coupling` picks the way of pruning that keeps the most MACs within a budget.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..budget.constraints import Couple, Guards, with_coupled
-from ..budget.controller import Aim
-from ..budget.file_size import Stored
+from ..budget.constraints import Constraints, Couple, with_coupled
+from ..budget.controller import Selector
+from ..budget.file_size import FileSize
 from ..budget.search import Values
 from ..budget.targets import Budget
 from ..errors import PruningError
@@ -34,7 +34,7 @@ from ..graph.nodes import Mask
 from ..plan import Plan
 from ..surgery.extract import extract
 from ..utils.files import user_cache, write_text
-from ..utils.timing import load, using_threads
+from ..utils.timing import busy_cores, torch_threads
 from ..utils.user_model import real_copy
 from .latency_model import (
     BLOCKWISE,
@@ -48,14 +48,14 @@ from .latency_model import (
     read_model,
     signature,
 )
-from .latency_table import Site, Table, Widths
+from .latency_table import LayerSpec, Table, Widths
 from .runtimes import RUNTIMES
-from .stopwatch import passes, rehearse, time_beside, time_layers
+from .stopwatch import passes, rehearse, time_against_dense, time_layers
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, kept in the networks that the model is fitted to
 SWEEPS = 3  # measurements of every layer, far apart in time, because other load on the machine comes in bursts
 Report = Callable[[str], None]
-Wanted = Mapping[Site, Sequence[Widths]]
+Wanted = Mapping[LayerSpec, Sequence[Widths]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report:
     report(f"measuring {count} layers in {conditions.told()}")
     held = conditions
     found: dict[Any, dict[Any, float]] = {site: {} for site in missing}
-    with using_threads(held.threads):
+    with torch_threads(held.threads):
         for _ in range(SWEEPS):
             for site, widths in missing.items():
                 taken = time_layers(held.runtime, site, widths, held.batch, held.threads)
@@ -100,7 +100,7 @@ def calibrate(
     predictor = Predictor(graph, table, conditions.batch)
     found: list[tuple[str, float, dict[str, Mask], dict[str, float]]] = []
     dense_seconds = float("inf")
-    with using_threads(conditions.threads):
+    with torch_threads(conditions.threads):
         timer = Timer(model, example, graph, conditions)
         for way, share, keep in samples(graph):
             report(f"timing {way}, {share:.0%} left")
@@ -109,13 +109,13 @@ def calibrate(
             dense_seconds = min(dense_seconds, beside)
     timed: list[Timed] = []
     for way, share, keep, ratios in found:
-        terms = predictor.reckon(lay_out(graph, graph.settle(keep))).terms
+        terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
         seconds = {form: ratio * dense_seconds for form, ratio in ratios.items()}
         timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
-    dense = predictor.reckon(lay_out(graph, {})).terms
+    dense = predictor.terms_of(lay_out(graph, {})).terms
     timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
     coefficients = _fitted(timed)
-    networks = _foretold(timed)
+    networks = _leave_one_out(timed)
     calibration = {"networks": networks, **_errors(networks)}
     return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
 
@@ -134,7 +134,7 @@ class Timer:
         and the seconds of the dense network in the same session.
         """
         small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
-        found, dense = time_beside(self.dense, self._passes(small))
+        found, dense = time_against_dense(self.dense, self._passes(small))
         least: dict[str, float] = {}
         for name, seconds in found.items():
             join = name.partition(" ")[0]
@@ -150,12 +150,12 @@ class Timer:
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
     """The networks to time: several sizes for every way of pruning that the graph allows."""
     found = []
-    for way in WAYS:
-        guards = guarded(graph, Guards(), way)
+    for way in COUPLINGS:
+        guards = constraints_for(graph, Constraints(), way)
         if guards is None:
             continue
-        scores = guards.leveled(made_up(graph, guards))
-        aim = Aim(graph, guards=guards)
+        scores = guards.level_branches(synthetic_scores(graph, guards))
+        aim = Selector(graph, guards=guards)
         for share in SHARES:
             # The threshold that keeps `share` of the filters that this way of pruning can remove.
             inside = {n for branch in guards.branches for n in branch} or set(scores)
@@ -173,7 +173,7 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     return fit(rows, seconds, TERMS, {"layers": usual})
 
 
-def _foretold(timed: Sequence[Timed]) -> list[dict[str, Any]]:
+def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
     """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense network."""
     (dense,) = (one for one in timed if one.way == "dense")
     found = []
@@ -206,17 +206,17 @@ def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
 BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
 
 
-def here(runtime: str, batch: int, threads: int) -> Conditions:
+def conditions_here(runtime: str, batch: int, threads: int) -> Conditions:
     """Return the conditions of a measurement on this machine."""
     return Conditions(runtime, batch, threads, RUNTIMES[runtime].facts())
 
 
-def same_place(one: Conditions, other: Conditions) -> bool:
+def comparable_conditions(one: Conditions, other: Conditions) -> bool:
     """Return True if times under both conditions are comparable; an unknown fact (None) makes them different."""
     return one == other and None not in other.machine.values()
 
 
-def get_model(
+def load_or_calibrate(
     network: nn.Module,
     example: Any,
     conditions: Conditions,
@@ -241,11 +241,11 @@ def get_model(
         except PruningError:  # Written by another version, or damaged: it is only a cache.
             pass
     rehearse(network, example, conditions)
-    busy = load()
+    busy = busy_cores()
     if busy is not None and busy > BUSY:
         report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
     table = _layers(conditions, fresh)
-    wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, Aim(graph).least()))
+    wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, Selector(graph).least()))
     if measure_layers(table, wanted, conditions, report):
         _keep_layers(table, conditions, fresh)
     found = calibrate(network, example, graph, table.of(wanted), conditions, report)
@@ -254,7 +254,7 @@ def get_model(
     return found
 
 
-def clock_here(
+def measure_latency_model(
     network: nn.Module,
     images: Tensor,
     graph: ChannelGraph,
@@ -263,9 +263,10 @@ def clock_here(
     ignore: tuple[str, ...] = (),
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """Like `get_model` for a network in use on any device: measures a copy and binds the model to `graph`."""
+    """Like `load_or_calibrate` for a network in use on any device: measures a copy and binds the model to
+    `graph`."""
     dense = real_copy(network).cpu().eval()
-    found = get_model(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
+    found = load_or_calibrate(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
     return from_dict(found.to_dict(), graph)
 
 
@@ -308,11 +309,11 @@ def _digest(conditions: Conditions) -> str:
 # Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
 # layer independently, "streams" (layers that are added up keep the same filters, so the residual stream itself gets
 # narrower), or "blocks" (whole residual branches).
-WAYS: dict[str, Couple] = {"filters": "none", "streams": "streams", "blocks": "blocks"}
+COUPLINGS: dict[str, Couple] = {"filters": "none", "streams": "streams", "blocks": "blocks"}
 
 
 @dataclass(frozen=True)
-class Chosen:
+class CouplingChoice:
     """The chosen way of pruning, and the share of the MACs that each way keeps (None: out of reach)."""
 
     way: str
@@ -334,33 +335,33 @@ class Chosen:
         return {"way": self.way, "macs_left": dict(self.macs)}
 
 
-def guarded(graph: ChannelGraph, guards: Guards, way: str) -> Guards | None:
+def constraints_for(graph: ChannelGraph, guards: Constraints, way: str) -> Constraints | None:
     """Return the constraints of a way of pruning, or None if the network has nothing that it could couple."""
     try:
-        found = with_coupled(guards, graph, WAYS[way])
+        found = with_coupled(guards, graph, COUPLINGS[way])
     except PruningError:
         return None
     return found if way == "filters" or found.groups or found.branches else None
 
 
-def choose_way(
-    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, stored: Stored | None = None
-) -> Chosen:
+def choose_coupling(
+    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Constraints, stored: FileSize | None = None
+) -> CouplingChoice:
     """Choose the way of pruning that keeps the most MACs within the budget.
 
     Nothing is trained yet, so synthetic scores rank the filters of all layers alike, and the choice depends on the
-    latency model alone. Ties go to the first way in `WAYS`; if no way reaches the target, it is "filters".
+    latency model alone. Ties go to the first way in `COUPLINGS`; if no way reaches the target, it is "filters".
     """
     found: dict[str, float | None] = {}
-    for way in WAYS:
-        held = guarded(graph, guards, way)
+    for way in COUPLINGS:
+        held = constraints_for(graph, guards, way)
         if held is not None:
             found[way] = _left(graph, clock, budget, held, stored)
     reached = {way: share for way, share in found.items() if share is not None}
-    return Chosen(max(reached, key=reached.__getitem__) if reached else "filters", found)
+    return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
 
-def made_up(graph: ChannelGraph, guards: Guards) -> dict[str, Values]:
+def synthetic_scores(graph: ChannelGraph, guards: Constraints) -> dict[str, Values]:
     """Make synthetic scores, of which any threshold removes the same share of every layer.
 
     With coupled branches, whole branches go first, spread evenly over the network, then everything else.
@@ -381,11 +382,11 @@ def made_up(graph: ChannelGraph, guards: Guards) -> dict[str, Values]:
 
 
 def _left(
-    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Guards, stored: Stored | None
+    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Constraints, stored: FileSize | None
 ) -> float | None:
     try:
-        aim = Aim(graph, budget, guards, clock, stored)
-        usage = aim.choose(made_up(graph, guards)).usage
+        aim = Selector(graph, budget, guards, clock, stored)
+        usage = aim.choose(synthetic_scores(graph, guards)).usage
     except PruningError:
         return None
     return usage["macs"] / aim.whole["macs"]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import DataError, PruningError
-from ..utils.timing import take_turns, using_threads
+from ..utils.timing import time_interleaved, torch_threads
 from ..utils.user_code import cause
 from ..utils.user_model import call, check_model, map_tensors, meta_copy, real_copy
 
@@ -103,9 +103,9 @@ def latency(
     """
     tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else "cpu"
-    with evaluating(*models.values()), torch.no_grad(), using_threads(threads):
+    with evaluating(*models.values()), torch.no_grad(), torch_threads(threads):
         calls = {name: partial(call, model, example_inputs) for name, model in models.items()}
-        taken = take_turns(calls, pairs, device=device)
+        taken = time_interleaved(calls, pairs, device=device)
     return {name: Latency.of(seconds) for name, seconds in taken.items()}
 
 

@@ -23,21 +23,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..budget.controller import Clock
+from ..budget.controller import LatencyClock
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.cost import Laid, lay_out
+from ..graph.cost import LaidOut, lay_out
 from ..graph.nodes import Mask
 from ..utils.files import write_text
-from ..utils.formatting import counted
-from .latency_table import Operators, Site, Table, Widths, widths_of
+from ..utils.formatting import pluralize
+from .latency_table import LayerSpec, Operators, Table, Widths, measured_widths
 
 Row = Mapping[str, float]
 
 
 _ROUNDS = 20
-PULL = 1.0  # weight of the prior: that of one more network
-ORDINARY = 0.03  # relative error beyond which the loss is linear (Huber), because single timings may be disturbed
+PRIOR_WEIGHT = 1.0  # weight of the prior: that of one more network
+HUBER_DELTA = (
+    0.03  # relative error beyond which the loss is linear (Huber), because single timings may be disturbed
+)
 
 
 def fit(
@@ -59,18 +61,16 @@ def fit(
     matrix = matrix / scale  # Now a coefficient is the share of a typical network's time due to its term.
     pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
     if expected is not None:
-        pulled = PULL * np.eye(len(terms))
-        towards = PULL * np.array([expected.get(name, 0.0) for name in terms]) * scale
+        pulled = PRIOR_WEIGHT * np.eye(len(terms))
+        towards = PRIOR_WEIGHT * np.array([expected.get(name, 0.0) for name in terms]) * scale
     weights = np.ones(len(wanted))
     for _ in range(_ROUNDS):
-        found = nonnegative(
-            np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards])
-        )
-        weights = np.sqrt(ORDINARY / np.maximum(np.abs(matrix @ found - ones), ORDINARY))
+        found = nnls(np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards]))
+        weights = np.sqrt(HUBER_DELTA / np.maximum(np.abs(matrix @ found - ones), HUBER_DELTA))
     return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
-def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
+def nnls(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
     """Solve nonnegative least squares with the active-set method of Lawson and Hanson."""
     size = matrix.shape[1]
     free = np.zeros(size, bool)
@@ -99,12 +99,12 @@ def nonnegative(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> N
 
 TERMS = ("layers", "added", "touched", "moved", "operators", "pass")
 FORMS = ("zeros", "moves")
-PLAIN = {"layers": 1.0}  # uncalibrated: the sum of the layer times
+UNCALIBRATED = {"layers": 1.0}  # uncalibrated: the sum of the layer times
 Terms = dict[str, float]
 
 
 @dataclass
-class Reckoned:
+class TimeTerms:
     """Terms of a network's time for each of FORMS, and the seconds of its layers."""
 
     terms: dict[str, Terms]
@@ -118,26 +118,26 @@ class Predictor:
     def __init__(self, graph: ChannelGraph, table: Table, batch: int) -> None:
         self.graph, self.table, self.batch = graph, table, batch
         self.operators = Operators(graph)
-        self.coefficients: Mapping[str, float] = PLAIN
+        self.coefficients: Mapping[str, float] = UNCALIBRATED
 
-    def wanted(self, least: Laid) -> dict[Site, list[Widths]]:
+    def wanted(self, least: LaidOut) -> dict[LayerSpec, list[Widths]]:
         """Return the widths at which every site must be measured; `least` is the smallest network allowed.
 
         Input or output channels that even this network keeps in full are measured in full only.
         """
         dense = lay_out(self.graph, {})
-        sides: dict[Site, tuple[set[int], set[int]]] = {}
+        sides: dict[LayerSpec, tuple[set[int], set[int]]] = {}
         for layer in self.operators.layers:
             (i, o, _), (low, high, _) = layer.widths(dense), layer.widths(least)
             gone, groups = not layer.runs(least), layer.site.groups
             rows, columns = sides.setdefault(layer.site, (set(), set()))
-            rows.update(widths_of(i, gone or low < i, groups))
-            columns.update(widths_of(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
+            rows.update(measured_widths(i, gone or low < i, groups))
+            columns.update(measured_widths(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
         grids = {site: list(product(sorted(rows), sorted(columns))) for site, (rows, columns) in sides.items()}
         depthwise = {site: [(n, n) for n in sorted(rows)] for site, (rows, _) in sides.items() if site.groups == 0}
         return grids | depthwise
 
-    def reckon(self, laid: Laid) -> Reckoned:
+    def terms_of(self, laid: LaidOut) -> TimeTerms:
         """Return the terms and layer times of a network, given its layout."""
         held = self.operators
         layers: dict[str, dict[int, float]] = {form: {} for form in FORMS}
@@ -162,19 +162,19 @@ class Predictor:
         }
         extra = {"zeros": 0.0, "moves": self.batch * moved}
         terms = {form: {**shared, "layers": sum(layers[form].values()), "moved": extra[form]} for form in FORMS}
-        return Reckoned(terms, layers)
+        return TimeTerms(terms, layers)
 
     def total(self, terms: Terms) -> float:
         """Return the seconds that terms add up to."""
         return sum(self.coefficients.get(name, 0.0) * value for name, value in terms.items())
 
-    def seconds(self, laid: Laid) -> float:
+    def seconds(self, laid: LaidOut) -> float:
         """Return the seconds of one pass in the faster form."""
-        return min(self.total(terms) for terms in self.reckon(laid).terms.values())
+        return min(self.total(terms) for terms in self.terms_of(laid).terms.values())
 
-    def shares(self, laid: Laid) -> dict[int, float]:
+    def shares(self, laid: LaidOut) -> dict[int, float]:
         """Return the seconds of every layer that runs, in the faster form, by its index in `Operators.layers`."""
-        found = self.reckon(laid)
+        found = self.terms_of(laid)
         form = min(found.terms, key=lambda name: self.total(found.terms[name]))
         return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
 
@@ -195,7 +195,7 @@ class Conditions:
 
     def told(self) -> str:
         """Describe the conditions, without the machine."""
-        return f"{self.runtime}, batch {self.batch}, {counted(self.threads, 'thread')}"
+        return f"{self.runtime}, batch {self.batch}, {pluralize(self.threads, 'thread')}"
 
 
 class LatencyModel:
@@ -207,7 +207,7 @@ class LatencyModel:
         table: Table,
         conditions: Conditions,
         dense_seconds: float | None = None,
-        coefficients: Mapping[str, float] = PLAIN,
+        coefficients: Mapping[str, float] = UNCALIBRATED,
         calibration: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph, self.table, self.conditions = graph, table, conditions
@@ -221,7 +221,7 @@ class LatencyModel:
         self.correction = 1.0
         """Measured over predicted time of networks near the target; multiplies every prediction."""
 
-    def seconds(self, laid: Laid) -> float:
+    def seconds(self, laid: LaidOut) -> float:
         """Return the seconds of one pass."""
         return self.correction * self._unit * self.predictor.seconds(laid)
 
@@ -229,7 +229,7 @@ class LatencyModel:
         """Return the time of a choice of filters relative to the dense network."""
         return self.seconds(lay_out(self.graph, keep)) / self.dense_seconds
 
-    def prices(self, laid: Laid, keep: Mapping[str, Mask]) -> dict[str, float]:
+    def prices(self, laid: LaidOut, keep: Mapping[str, Mask]) -> dict[str, float]:
         """Return for each layer the share of the dense network's time that one of its filters takes.
 
         A single filter may cost nothing where a runtime computes in blocks, so the price is the time saved by
@@ -316,7 +316,7 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
     raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
 
 
-def bound(clock: Clock | str | PathLike[str] | None, graph: ChannelGraph) -> Clock | None:
+def bind_clock(clock: LatencyClock | str | PathLike[str] | None, graph: ChannelGraph) -> LatencyClock | None:
     """Return the clock for this very graph: reads a file, or rebinds a model of another trace of the network."""
     if isinstance(clock, (str, PathLike)):
         return read_model(clock, graph)

@@ -1,8 +1,8 @@
 """Tables of measured layer times, and the operators of a network that they are looked up for.
 
-A `Site` is everything that the time of a layer depends on except its two widths, so one measurement serves equal
-layers of any network. A `Table` interpolates between widths. A narrower layer never takes longer than a wider one,
-because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` follows how
+A `LayerSpec` is everything that the time of a layer depends on except its two widths, so one measurement serves
+equal layers of any network. A `Table` interpolates between widths. A narrower layer never takes longer than a wider
+one, because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` follows how
 `runtimes.forms` writes networks: norms are folded into the layer before them; a layer reads the whole residual
 stream, with zero columns for channels that it does not need; a branch with fewer filters than its stream either
 computes all channels (zero rows) or has its channels moved.
@@ -20,9 +20,9 @@ from functools import cached_property
 from typing import Any
 
 from ..graph.channel_graph import ChannelGraph
-from ..graph.cost import Laid
-from ..graph.layer_nodes import Contract, Norm, owner
-from ..graph.nodes import Boundary, Elementwise, Map, Node
+from ..graph.cost import LaidOut
+from ..graph.layer_nodes import LayerNode, Norm, weight_owner
+from ..graph.nodes import Boundary, ChannelMove, Elementwise, Node
 from ..graph.records import Value
 
 Sizes = tuple[int, ...]
@@ -34,7 +34,7 @@ _NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) group
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerSpec:
     """A layer without its widths: all else that its time depends on."""
 
     kind: str
@@ -55,11 +55,11 @@ class Site:
         )
 
     @classmethod
-    def parse(cls, text: str) -> Site:
+    def parse(cls, text: str) -> LayerSpec:
         """Parse what `str` returned; raises a ValueError for any other text.
 
-        >>> site = Site("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (32, 32))
-        >>> Site.parse(str(site)) == site
+        >>> site = LayerSpec("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (32, 32))
+        >>> LayerSpec.parse(str(site)) == site
         True
         """
         match = _NAME.fullmatch(text)
@@ -69,7 +69,7 @@ class Site:
         return cls(match[1], kernel, stride, padding, dilation, int(match[6]), _sizes(match[7]))
 
     @classmethod
-    def of(cls, node: Contract, samples: int) -> Site:
+    def of(cls, node: LayerNode, samples: int) -> LayerSpec:
         """Return the site of a layer in a channel graph that was traced with `samples` samples."""
         if node.op.name != "aten.convolution":
             return cls("linear", size=(max(node.x.shape[0] // samples, 1),))
@@ -85,10 +85,10 @@ class Site:
         )
 
 
-def widths_of(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
+def measured_widths(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
     """Return the widths at which the input or output channels of a layer are measured, few if there are many.
 
-    >>> widths_of(20, True), widths_of(256, True), widths_of(3, False)
+    >>> measured_widths(20, True), measured_widths(256, True), measured_widths(3, False)
     ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
     """
     if not may_shrink:
@@ -129,36 +129,38 @@ Widths = tuple[int, int]  # input channels, filters
 class Table:
     """Measured layers: site -> widths -> seconds.
 
-    >>> table = Table({Site("linear", size=(1,)): {(8, 8): 1.0, (16, 8): 2.0, (8, 16): 2.0, (16, 16): 4.0}})
-    >>> table.seconds(Site("linear", size=(1,)), 12, 8)
+    >>> table = Table({LayerSpec("linear", size=(1,)): {(8, 8): 1.0, (16, 8): 2.0, (8, 16): 2.0, (16, 16): 4.0}})
+    >>> table.seconds(LayerSpec("linear", size=(1,)), 12, 8)
     1.5
     """
 
-    def __init__(self, points: Mapping[Site, Mapping[Widths, float]] | None = None, blocks: bool = False) -> None:
+    def __init__(
+        self, points: Mapping[LayerSpec, Mapping[Widths, float]] | None = None, blocks: bool = False
+    ) -> None:
         self.points = {site: dict(held) for site, held in (points or {}).items()}
         self.blocks = blocks
         """Whether input channels are rounded up to blocks, too; filters always are."""
-        self._grids: dict[Site, tuple[list[int], list[int], dict[Widths, float]]] = {}
-        self._known: dict[tuple[Site, int, int], float] = {}
+        self._grids: dict[LayerSpec, tuple[list[int], list[int], dict[Widths, float]]] = {}
+        self._known: dict[tuple[LayerSpec, int, int], float] = {}
 
-    def missing(self, wanted: Mapping[Site, Iterable[Widths]]) -> dict[Site, list[Widths]]:
+    def missing(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> dict[LayerSpec, list[Widths]]:
         """Return the wanted points that have not been measured yet."""
         found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
         return {site: widths for site, widths in found.items() if widths}
 
-    def of(self, wanted: Mapping[Site, Iterable[Widths]]) -> Table:
+    def of(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> Table:
         """Return a table of these points alone: the widths of other networks would leave gaps in the grid."""
         return Table(
             {site: {w: self.points[site][w] for w in widths} for site, widths in wanted.items()}, self.blocks
         )
 
-    def add(self, site: Site, seconds: Mapping[Widths, float]) -> None:
+    def add(self, site: LayerSpec, seconds: Mapping[Widths, float]) -> None:
         """Add measured points of a site."""
         self.points.setdefault(site, {}).update(seconds)
         self._grids.pop(site, None)
         self._known = {key: value for key, value in self._known.items() if key[0] != site}
 
-    def seconds(self, site: Site, inputs: int, filters: int) -> float:
+    def seconds(self, site: LayerSpec, inputs: int, filters: int) -> float:
         """Return the interpolated seconds of a layer of these widths."""
         key = site, inputs, filters
         if key not in self._known:
@@ -172,12 +174,12 @@ class Table:
     @classmethod
     def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
         """Restore what `to_dict` returned; raises a ValueError for anything else."""
-        points = {Site.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
+        points = {LayerSpec.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
         if not all(points.values()):
             raise ValueError("a layer without any time")
         return cls(points, blocks)
 
-    def _grid(self, site: Site) -> tuple[list[int], list[int], dict[Widths, float]]:
+    def _grid(self, site: LayerSpec) -> tuple[list[int], list[int], dict[Widths, float]]:
         if site not in self._grids:
             held = self.points[site]
             rows, columns = sorted({i for i, _ in held}), sorted({o for _, o in held})
@@ -193,7 +195,7 @@ class Table:
             self._grids[site] = rows, columns, full
         return self._grids[site]
 
-    def _between(self, site: Site, inputs: int, filters: int) -> float:
+    def _between(self, site: LayerSpec, inputs: int, filters: int) -> float:
         rows, columns, full = self._grid(site)
         if self.blocks:
             inputs = _stepped(inputs, rows)
@@ -238,21 +240,21 @@ FREE = ("aten.view", "aten._unsafe_view", "aten.t", "aten.detach", "aten.alias",
 class Layer:
     """One call of a convolution or linear layer."""
 
-    node: Contract
-    site: Site
+    node: LayerNode
+    site: LayerSpec
     before: Value
     """Its input before any remap that selects channels: the whole residual stream, for example."""
     behind: Value
     """Its output behind norms and activations, in the layout of the tensors that it is added to."""
 
-    def widths(self, laid: Laid) -> tuple[int, int, int]:
+    def widths(self, laid: LaidOut) -> tuple[int, int, int]:
         """Return its input channels, its output channels in the layout of the stream, and its own filters."""
         sizes = laid.layout.sizes
         return sizes(self.before)[1], sizes(self.behind)[1], sizes(self.node.out)[1]
 
-    def runs(self, laid: Laid) -> bool:
+    def runs(self, laid: LaidOut) -> bool:
         """Return True if the pruned network still contains the layer."""
-        return owner(self.node.op) not in laid.gone
+        return weight_owner(self.node.op) not in laid.gone
 
     @cached_property
     def pixels(self) -> int:
@@ -273,28 +275,28 @@ class Operators:
                 self._readers[value].append(node)
             for value in node.outputs:
                 self._maker[value] = node
-        self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, Contract)]
+        self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, LayerNode)]
         self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
         joined = set(map(id, self.joins))  # By identity: `==` would compare every field of the nodes.
         self.rest = [node for node in graph.nodes if id(node) not in joined and self._costs(node)]
 
-    def elements(self, value: Value, laid: Laid) -> float:
+    def elements(self, value: Value, laid: LaidOut) -> float:
         """Return the number of elements per sample that are left of a tensor."""
         return math.prod(laid.layout.sizes(value)) / self.samples
 
     @staticmethod
-    def alive(value: Value, laid: Laid) -> bool:
+    def alive(value: Value, laid: LaidOut) -> bool:
         """Return True if any channel of the tensor is both alive and needed."""
         needed = laid.flow.needed.get(value)
         return needed is not None and bool((needed & laid.flow.alive[value]).any())
 
-    def _layer(self, node: Contract) -> Layer:
+    def _layer(self, node: LayerNode) -> Layer:
         before = self._outside(node.x)
         behind, reader = node.out, self._only_reader(node.out)
         while isinstance(reader, Boundary | Norm) or (isinstance(reader, Elementwise) and not self._joins(reader)):
             behind = reader.outputs[0]
             reader = self._only_reader(behind)
-        return Layer(node, Site.of(node, self.samples), before, behind)
+        return Layer(node, LayerSpec.of(node, self.samples), before, behind)
 
     def _outside(self, value: Value) -> Value:
         """Trace a tensor back through the module boundaries that it has passed."""
@@ -313,10 +315,14 @@ class Operators:
 
     def _costs(self, node: Node) -> bool:
         """Return True if the operator takes time of its own."""
-        if isinstance(node, Contract | Boundary) or not node.outputs or node.op.name in FREE:
+        if isinstance(node, LayerNode | Boundary) or not node.outputs or node.op.name in FREE:
             return False
-        if isinstance(node, Map) and len(node.inputs) == 1 and node.op.name.endswith(("reshape", "flatten")):
+        if (
+            isinstance(node, ChannelMove)
+            and len(node.inputs) == 1
+            and node.op.name.endswith(("reshape", "flatten"))
+        ):
             return False
         if isinstance(node, Norm):  # A norm is folded into the layer before it, if there is one.
-            return not isinstance(self._maker.get(self._outside(node.x)), Contract)
+            return not isinstance(self._maker.get(self._outside(node.x)), LayerNode)
         return any(v.roots is None for v in node.inputs)

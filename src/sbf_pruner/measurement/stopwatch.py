@@ -25,13 +25,13 @@ from torch.nn import functional
 from ..errors import PruningError
 from ..plan import Plan
 from ..runtimes.capture import first_line
-from ..runtimes.forms import FORMS, Deployable, Form, fastest, ready, written
-from ..runtimes.onnx import require, session_options
+from ..runtimes.forms import FORMS, CapturedNetwork, Form, make_forms, make_runner, min_times
+from ..runtimes.onnx import import_onnxruntime, session_options
 from ..surgery.extract import extract
-from ..utils.timing import Interval, compared, take_turns, using_threads
-from ..utils.user_model import made_up_inputs
+from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
+from ..utils.user_model import random_inputs
 from .latency_model import Conditions
-from .latency_table import Site, Widths
+from .latency_table import LayerSpec, Widths
 from .runtimes import RUNTIMES
 
 TURNS = 7
@@ -43,7 +43,7 @@ _SAMPLE = 0.002
 Measured = dict[Widths, float]
 
 
-def time_layers(runtime: str, site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
+def time_layers(runtime: str, site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
     """Return the seconds of a layer at each of the widths."""
     found: Measured = {}
     for start in range(0, len(widths), AT_ONCE):
@@ -58,16 +58,16 @@ def time_layers(runtime: str, site: Site, widths: Sequence[Widths], batch: int, 
 # -- torch -------------------------------------------------------------------------------------------------
 
 
-def _in_torch(site: Site, widths: Sequence[Widths], batch: int, device: str) -> Measured:
+def _in_torch(site: LayerSpec, widths: Sequence[Widths], batch: int, device: str) -> Measured:
     with torch.device(device):
         calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
         # On a GPU many calls are launched before each synchronization, as inside a network.
-        taken = take_turns(calls, TURNS, sample=_SAMPLE, device=device)
+        taken = time_interleaved(calls, TURNS, sample=_SAMPLE, device=device)
     return {pair: min(seconds) for pair, seconds in taken.items()}
 
 
-def _call(site: Site, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
+def _call(site: LayerSpec, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
     bias = torch.zeros(filters)
     if site.kind == "linear":
         x, weight = torch.rand(batch * site.size[0], inputs), torch.rand(filters, inputs)
@@ -93,8 +93,8 @@ def _last(tensor: Tensor) -> Tensor:
 # -- ONNX Runtime ------------------------------------------------------------------------------------------
 
 
-def _in_onnxruntime(site: Site, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
-    runtime = require()
+def _in_onnxruntime(site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
+    runtime = import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         sessions = {pair: _session(runtime, _model(site, *pair), threads, folder, pair) for pair in widths}
         fed = {pair: _fed(held, batch) for pair, held in sessions.items()}
@@ -147,7 +147,7 @@ def _fed(session: Any, batch: int) -> dict[str, Any]:
     return {given.name: np.random.default_rng(0).random((rows, *given.shape[1:]), np.float32)}
 
 
-def _model(site: Site, inputs: int, filters: int) -> bytes:
+def _model(site: LayerSpec, inputs: int, filters: int) -> bytes:
     """Build an ONNX model of the layer, between two 1x1 convolutions if it is a convolution inside a network."""
     from onnx import TensorProto, helper
 
@@ -210,11 +210,11 @@ def passes(
     """Return functions that run a network once, by form; forms that give equal networks appear once."""
     held = RUNTIMES[runtime]
     held.check_device()
-    made = written(Deployable(network, example), forms)
-    inputs = made_up_inputs(example, batch)
+    made = make_forms(CapturedNetwork(network, example), forms)
+    inputs = random_inputs(example, batch)
     with tempfile.TemporaryDirectory() as folder:
         return {
-            name: ready(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
+            name: make_runner(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
             for place, (name, network_) in enumerate(made.items())
         }
 
@@ -227,7 +227,7 @@ def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
     held = conditions
     form = dict([next(iter(all_forms(held.runtime).items()))])
     try:
-        with using_threads(held.threads):
+        with torch_threads(held.threads):
             (once,) = passes(network.eval(), example, form, held.runtime, held.batch, held.threads).values()
             once()
     except Exception as error:  # A compiler or a broken installation can fail with any exception.
@@ -239,33 +239,33 @@ def quickest(held: Mapping[str, Pass]) -> Pass:
     """Return the pass of the fastest form."""
     if len(held) == 1:
         return next(iter(held.values()))
-    times = fastest(held, TRIAL)
+    times = min_times(held, TRIAL)
     return held[min(times, key=times.__getitem__)]
 
 
 def time_pairs(dense: Pass, compact: Pass, pairs: int) -> Interval:
     """Time two passes in alternation; returns the time of the compact network relative to the dense one."""
-    taken = take_turns({"dense": dense, "compact": compact}, pairs)
-    return compared(taken["compact"], taken["dense"])
+    taken = time_interleaved({"dense": dense, "compact": compact}, pairs)
+    return median_ratio(taken["compact"], taken["dense"])
 
 
-def time_beside(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
+def time_against_dense(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
     """Time several passes in alternation with the dense network; returns the minimum seconds of each.
 
     The minimum, because other load on the machine can only add to a time.
     """
-    once = fastest({"dense": dense, **others}, 0.0)
+    once = min_times({"dense": dense, **others}, 0.0)
     rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
-    taken = take_turns({"dense": dense, **others}, rounds)
+    taken = time_interleaved({"dense": dense, **others}, rounds)
     return {name: min(once[name], *taken[name]) for name in others}, min(once["dense"], *taken["dense"])
 
 
 PAIRS = 40
-SURE = 0.04  # width that the confidence interval of a ratio may have, relative to the ratio
-PATIENCE = 3  # attempts, each with twice as many pairs, to get an interval that narrow
+INTERVAL_WIDTH = 0.04  # width that the confidence interval of a ratio may have, relative to the ratio
+MAX_ATTEMPTS = 3  # attempts, each with twice as many pairs, to get an interval that narrow
 
 
-class Pairs:
+class PlanTimer:
     """Times plans against the dense network; each is cut for real, and both networks run in their fastest form."""
 
     def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
@@ -277,17 +277,17 @@ class Pairs:
 
     def ratio(self, plan: Plan) -> float:
         """Return the time of a plan relative to the dense network, from more pairs if the times vary much."""
-        with using_threads(self.conditions.threads):
+        with torch_threads(self.conditions.threads):
             compact = self._compact(plan)
-            for more in range(PATIENCE):
+            for more in range(MAX_ATTEMPTS):
                 found = time_pairs(self._dense, compact, PAIRS * 2**more)
-                if found.high - found.low <= SURE * found.median:
+                if found.high - found.low <= INTERVAL_WIDTH * found.median:
                     break
         return found.median
 
     def interval(self, plan: Plan, pairs: int) -> Interval:
         """Return the time of a plan relative to the dense network, with its confidence interval."""
-        with using_threads(self.conditions.threads):
+        with torch_threads(self.conditions.threads):
             return time_pairs(self._dense, self._compact(plan), pairs)
 
     def _compact(self, plan: Plan) -> Pass:

@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PruningError, nearest
-from ..utils.user_code import NAMED, Origin, failing_line, said, signature, takes_anything, wanted
+from ..errors import PruningError, suggestion
+from ..utils.user_code import (
+    TRUSTED,
+    Origin,
+    failing_line,
+    has_var_keyword,
+    matching_arguments,
+    one_line_error,
+    signature,
+)
 from .cifar import (
     VGG16,
     BasicBlock,
@@ -42,8 +50,12 @@ BUNDLED: dict[str, Callable[..., nn.Module]] = {
     for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
 }
 # Options whose strings timm looks up in tables of its own; any other string may be a file or a URL.
-_TEXTS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
-_OPENED = ("pretrained", "weights", "checkpoint")  # prefixes of options that load weights, even if just True
+_SAFE_STRING_OPTIONS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
+_LOADING_PREFIXES = (
+    "pretrained",
+    "weights",
+    "checkpoint",
+)  # prefixes of options that load weights, even if just True
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -53,7 +65,7 @@ def resolve(name: str, /, **options: Any) -> nn.Module:
     >>> type(resolve("resnet20", num_classes=4)).__name__
     'ResNet'
     """
-    return build_network(name, options, NAMED)
+    return build_network(name, options, TRUSTED)
 
 
 def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.Module:
@@ -64,18 +76,18 @@ def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.M
         if name not in BUNDLED:
             raise PruningError(
                 f"no bundled model is called {name!r}, and one of your own is package.module:callable; "
-                f"{nearest(name, BUNDLED)}"
+                f"{suggestion(name, BUNDLED)}"
             )
         return _build(name, BUNDLED[name], options)
     if not library or not inner:
         raise PruningError(f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable")
-    if library in _TEXTS:
+    if library in _SAFE_STRING_OPTIONS:
         for key, value in options.items():
             if not _plain(library, key, value):
                 origin.check(f"model.options.{key}", value, "may name a file or an address, which is opened")
         build = _torchvision if library == "torchvision" else _timm
         return build(name, inner, options, origin)
-    return _own(name, options, origin)
+    return _user_callable(name, options, origin)
 
 
 def _plain(library: str, key: str, value: Any) -> bool:
@@ -83,13 +95,13 @@ def _plain(library: str, key: str, value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_plain(library, key, item) for item in value)
     if isinstance(value, str):
-        return key in _TEXTS[library]
-    return isinstance(value, bool | int | float) and not (value and key.startswith(_OPENED))
+        return key in _SAFE_STRING_OPTIONS[library]
+    return isinstance(value, bool | int | float) and not (value and key.startswith(_LOADING_PREFIXES))
 
 
 def _torchvision(name: str, inner: str, options: dict[str, Any], origin: Origin) -> nn.Module:
     models = _library("torchvision", origin).models
-    _known(name, inner, models.list_models())
+    _check_listed(name, inner, models.list_models())
     channels = options.pop("in_channels", 3)
     if channels != 3:
         raise PruningError(f"{name} takes images of 3 channels, not {channels}; wrap it in a callable of your own")
@@ -99,13 +111,13 @@ def _torchvision(name: str, inner: str, options: dict[str, Any], origin: Origin)
 def _timm(name: str, inner: str, options: dict[str, Any], origin: Origin) -> nn.Module:
     timm = _library("timm", origin)
     # A name may end in the tag of pretrained weights ("resnet18.a1_in1k"); the architecture is before the dot.
-    _known(name, inner.partition(".")[0], timm.list_models())
+    _check_listed(name, inner.partition(".")[0], timm.list_models())
     if "in_channels" in options:
         options["in_chans"] = options.pop("in_channels")
     return _build(name, lambda **rest: timm.create_model(inner, **rest), options)
 
 
-def _own(name: str, options: dict[str, Any], origin: Origin) -> nn.Module:
+def _user_callable(name: str, options: dict[str, Any], origin: Origin) -> nn.Module:
     target = origin.find("model.name", name)
     if isinstance(target, nn.Module):
         raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
@@ -113,16 +125,16 @@ def _own(name: str, options: dict[str, Any], origin: Origin) -> nn.Module:
         raise PruningError(f"{name} is of type {type(target).__name__}, which cannot be called to build a network")
     offered = {"num_classes", "in_channels"}
     offers = {key: options.pop(key) for key in sorted(offered & set(options))}
-    return _build(name, target, {**wanted(target, offers), **options})
+    return _build(name, target, {**matching_arguments(target, offers), **options})
 
 
 def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     """Call `builder`; raises a PruningError for unknown options, failures, and results that are not modules."""
     parameters = signature(builder)
-    if parameters is not None and not takes_anything(parameters):
+    if parameters is not None and not has_var_keyword(parameters):
         for option in options:
             if option not in parameters.parameters:
-                known = nearest(option, parameters.parameters) if parameters.parameters else "it takes none"
+                known = suggestion(option, parameters.parameters) if parameters.parameters else "it takes none"
                 raise PruningError(f"{name} has no option {option!r}; {known}")
     try:
         model = builder(**options)
@@ -131,7 +143,7 @@ def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> n
         within = (
             error.__traceback__ is not None and error.__traceback__.tb_next is not None
         )  # Otherwise the call itself failed, for example for a missing argument.
-        why = f"at {failing_line(error)}" if within else f"{said(error)}{_remedy(parameters, options)}"
+        why = f"at {failing_line(error)}" if within else f"{one_line_error(error)}{_remedy(parameters, options)}"
         raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
@@ -156,14 +168,14 @@ def _library(package: str, origin: Origin) -> ModuleType:
         raise PruningError(f"{package}:NAME needs {package}; run: pip install {package}") from error
     except Exception as error:  # A build for another version of torch can fail with any exception.
         raise PruningError(
-            f"{package} is installed but cannot be imported: {said(error)}; install builds of it, and of "
+            f"{package} is installed but cannot be imported: {one_line_error(error)}; install builds of it, and of "
             f"what it needs, that belong to torch {torch.__version__}"
         ) from error
 
 
-def _known(name: str, inner: str, names: list[str]) -> None:
+def _check_listed(name: str, inner: str, names: list[str]) -> None:
     if inner not in names:
-        hint = nearest(inner, names)
+        hint = suggestion(inner, names)
         # These libraries have hundreds of models: suggest a similar name, but never list them all.
         hint = hint if hint.startswith("did") else f"it knows {len(names)} others"
         raise PruningError(f"{name}: {name.partition(':')[0]} has no model {inner!r}; {hint}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def start_weights(model: nn.Module) -> None:
+def init_weights(model: nn.Module) -> None:
     """Initialize every convolution of `model` He-normal with fan-out, in place."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -66,7 +66,7 @@ class ResNet(nn.Module):
         self.layer2 = _stage(16, 32, blocks)
         self.layer3 = _stage(32, 64, blocks)
         self.fc = nn.Linear(64, num_classes)
-        start_weights(self)
+        init_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(x)))
@@ -132,7 +132,7 @@ class VGG16(nn.Module):
                 in_channels = channels
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(in_channels, num_classes)
-        start_weights(self)
+        init_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
@@ -229,7 +229,7 @@ class MobileNetV2(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.head = ConvNorm(width, head, 1)
         self.fc = nn.Linear(head, num_classes)
-        start_weights(self)
+        init_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.head(self.blocks(self.stem(x)))

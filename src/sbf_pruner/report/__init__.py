@@ -36,7 +36,7 @@ def write_report(folders: Sequence[str | Path], to: str | Path | None = None) ->
     return target
 
 
-def leave_report(folder: Path, summary: dict[str, Any]) -> None:
+def write_own_report(folder: Path, summary: dict[str, Any]) -> None:
     """Write the report of a run whose summary is about to be written.
 
     An error is logged as a warning, so that a report that cannot be drawn never fails the run.
@@ -52,19 +52,19 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "comparison": (
             "Point",
-            "against",
+            "accuracy_plot",
             "comparison_page",
         ),
-        "curves": ("course",),
+        "curves": ("training_curves",),
         "graph_drawing": (
-            "arrange",
+            "layout_graph",
             "draw",
         ),
         "html": (
             "Scale",
             "Table",
             "element",
-            "together",
+            "concat",
         ),
         "inspection": (
             "Box",
@@ -73,7 +73,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "JOINT",
             "LAYER",
             "SKIPPED",
-            "compose",
+            "to_boxes",
             "inspect_model",
             "overview",
         ),
@@ -84,7 +84,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "page": (
             "FIGURES",
             "SECTIONS",
-            "WIDE",
+            "WIDE_SECTIONS",
             "headline",
             "run_page",
             "run_parts",
@@ -97,14 +97,14 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "read_run",
         ),
         "sections": (
-            "kept",
-            "marked",
+            "kept_figure",
+            "with_kept",
             "network",
             "recipe",
             "refinement",
-            "scores",
+            "scores_figure",
             "skipped",
-            "timed",
+            "latency_section",
         ),
     },
 )

@@ -1,7 +1,7 @@
 """Compare runs on one HTML page: accuracy against size, means over seeds, filters kept, and settings that differ.
 
-Unfinished runs are included with what they have so far and are marked as such. `against` and `standalone` also draw
-the plots of `sbf frontier`: the SVG is well-formed XML, so it works inside HTML and as a file of its own.
+Unfinished runs are included with what they have so far and are marked as such. `accuracy_plot` and `plot_as_svg`
+also draw the plots of `sbf frontier`: the SVG is well-formed XML, so it works inside HTML and as a file of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..utils.files import flat
-from ..utils.formatting import DASH, change, count, milliseconds, percent, short, tiny
-from .html import WIDE, Figure, Markup, Scale, Table, curve, element, frame, grid, picture, scroll, together, tones
+from ..utils.files import flatten_keys
+from ..utils.formatting import DASH, change, count, milliseconds, percent, scientific, si_number
+from .html import (
+    FRAME_WIDTH,
+    Figure,
+    Markup,
+    Scale,
+    Table,
+    concat,
+    curve,
+    element,
+    grid,
+    nested_svg,
+    palette,
+    scroll,
+    svg_figure,
+)
 from .page import HEADLINE, figure_parts, page
 from .run_data import Run
-from .sections import bars, found, numbers, spelled, where
+from .sections import bars, best_known_time, format_setting, latency_conditions, numbers
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     ]
     title = f"{len(runs)} runs beside each other"
     said = _sentence(entries)
-    head = together(
+    head = concat(
         element("p", " · ".join(dict.fromkeys(run.title for run in runs)), class_="facts"),
         element("h1", title),
         element("p", said, class_="lead"),
@@ -124,11 +138,11 @@ def _table(entries: Sequence[Entry]) -> Figure:
                 change(dense.get("params"), pruned.get("params")),
                 count(pruned.get("macs")),
                 change(dense.get("macs"), pruned.get("macs")),
-                short(pruned.get("file_bytes"), "B"),
+                si_number(pruned.get("file_bytes"), "B"),
                 milliseconds(pruned.get("latency_ms")),
                 change(dense.get("latency_ms"), pruned.get("latency_ms")),
                 f"{kept[0]:,} of {kept[1]:,}" if kept[1] else DASH,
-                tiny(one.run.summary.get("cut_error")) if one.run.summary else DASH,
+                scientific(one.run.summary.get("cut_error")) if one.run.summary else DASH,
                 *(_time(one.run) if timed else ()),
             ]
         )
@@ -140,9 +154,9 @@ def _time(run: Run) -> list[str]:
     """Table cells of the latency: target and result relative to the dense network, and the conditions."""
     if run.time is None:
         return [DASH] * 3
-    share, how = found(run.time, run.finished)
+    share, how = best_known_time(run.time, run.finished)
     known = how if share is None else f"{percent(100 * share, 1)} {how}"
-    return [percent(100 * run.time["asked"], 1), known, where(run.time)]
+    return [percent(100 * run.time["asked"], 1), known, latency_conditions(run.time)]
 
 
 def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
@@ -157,7 +171,7 @@ def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
                 kind = f"h{place % 10}{' dense' if what != 'pruned' else ''}"
                 points.append(Point(name, accuracy, size, kind, one.sign))
     said = "Up and to the left is better. A hollow point is the dense control of the run with the same letter."
-    return against(f"against-{key}", words, points, said)
+    return accuracy_plot(f"against-{key}", words, points, said)
 
 
 def _kept(entries: Sequence[Entry]) -> list[Figure]:
@@ -176,7 +190,7 @@ def _kept(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def _settings(entries: Sequence[Entry]) -> Figure:
-    told = [{key: spelled(value) for key, value in flat(one.run.recipe).items()} for one in entries]
+    told = [{key: format_setting(value) for key, value in flatten_keys(one.run.recipe).items()} for one in entries]
     keys = [key for key in dict.fromkeys(k for table in told for k in table) if len({t.get(key) for t in told}) > 1]
     title = "Settings that differ"
     if not keys:
@@ -250,7 +264,7 @@ class Point:
     beside: bool = False  # put the label at the lower right, where a rising line leaves room
 
 
-def against(
+def accuracy_plot(
     key: str,
     words: str,
     points: Sequence[Point],
@@ -259,12 +273,12 @@ def against(
     first: str = "run",
     joined: Sequence[tuple[str, Sequence[Point]]] = (),
     legend: Sequence[tuple[str, str]] = (),
-    spelled: tuple[Spell, Spell] = (short, count),
+    spelled: tuple[Spell, Spell] = (si_number, count),
 ) -> Figure:
     """Plot accuracy against size, with a table that has a row for each point.
 
     `words` names the size and `first` the table's first column. `joined` are lines, each with its CSS class and its
-    points in order. `spelled` formats sizes, first for the axis and then for the table.
+    points in order. `format_setting` formats sizes, first for the axis and then for the table.
     """
     title = f"Accuracy against {words}"
     if not points:
@@ -278,9 +292,11 @@ def against(
         at = f"{100 * value / widest:.2f}%"
         parts.append(element("line", class_="grid", x1=at, x2=at, y1=0, y2=f"{_HEIGHT:.0f}"))
         parts.append(element("text", spelled[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
-    lines = [curve(kind, [(WIDE * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined]
+    lines = [
+        curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined
+    ]
     if lines:
-        parts.append(frame(0, _HEIGHT, lines))
+        parts.append(nested_svg(0, _HEIGHT, lines))
     above = _shared(points, down, widest)
     for row, point in enumerate(points):
         x, y = f"{100 * point.size / widest:.2f}%", down(point.accuracy)
@@ -291,7 +307,7 @@ def against(
         elif sign:
             parts.append(element("text", sign, class_="sign", y=y - 10, x=x))
     rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
-    drawn = picture("against", _HEIGHT, title, parts)
+    drawn = svg_figure("against", _HEIGHT, title, parts)
     return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
 
 
@@ -317,8 +333,8 @@ def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) 
     )
 
 
-def standalone(figure: Figure, title: str, axis: str) -> str:
-    """Return a figure that `against` made as the text of an SVG file, light and dark, without a script."""
+def plot_as_svg(figure: Figure, title: str, axis: str) -> str:
+    """Return a figure that `accuracy_plot` made as the text of an SVG file, light and dark, without a script."""
     height = _TOP + _HEIGHT + _BELOW
     signs = [element("text", title, class_="title", x=_LEFT, y=28)]
     for number, (sign, words) in enumerate(figure.legend):
@@ -327,7 +343,7 @@ def standalone(figure: Figure, title: str, axis: str) -> str:
         signs.append(element("text", words, class_="start", x=x + 11, y=y + 4))
     plot = {"x": _LEFT, "y": _TOP, "width": _WIDTH - _LEFT - 24, "height": f"{_HEIGHT:.0f}"}
     across, down = f"{(_LEFT + _WIDTH - 24) / 2:.0f}", f"{height - 14:.0f}"
-    return together(
+    return concat(
         element(
             "svg",
             element("style", Markup(_style())),
@@ -357,7 +373,7 @@ def _style() -> str:
 
 
 def _colours(*, dark: bool) -> str:
-    tone = tones(dark=dark)
+    tone = palette(dark=dark)
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['soft']}",

@@ -9,7 +9,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..criteria import METHODS
 from ..utils.formatting import DASH, count, percent
-from .html import WIDE, Figure, Markup, Scale, Table, column, curve, element, frame, grid, picture, together
+from .html import (
+    FRAME_WIDTH,
+    Figure,
+    Markup,
+    Scale,
+    Table,
+    concat,
+    curve,
+    element,
+    grid,
+    hit_area,
+    nested_svg,
+    svg_figure,
+)
 from .run_data import Record, Run
 
 STAGES = {
@@ -27,12 +40,12 @@ Panel = tuple[
 ]  # (CSS class, points) of each curve; the scale for a given height
 
 
-def course(run: Run) -> Figure:
+def training_curves(run: Run) -> Figure:
     """Return the figure, with panels for test accuracy, loss and remaining filters."""
     key, title = "course", "The course of the run"
     if not run.records:
         return Figure(key, title, missing="No epoch has ended yet.")
-    across = _Across(run.epochs)
+    across = _EpochAxis(run.epochs)
     panels = [
         ("test accuracy", _accuracy(run), 150.0, " %"),
         ("loss", _loss(run), 84.0, ""),
@@ -45,12 +58,12 @@ def course(run: Run) -> Figure:
             curve(kind, [(across.middle(epoch), scale(value)) for epoch, value in points])
             for kind, points in curves
         ]
-        inside += [grid(scale, top, unit, 4 if height > 100 else 3), frame(top, height, drawn)]
+        inside += [grid(scale, top, unit, 4 if height > 100 else 3), nested_svg(top, height, drawn)]
         inside.append(element("text", name, class_="panel", x=0, y=f"{top - 7:.0f}"))
         top += height + _GAP
     height = top - _GAP
     marks = (
-        column("epoch", row, across.left(record["done"]), 100 / run.epochs, 0, height)
+        hit_area("epoch", row, across.left(record["done"]), 100 / run.epochs, 0, height)
         for row, record in enumerate(run.records)
     )
     legend = [("line accent", "test"), ("line soft", "training")]
@@ -61,8 +74,8 @@ def course(run: Run) -> Figure:
         key,
         title,
         _caption(run),
-        together(
-            picture(key, height, title, _phases(run, across, height), inside, marks),
+        concat(
+            svg_figure(key, height, title, _phases(run, across, height), inside, marks),
             _stages(run, across),
         ),
         _table(run),
@@ -70,14 +83,14 @@ def course(run: Run) -> Figure:
     )
 
 
-class _Across:
+class _EpochAxis:
     """Map epochs, counted from 1, to horizontal positions: `middle` in frame units, `left` in percent."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = max(epochs, 1)
 
     def middle(self, epoch: int) -> float:
-        return WIDE * (epoch - 0.5) / self.epochs
+        return FRAME_WIDTH * (epoch - 0.5) / self.epochs
 
     def left(self, epoch: int) -> float:
         return 100 * (epoch - 1) / self.epochs
@@ -112,9 +125,9 @@ def _filters(run: Run) -> Panel:
     return [("accent", _points(run.records, "filters"))], lambda height: Scale(0, total * 1.04, height)
 
 
-def _phases(run: Run, across: _Across, height: float) -> Markup:
+def _phases(run: Run, across: _EpochAxis, height: float) -> Markup:
     shades = {"score": "score", "joint": "score", "finetune": "tune"}
-    return together(
+    return concat(
         element(
             "rect",
             class_=f"shade {shades[phase.kind]}",
@@ -128,7 +141,7 @@ def _phases(run: Run, across: _Across, height: float) -> Markup:
     )
 
 
-def _stages(run: Run, across: _Across) -> Markup:
+def _stages(run: Run, across: _EpochAxis) -> Markup:
     """Labels below the figure for warm-up, cycles and fine-tuning, each as wide as its epochs."""
     spans: dict[str, list[int]] = {}
     for phase in run.schedule:

@@ -1,10 +1,10 @@
 """Draw the channel graph of an inspected model, as an SVG file or as an HTML page with pan, zoom and search.
 
 `lay_rows` puts every box in a row below all its sources, gives a wire a cell in each row that it passes, and sorts
-the rows by the positions of their neighbors, keeping the order with the fewest crossings. `arrange` cuts a tall
-drawing into columns, like a newspaper, and sets the positions within each row: a least-squares problem with ordered
-unknowns, solved exactly by pooling. The SVG has an inline style sheet, light and dark, and no script, so that it
-opens in any browser and can be committed beside a document. The page embeds the same drawing.
+the rows by the positions of their neighbors, keeping the order with the fewest crossings. `layout_graph` cuts a
+tall drawing into columns, like a newspaper, and sets the positions within each row: a least-squares problem with
+ordered unknowns, solved exactly by pooling. The SVG has an inline style sheet, light and dark, and no script, so
+that it opens in any browser and can be committed beside a document. The page embeds the same drawing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from importlib.resources import files
 from math import log, log2
 from typing import Any
 
-from .html import HUES, SHAPES, Markup, colours, document, element, style, together
-from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box, Inspection, compose
+from .html import HUES, SHAPES, Markup, color_rules, concat, document, element, style
+from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box, Inspection, to_boxes
 
 _SWEEPS = 8
 MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # weights of wires when cells are aligned with their neighbors
@@ -152,7 +152,7 @@ class Picture:
     wires: list[tuple[Wire, str]]  # with their SVG paths
 
 
-def arrange(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) -> Picture:
+def layout_graph(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) -> Picture:
     """Place the boxes and route the wires; `size` returns the width and height of a box."""
     rows, wires = lay_rows(boxes, {box: size(box) for box in boxes})
     columns = [_Column(rows[first:last], first, last) for first, last in _columns(rows, _heights(rows))]
@@ -358,7 +358,7 @@ def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
     body, width, height = drawing(boxes)
     aside = max(_NARROWEST - width, 0) / 2
     width, height = width + 2 * aside, height + _HEAD
-    return together(
+    return concat(
         element(
             "svg",
             element("style", Markup(style())),
@@ -384,7 +384,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
     """Return the SVG elements of the drawing, its width and its height."""
-    picture = arrange(boxes, _size)
+    picture = layout_graph(boxes, _size)
     number = {box: place for place, box in enumerate(boxes)}
     most = max((box.filters for box in boxes if box.kind == LAYER), default=1)
     parts = []
@@ -397,17 +397,17 @@ def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
             element("path", class_=f"wire{hue}{gone}", data_ends=f"{number[upper]} {number[lower]}", d=path)
         )
     parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
-    return together(parts), picture.width, picture.height
+    return concat(parts), picture.width, picture.height
 
 
 def _size(box: Box) -> tuple[float, float]:
     if box.kind == JOINT:
         return (18.0, 18.0) if len(box.label) == 1 else (14 + 6.0 * len(box.label), 18.0)
-    letters = 6.9 * len(short(box.label))
+    letters = 6.9 * len(shorten_name(box.label))
     if box.kind in (INPUT, OUTPUT):
         return letters + 22, 22.0
     if box.kind in (GATE, OPAQUE):
-        return 5.9 * len(short(box.label)) + 28, 18.0
+        return 5.9 * len(shorten_name(box.label)) + 28, 18.0
     return max(letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
 
 
@@ -430,15 +430,15 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Marku
     where = {"x": x, "y": y, "width": w, "height": h}
     if box.kind in (JOINT, INPUT, OUTPUT):
         shape = element("rect", class_="shape", **where, rx=h / 2, stroke_width="1.4")
-        return together(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
+        return concat(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
     if box.kind in (GATE, OPAQUE):
         at = middle + 7 if box.kind == GATE else middle
-        text = element("text", short(box.label), class_="note", x=at, y=y + 12.5)
+        text = element("text", shorten_name(box.label), class_="note", x=at, y=y + 12.5)
         if box.kind == GATE:
             back = element("rect", class_="back pill", **where, rx=9)
-            return together(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
+            return concat(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
         back = element("rect", class_="back", **where, rx=4)
-        return together(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
+        return concat(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
     strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
     if box.kind == SKIPPED:
         strength = 0.18
@@ -453,13 +453,13 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Marku
         parts.append(element("rect", class_="kept", **left, rx=6, fill_opacity=".38"))
     if box.group is not None:
         parts.append(element("rect", class_="stripe", x=x, y=y + 5, width=4, height=h - 10, rx=2))
-    parts.append(element("text", short(box.label), class_="name", x=middle, y=y + 15))
+    parts.append(element("text", shorten_name(box.label), class_="name", x=middle, y=y + 15))
     parts.append(element("text", box.note, class_="note", x=middle, y=y + 28))
     if box.gate:
         parts.append(
             element("path", class_="mark" if box.gate == "affine" else "mark map", d=_diamond(middle, y + h, 4.5))
         )
-    return together(parts)
+    return concat(parts)
 
 
 def _diamond(x: float, y: float, r: float) -> str:
@@ -477,7 +477,7 @@ def _head(facts: Mapping[str, Any]) -> Markup:
         said = element("text", words, class_="note left", x=21, y=50.5)
         parts.append(element("g", sign, said, transform=f"translate({at:.0f} 0)"))
         at += room
-    return together(parts)
+    return concat(parts)
 
 
 def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
@@ -501,10 +501,10 @@ def _hue(group: int | None) -> str:
     return "" if group is None else f" g{group % len(HUES)}"
 
 
-def short(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Shorten a long module name from the left.
 
-    >>> short("features.denseblock4.denselayer32.conv2")
+    >>> shorten_name("features.denseblock4.denselayer32.conv2")
     '…denselayer32.conv2'
     """
     if len(name) <= _LONGEST:
@@ -519,7 +519,7 @@ def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
     """Return the drawing as a self-contained HTML page."""
     body, width, height = drawing(boxes)
     model, _, rest = heading(facts).partition(": ")
-    colour = colours("") + colours(':root[data-theme="dark"]', dark=True)
+    colour = color_rules("") + color_rules(':root[data-theme="dark"]', dark=True)
     swatches = [
         element(
             "p",
@@ -549,5 +549,5 @@ def _read(name: str) -> str:
 
 def draw(seen: Inspection, ending: str) -> str:
     """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
-    boxes = compose(seen)
+    boxes = to_boxes(seen)
     return draw_page(boxes, seen.facts) if ending == ".html" else draw_svg(boxes, seen.facts)

@@ -2,7 +2,7 @@
 
 `element` returns `Markup`. Any other string given to it, as content or as an attribute, is text and is escaped.
 Operations of `str` on a `Markup` (`+`, `join`, f-strings) return a plain string, which is escaped again where it is
-used, so text cannot become markup by accident; `together` concatenates.
+used, so text cannot become markup by accident; `concat` concatenates.
 
 Figures use percentages horizontally and pixels vertically, so that they fit any width while text keeps its size;
 curves are in nested frames that stretch. The tooltip of a mark shows its row of the figure's table.
@@ -50,14 +50,14 @@ def element(tag: str, *content: Content, **attributes: Any) -> Markup:
         if value is not None:
             spelled = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
             opened += f' {name.rstrip("_").replace("_", "-")}="{spelled}"'
-    inside = together(*content)
+    inside = concat(*content)
     return Markup(f"<{opened}/>" if tag in _SHAPES and not inside else f"<{opened}>{inside}</{tag}>")
 
 
-def together(*content: Content) -> Markup:
+def concat(*content: Content) -> Markup:
     """Concatenate content to markup, escaping what is not `Markup`.
 
-    >>> together("a & ", element("b", "c"), [element("i"), "<"])
+    >>> concat("a & ", element("b", "c"), [element("i"), "<"])
     'a &amp; <b>c</b><i></i>&lt;'
     """
     parts = (part for held in content for part in ([held] if isinstance(held, str) else held))
@@ -69,8 +69,8 @@ def document(template: str, script: str, connect: str = "'none'", **content: Con
 
     `connect` is the Content-Security-Policy source that the script may fetch from.
     """
-    parts = {name: together(part) for name, part in content.items()}
-    held = {"policy": together(policy(script, connect)), "script": Markup(script)}
+    parts = {name: concat(part) for name, part in content.items()}
+    held = {"policy": concat(policy(script, connect)), "script": Markup(script)}
     return Template(template).substitute(parts | held)
 
 
@@ -130,7 +130,7 @@ SHAPES = (
 )
 
 
-def tones(*, dark: bool = False) -> dict[str, str]:
+def palette(*, dark: bool = False) -> dict[str, str]:
     """Return the colors by role: paper, ink, soft, wire, line, fill, grey, gate."""
     return _DARK if dark else _LIGHT
 
@@ -150,15 +150,15 @@ def scoped(scope: str) -> str:
 
 def style() -> str:
     """Return the style sheet of a standalone drawing, light and dark."""
-    return f"{SHAPES}{colours('')}@media (prefers-color-scheme:dark){{{colours('', dark=True)}}}"
+    return f"{SHAPES}{color_rules('')}@media (prefers-color-scheme:dark){{{color_rules('', dark=True)}}}"
 
 
-def colours(scope: str, dark: bool = False) -> str:
+def color_rules(scope: str, dark: bool = False) -> str:
     """Return the color rules, which differ between light and dark, under a selector.
 
     The classes `g0`, `g1` and so on set the hue of a group of layers that share a layout.
     """
-    tone, hues = tones(dark=dark), DARK_HUES if dark else HUES
+    tone, hues = palette(dark=dark), DARK_HUES if dark else HUES
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",
@@ -188,7 +188,7 @@ def colours(scope: str, dark: bool = False) -> str:
 
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-WIDE = 1000.0  # width of a curve frame in its own units
+FRAME_WIDTH = 1000.0  # width of a curve frame in its own units
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Figure:
         name = f"{self.key}-title"
         parts = [element("h2", self.title, id=name)]
         if self.missing:
-            return together(parts, element("p", self.missing, class_="missing"))
+            return concat(parts, element("p", self.missing, class_="missing"))
         if self.caption:
             parts.append(element("p", self.caption, class_="caption"))
         if self.text:
@@ -243,7 +243,7 @@ class Figure:
             scrolled = scroll(self.table.html(), f"{self.title}: the numbers")
             summary = element("summary", "The numbers")
             parts.append(element("details", summary, scrolled, data_key=f"{self.key}-numbers"))
-        return together(parts)
+        return concat(parts)
 
 
 def scroll(inside: Content, label: str) -> Markup:
@@ -291,7 +291,7 @@ def grid(scale: Scale, top: float, unit: str = "", most: int = 5) -> Markup:
         y = top + scale(value)
         parts.append(element("line", class_="grid", x1=0, x2="100%", y1=y, y2=y))
         parts.append(element("text", f"{tick(value)}{unit}", class_="tick", x=-8, y=y + 3.5))
-    return together(parts)
+    return concat(parts)
 
 
 def tick(value: float) -> str:
@@ -309,13 +309,13 @@ def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
     """Draw a line through points, x in frame units and y in pixels; a single point becomes a dot."""
     if not points:
         return NOTHING
-    return element("path", class_=f"curve {kind}", d=f"{way(points, 1)}{'h.01' if len(points) == 1 else ''}")
+    return element("path", class_=f"curve {kind}", d=f"{path_data(points, 1)}{'h.01' if len(points) == 1 else ''}")
 
 
-def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
+def path_data(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
     """Return SVG path data through points, in relative coordinates to keep it short.
 
-    >>> way([(0, 10), (5.2, 10), (10.4, 7)], 1)
+    >>> path_data([(0, 10), (5.2, 10), (10.4, 7)], 1)
     'M0 10l5.2 0 5.2 -3'
     """
     unit = 10**digits
@@ -328,7 +328,7 @@ def way(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
     return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
 
 
-def frame(top: float, height: float, *inside: Content) -> Markup:
+def nested_svg(top: float, height: float, *inside: Content) -> Markup:
     """Return a nested SVG that stretches with the figure's width and clips what goes beyond it."""
     return element(
         "svg",
@@ -336,17 +336,17 @@ def frame(top: float, height: float, *inside: Content) -> Markup:
         y=f"{top:.0f}",
         width="100%",
         height=f"{height:.0f}",
-        viewBox=f"0 0 {WIDE:.0f} {height:.0f}",
+        viewBox=f"0 0 {FRAME_WIDTH:.0f} {height:.0f}",
         preserveAspectRatio="none",
     )
 
 
-def picture(kind: str, height: float, label: str, *inside: Content) -> Markup:
+def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup:
     """Return the outer SVG of a figure, as wide as the page allows; the style sheet leaves room below it."""
     return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
 
 
-def column(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
+def hit_area(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
     """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
     return element(
         "rect",
@@ -359,7 +359,7 @@ def column(kind: str, row: int, left: float, width: float, top: float, height: f
     )
 
 
-def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
+def module_axis(names: Sequence[str], height: float) -> Markup:
     """Label the top-level modules below a figure that has a column per layer name."""
     spans: list[tuple[str, int, int]] = []
     for place, name in enumerate(names):
@@ -375,7 +375,7 @@ def parts_of_the_network(names: Sequence[str], height: float) -> Markup:
         if right - left > 9:
             at = f"{(left + right) / 2:.3f}%"
             found.append(element("text", part, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
-    return together(found)
+    return concat(found)
 
 
 def pairs(told: Iterable[tuple[str, str]]) -> Markup:

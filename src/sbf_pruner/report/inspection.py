@@ -3,9 +3,9 @@
 `inspect_model` returns the channel graph, its relations and a plain dictionary of facts, which `sbf inspect`
 prints, writes and draws; docs/inspect.md explains every key. The model is not modified.
 
-`compose` turns this into the boxes of a drawing. Norms, activations, pooling and views pass channels on and have no
-box; layers, gates apart from a layer, operators that mix channels, and joins and splits of tensors have one. Boxes
-are in execution order, so each comes after its sources.
+`to_boxes` turns this into the boxes of a drawing. Norms, activations, pooling and views pass channels on and have
+no box; layers, gates apart from a layer, operators that mix channels, and joins and splits of tensors have one.
+Boxes are in execution order, so each comes after its sources.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph
-from ..graph.cost import Appraiser
-from ..graph.layer_nodes import Contract, Norm
-from ..graph.nodes import Elementwise, Map, Node, Opaque
+from ..graph.cost import FilterCosts
+from ..graph.layer_nodes import LayerNode, Norm
+from ..graph.nodes import ChannelMove, Elementwise, Node, Opaque
 from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY, Relations
 from ..measurement.counts import Measurement, measure
-from ..utils.formatting import rounded, some
+from ..utils.formatting import first_names, format_percentage
 
 Facts = dict[str, Any]
 _PARAMETRISED = "parametrizations"  # where torch keeps the original tensors of a parametrized weight
@@ -58,7 +58,7 @@ def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | N
     graph = graph if graph is not None else trace(model, example_inputs)
     relations = graph.relations
     cost = measure(model, example_inputs)
-    describe, appraiser = _Describer(model, relations, cost), Appraiser(graph)
+    describe, appraiser = _Describer(model, relations, cost), FilterCosts(graph)
     prunable, followers, skipped = [], [], []
     behind: dict[str, list[str]] = {}
     for name, leaders in relations.followers.items():
@@ -99,9 +99,9 @@ class _Describer:
     def __init__(self, model: nn.Module, relations: Relations, cost: Measurement) -> None:
         self.modules = dict(model.named_modules())
         self.cost = cost
-        self.nodes: dict[str, Contract] = {}
+        self.nodes: dict[str, LayerNode] = {}
         for node in relations.graph.nodes:
-            if isinstance(node, Contract):
+            if isinstance(node, LayerNode):
                 self.nodes.setdefault(node.layer, node)
 
     def __call__(self, name: str) -> Facts:
@@ -154,16 +154,16 @@ class Box:
     sources: list[Box] = field(default_factory=list, repr=False)
 
 
-def compose(seen: Inspection) -> list[Box]:
+def to_boxes(seen: Inspection) -> list[Box]:
     """Return the boxes of an inspected model in execution order, without inputs that are not read.
 
     >>> import torch
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    >>> [(box.kind, box.label) for box in compose(inspect_model(net, torch.zeros(1, 3, 8, 8)))]
+    >>> [(box.kind, box.label) for box in to_boxes(inspect_model(net, torch.zeros(1, 3, 8, 8)))]
     [('input', 'input 3x8x8'), ('layer', '0'), ('skipped', '2'), ('output', 'output 4x4x4')]
     """
-    composer = _Composer(seen)
+    composer = _BoxBuilder(seen)
     for node in seen.graph.nodes:
         composer.add(node)
     for place, value in enumerate(seen.graph.outputs):
@@ -172,7 +172,7 @@ def compose(seen: Inspection) -> list[Box]:
     return [box for box in composer.boxes if box.kind != INPUT or composer.is_read(box)]
 
 
-class _Composer:
+class _BoxBuilder:
     def __init__(self, seen: Inspection) -> None:
         self.relations = seen.relations
         self.facts: dict[str, dict[str, Any]] = {}
@@ -204,7 +204,7 @@ class _Composer:
         sources = list(dict.fromkeys(self.made[v] for v in node.inputs if v in self.made))
         if not sources:
             return
-        if isinstance(node, Contract):
+        if isinstance(node, LayerNode):
             made = self._layer(node)
         elif isinstance(node, Norm) and self._stands_apart(node):
             made = self._gate(node)
@@ -212,7 +212,7 @@ class _Composer:
             made = self.box(OPAQUE, node.op.name.removeprefix("aten."), (node.blocks,), node.inputs)
         elif len(sources) > 1:
             made = self._meeting(node, sources)
-        elif isinstance(node, Map) and len(self.read.intersection(node.outputs)) > 1:
+        elif isinstance(node, ChannelMove) and len(self.read.intersection(node.outputs)) > 1:
             tip = (f"split into {len(node.outputs)} at {node.op.where}",)
             made = self.box(JOINT, "split", tip, node.inputs, group=self.relations.group_of(node.inputs[0]))
         else:
@@ -220,7 +220,7 @@ class _Composer:
         for value in node.outputs:
             self.made[value] = made
 
-    def _layer(self, node: Contract) -> Box:
+    def _layer(self, node: LayerNode) -> Box:
         name = node.layer
         fact = self.facts.get(name, {"name": name, "kind": "", "macs_share": 0.0, "params": 0, "macs": 0})
         kind = LAYER if "gated_at" in fact else FOLLOWER if "follows" in fact else SKIPPED
@@ -233,7 +233,7 @@ class _Composer:
             name + again,
             [name + again, *describe(fact, self.groups, node)],
             [node.x, node.weight],
-            note=f"{node.filters}{size} · {rounded(fact['macs_share'])} %",
+            note=f"{node.filters}{size} · {format_percentage(fact['macs_share'])} %",
             filters=node.filters,
             group=group,
             gate=fact.get("gate", ""),
@@ -255,13 +255,13 @@ class _Composer:
         group = self.relations.group_of(node.outputs[0]) if node.outputs else None
         zero = node.zero if isinstance(node, Elementwise) else ""
         label, verb = _SIGNS.get(zero, ("*", "combine"))
-        if isinstance(node, Map):
+        if isinstance(node, ChannelMove):
             label, verb = "concat", CONCATENATE
         tip = [f"{verb} at {node.op.where}" if node.op.where else verb]
         if group is not None:
             tip.append("shares one layout: " + ", ".join(self.groups[group]["layers"]))
         made = self.box(JOINT, label, tip, node.inputs, group=group)
-        if isinstance(node, Map):
+        if isinstance(node, ChannelMove):
             self._shorten(made, sources)
         return made
 
@@ -294,7 +294,7 @@ def from_json(plain: Sequence[dict[str, Any]]) -> list[Box]:
     return boxes
 
 
-def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contract) -> list[str]:
+def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: LayerNode) -> list[str]:
     """Return the tooltip of a layer, line by line."""
     kernel = f", kernel {_size(node.weight.shape[2:])}" if node.weight.shape[2:] else ""
     lines = [f"{fact['kind'] or node.op.name}, {node.filters} filters{kernel}"]
@@ -302,7 +302,9 @@ def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contr
         lines.append("depthwise" if node.depthwise else f"{node.groups} groups")
     if node.x.shape[2:]:
         lines.append(f"input map {_size(node.x.shape[2:])}")
-    lines.append(f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({rounded(fact['macs_share'])} % of all)")
+    lines.append(
+        f"{fact['params']:,} parameters; {fact['macs']:,} MACs ({format_percentage(fact['macs_share'])} % of all)"
+    )
     if "first_filter" in fact:
         macs, params = fact["first_filter"]["macs"], fact["first_filter"]["params"]
         lines.append(f"without its first filter: {macs:,} MACs and {params:,} parameters less")
@@ -311,10 +313,10 @@ def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Contr
         lines.append(f"gated at {fact['gated_at']} ({own})")
     for key, words in (("later_gates", "gates again at"), ("followed_by", "followed by"), ("follows", "follows")):
         if fact.get(key):
-            lines.append(f"{words} {some(fact[key], 8)}")
+            lines.append(f"{words} {first_names(fact[key], 8)}")
     for place in fact.get("groups", ()):
         others = [n for n in groups[place]["layers"] if n != fact["name"]]
-        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {some(others, 8)}")
+        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {first_names(others, 8)}")
     if "reason" in fact:
         lines.append(f"left alone: {fact['reason']}")
     return lines

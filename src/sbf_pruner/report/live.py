@@ -25,8 +25,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from ..errors import PruningError, RunError
-from ..schedule import SCORED
-from .html import NOTHING, Markup, element, together
+from ..schedule import SCORE_KINDS
+from .html import NOTHING, Markup, concat, element
 from .page import HEADLINE, SECTIONS, live_policy, page, page_title, run_parts
 from .run_data import read_run
 
@@ -83,7 +83,7 @@ class _View:
             parts = dict.fromkeys((HEADLINE, *SECTIONS), NOTHING) | self.drawn
             return page(self.title, "", parts, live=_NEWS, version=self._version())
 
-    def news(self, seen: str) -> dict[str, Any]:
+    def changed_parts(self, seen: str) -> dict[str, Any]:
         """Return the parts that differ from those of the version `seen`, which the page has."""
         with self.lock:
             self._refresh()
@@ -93,7 +93,7 @@ class _View:
             return {"version": version, "title": self.title, "finished": self.finished, "parts": parts}
 
     def _version(self) -> str:
-        """Return an identifier of the current parts, and remember their hashes under it for `news`."""
+        """Return an identifier of the current parts, and remember their hashes under it for `changed_parts`."""
         self.asked = time.monotonic()
         held = {key: hash(part) for key, part in self.drawn.items()}
         version = f"{hash(frozenset(held.items())) & 0xFFFFFFFFFFFF:x}"
@@ -132,7 +132,7 @@ def _waiting(name: str, said: str) -> Markup:
     """Return the headline of a run that cannot be drawn yet."""
     state = element("span", "not finished", class_="state not")
     lead = element("p", said, class_="lead")
-    return together(element("p", state, class_="facts"), element("h1", name), lead)
+    return concat(element("p", state, class_="facts"), element("h1", name), lead)
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
         if address.path == _NEWS:
             seen = parse_qs(address.query).get("seen", [""])[0]
-            return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.news(seen)))
+            return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.changed_parts(seen)))
         return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page here: /\n")
 
     do_HEAD = do_GET
@@ -244,7 +244,7 @@ def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
         for key, name in _SCALARS.items():
             if record.get(key) is not None:
                 log.add_scalar(control + name, record[key], record["done"])
-        if record["phase"] in SCORED:
+        if record["phase"] in SCORE_KINDS:
             for name, scores in _last_scores(folder, record["done"]).items():
                 log.add_histogram(f"scores/{name}", np.asarray(scores), record["done"])
 

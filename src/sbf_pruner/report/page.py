@@ -12,31 +12,31 @@ from typing import Any
 
 from ..budget.targets import is_missed
 from ..criteria import OWN
-from ..utils.formatting import DASH, change, count, duration, milliseconds, percent, short, signed, tiny
-from .curves import STAGES, course
-from .html import DARK_HUES, HUES, NOTHING, Figure, Markup, colours, document, element, policy, scoped, together
+from ..utils.formatting import DASH, change, count, duration, milliseconds, percent, scientific, si_number, signed
+from .curves import STAGES, training_curves
+from .html import DARK_HUES, HUES, NOTHING, Figure, Markup, color_rules, concat, document, element, policy, scoped
 from .run_data import Run
 from .sections import (
     ELSEWHERE,
+    best_known_time,
     environment,
-    found,
-    kept,
+    kept_figure,
+    latency_conditions,
+    latency_section,
     network,
     recipe,
     refinement,
-    scores,
+    scores_figure,
     skipped,
-    timed,
-    where,
 )
 
 HEADLINE = "headline"
 FIGURES: dict[str, Callable[[Run], Figure | None]] = {
-    "course": course,
-    "time": timed,
-    "kept": kept,
+    "course": training_curves,
+    "time": latency_section,
+    "kept": kept_figure,
     "refinement": refinement,
-    "scores": scores,
+    "scores": scores_figure,
     "network": network,
     "skipped": skipped,
     "environment": environment,
@@ -44,7 +44,7 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
 }
 SECTIONS = tuple(FIGURES)
 _FROM_ITSELF = "'self'"  # Content-Security-Policy source of what a live page fetches
-WIDE = ("scores", "network", "recipe")  # fixed: a live page is laid out before its sections are drawn
+WIDE_SECTIONS = ("scores", "network", "recipe")  # fixed: a live page is laid out before its sections are drawn
 
 
 def run_parts(run: Run) -> dict[str, Markup]:
@@ -67,7 +67,7 @@ def page(
     title: str,
     description: str,
     parts: Mapping[str, Markup],
-    wide: Collection[str] = WIDE,
+    wide: Collection[str] = WIDE_SECTIONS,
     *,
     live: str = "",
     version: str = "",
@@ -78,8 +78,8 @@ def page(
     """
     head, *rest = parts
     sections = [element("section", parts[key], id=key, class_="wide" if key in wide else None) for key in rest]
-    dark = colours(".graph", dark=True) + _points(DARK_HUES)
-    style = _read("page.css") + scoped(".graph") + colours(".graph") + _points(HUES)
+    dark = color_rules(".graph", dark=True) + _points(DARK_HUES)
+    style = _read("page.css") + scoped(".graph") + color_rules(".graph") + _points(HUES)
     return document(
         _read("page.html"),
         _read("page.js"),
@@ -174,7 +174,7 @@ def headline(run: Run) -> Markup:
         progress = element("progress", percent(share, 0), max=100, value=f"{share:.1f}", aria_label="epochs done")
     cards = _finished(run) if run.finished else _unfinished(run)
     shown = element("span", state, class_=f"state {state.split()[0]}")
-    return together(
+    return concat(
         element("p", shown, " ", " · ".join(filter(None, facts)), class_="facts"),
         element("h1", run.name),
         element("p", sentence(run), class_="lead"),
@@ -214,8 +214,8 @@ def _finished(run: Run) -> list[Markup]:
     timed = f" · {run.environment.get('device', '')}"
     timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
     sizes = [
-        ("Parameters", "params", short, _asked(run, "params", short)),
-        ("Multiply-accumulates", "macs", short, _asked(run, "macs", short)),
+        ("Parameters", "params", si_number, _asked(run, "params", si_number)),
+        ("Multiply-accumulates", "macs", si_number, _asked(run, "macs", si_number)),
         ("File", "file_bytes", _bytes, _asked(run, "size", _bytes)),
         (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
     ]
@@ -234,7 +234,7 @@ def _finished(run: Run) -> list[Markup]:
     error = run.summary.get("cut_error")
     exact = error is not None and error < _EXACT
     was = "largest difference of their outputs, float64"
-    cards.append(_card("Masked = extracted", tiny(error), was, "exact" if exact else "", good=exact or None))
+    cards.append(_card("Masked = extracted", scientific(error), was, "exact" if exact else "", good=exact or None))
     return cards
 
 
@@ -250,12 +250,12 @@ def _timed(run: Run) -> list[Markup]:
     """Return the card of the latency target, if there is one."""
     if run.time is None:
         return []
-    share, how = found(run.time, run.finished)
+    share, how = best_known_time(run.time, run.finished)
     label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
     value = DASH if share is None else percent(100 * share, 1)
     elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
     late = is_missed(run.time["asked"], run.time["measured"])
-    was = f"{where(run.time)} · {run.time['way']}{elsewhere}"
+    was = f"{latency_conditions(run.time)} · {run.time['way']}{elsewhere}"
     return [_card(label, value, was, f"{how}, missed" if late else how, share, False if late else None)]
 
 
@@ -275,8 +275,8 @@ def _unfinished(run: Run) -> list[Markup]:
     ]
     for label, key, spell in (
         ("Filters alive", "filters", count),
-        ("Parameters", "params", short),
-        ("Multiply-accumulates", "macs", short),
+        ("Parameters", "params", si_number),
+        ("Multiply-accumulates", "macs", si_number),
     ):
         before = now["filters_total"] if key == "filters" else start[key]
         note = change(before, now[key]) if now[key] != before else ""
@@ -289,4 +289,4 @@ def _unfinished(run: Run) -> list[Markup]:
 
 
 def _bytes(value: float | None) -> str:
-    return short(value, "B")
+    return si_number(value, "B")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..budget.targets import MICROSECONDS
-from ..criteria import METHODS, OWN, told
+from ..criteria import METHODS, OWN, describe_method
 from ..errors import RunError
-from ..schedule import SCORED, Phase, planned
-from ..utils.files import from_plain, is_there, read_header, read_lines, read_text
+from ..schedule import SCORE_KINDS, Phase, phases_of
+from ..utils.files import from_plain, path_exists, read_header, read_records, read_text
 from .inspection import Box, from_json
 
 Record = dict[str, Any]
@@ -91,11 +91,11 @@ def read_run(folder: str | Path, summary: Record | None = None) -> Run:
     """
     path = Path(folder)
     recipe = _recipe(path)
-    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, planned(recipe))
-    records = read_lines(path / "metrics.jsonl")
+    run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, phases_of(recipe))
+    records = read_records(path / "metrics.jsonl")
     run.records = [r for r in records if r["phase"] != "control"]
     run.control = [r for r in records if r["phase"] == "control"]
-    run.scores = read_lines(path / "scores.jsonl")
+    run.scores = read_records(path / "scores.jsonl")
     run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
     network = _object(path / "network.json", "environment") or {}
     run.environment = (run.summary or network).get("environment", {})
@@ -109,7 +109,7 @@ def read_run(folder: str | Path, summary: Record | None = None) -> Run:
         run.skipped = (run.summary or {}).get("skipped", {})
     run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
     run.refinement, run.unmeasured = _refinement(run)
-    run.time = asked_time(path, recipe, run.summary)
+    run.time = latency_result(path, recipe, run.summary)
     _explain_missing(run)
     return run
 
@@ -134,7 +134,7 @@ def _recipe(path: Path) -> Record:
 
 
 def _object(path: Path, *keys: str) -> Record | None:
-    if not is_there(path):
+    if not path_exists(path):
         return None
     try:
         found = json.loads(read_text(path))
@@ -182,7 +182,7 @@ def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
 
 
 def _explain_missing(run: Run) -> None:
-    scored = any(record["phase"] in SCORED for record in run.records)
+    scored = any(record["phase"] in SCORE_KINDS for record in run.records)
     if not run.layers:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
     if not run.scores:
@@ -190,7 +190,7 @@ def _explain_missing(run: Run) -> None:
             "The scores are not stored in this folder." if scored else "No epoch of scores has been run yet."
         )
     if run.method is not None:
-        run.missing["scores"] = f"No scores are learned: filters are chosen by {told(run.method)}."
+        run.missing["scores"] = f"No scores are learned: filters are chosen by {describe_method(run.method)}."
     if not run.refinement:
         if run.unmeasured:
             said = f"No residual block was measured: {'; '.join(dict.fromkeys(run.unmeasured.values()))}."
@@ -205,10 +205,12 @@ def _explain_missing(run: Run) -> None:
         run.missing["refinement"] = said
 
 
-KNOWN = "latency.json"
+LATENCY_FILE = "latency.json"
 
 
-def asked_time(folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def latency_result(
+    folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
     """Return the latency target, its result and its conditions; None without a target or while nothing is stored.
 
     The values are those of the summary once there is one, before that those of latency.json. "foretold" and
@@ -220,7 +222,7 @@ def asked_time(folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, An
     if wanted == 1 or summary is not None:
         return None
     try:
-        held = json.loads((folder / KNOWN).read_text("utf-8"))
+        held = json.loads((folder / LATENCY_FILE).read_text("utf-8"))
         return _so_far(held, wanted)
     except (OSError, ValueError, KeyError, TypeError):  # the file is half written, or not there yet
         return None

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..budget.targets import Budget
-from ..criteria import METHODS, told
-from ..schedule import SCORED
+from ..criteria import METHODS, describe_method
+from ..schedule import SCORE_KINDS
 from ..utils.formatting import DASH, milliseconds, percent
 from .graph_drawing import drawing
 from .html import (
@@ -21,16 +21,16 @@ from .html import (
     Markup,
     Scale,
     Table,
-    column,
+    concat,
     element,
     grid,
+    hit_area,
+    module_axis,
     pairs,
-    parts_of_the_network,
-    picture,
+    path_data,
     scroll,
+    svg_figure,
     tick,
-    together,
-    way,
 )
 from .inspection import Box
 from .run_data import LayerKept, Run
@@ -39,7 +39,7 @@ _HEIGHT = 190.0
 _LABELLED = 26  # with more bars, there is no room for a number on each
 
 
-def kept(run: Run) -> Figure:
+def kept_figure(run: Run) -> Figure:
     """Return the filters that each layer keeps, as in Figure 4 of the paper."""
     key, title = "kept", "Filters kept per layer"
     if not run.layers:
@@ -61,7 +61,7 @@ def _chosen(run: Run) -> str:
         return "Nobody set these widths: they come out of the scores."
     across = run.method in METHODS and METHODS[run.method].across
     by = "comparing filters of all layers" if across else "the same part of every layer"
-    return f"They were chosen by {told(run.method)}, {by}, as many as the size asked for allows."
+    return f"They were chosen by {describe_method(run.method)}, {by}, as many as the size asked for allows."
 
 
 def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Markup:
@@ -82,9 +82,9 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Ma
         else:
             parts.append(element("text", "\u00d7", class_="cross", x=middle, y=height - 4))
     for place in range(len(layers)):
-        parts.append(column("", place, each * place, each, 0, height))
-    parts.append(parts_of_the_network([one.name for one in layers], height))
-    return picture("bars", height, label, parts)
+        parts.append(hit_area("", place, each * place, each, 0, height))
+    parts.append(module_axis([one.name for one in layers], height))
+    return svg_figure("bars", height, label, parts)
 
 
 def numbers(layers: Sequence[LayerKept]) -> Table:
@@ -107,7 +107,7 @@ def network(run: Run) -> Figure:
     key, title = "network", "The network, before and after"
     if not run.boxes:
         return Figure(key, title, missing=run.missing["network"], wide=True)
-    boxes = marked(run.boxes, _kept(run))
+    boxes = with_kept(run.boxes, _kept(run))
     body, width, height = drawing(boxes)
     gone = [box for box in boxes if box.kept == 0]
     said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
@@ -147,7 +147,7 @@ def _kept(run: Run) -> dict[str, int]:
     return kept
 
 
-def marked(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
+def with_kept(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
     """Return copies of the boxes with the filters kept of each, in the same order."""
     made: dict[Box, Box] = {}
     for box in boxes:
@@ -207,8 +207,8 @@ def refinement(run: Run) -> Figure:
             parts.append(element("circle", class_="final", cx=middle, cy=scale(pruned), r=3.5))
         elif pruned == 0:
             parts.append(element("text", "\u00d7", class_="cross", x=middle, y=f"{_REFINEMENT_HEIGHT - 3:.0f}"))
-    parts += [column("", row, each * row, each, 0, _REFINEMENT_HEIGHT) for row in range(len(blocks))]
-    parts.append(parts_of_the_network([block["block"] for block in blocks], _REFINEMENT_HEIGHT))
+    parts += [hit_area("", row, each * row, each, 0, _REFINEMENT_HEIGHT) for row in range(len(blocks))]
+    parts.append(module_axis([block["block"] for block in blocks], _REFINEMENT_HEIGHT))
     legend = [
         ("block bounds", "the lemma's bounds"),
         ("bar bare", "without scores"),
@@ -221,7 +221,7 @@ def refinement(run: Run) -> Figure:
     caption = _CAPTION + "".join(
         f" {_WHEN[which]} nothing could be measured: {why}." for which, why in run.unmeasured.items()
     )
-    return Figure(key, title, caption, picture(key, _REFINEMENT_HEIGHT, title, parts), _table(run), legend)
+    return Figure(key, title, caption, svg_figure(key, _REFINEMENT_HEIGHT, title, parts), _table(run), legend)
 
 
 def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
@@ -252,7 +252,7 @@ _WIDE, _HIGH = 300.0, 140.0  # units of a picture, fine enough for whole coordin
 _LEVELS = (0, 25, 50, 75, 100)
 
 
-def scores(run: Run) -> Figure:
+def scores_figure(run: Run) -> Figure:
     """Return how the scores of each layer spread over the epochs of scores, as one small picture per layer.
 
     A picture shows all scores, the middle half, the median, and the threshold that a filter must reach to be kept.
@@ -264,7 +264,7 @@ def scores(run: Run) -> Figure:
     names = list(last["scores"])
     # Reserve room for score epochs still to come, and for those that an older version did not store.
     planned = sum(phase.epochs for phase in run.schedule if phase.trains_scores)
-    missed = max(sum(record["phase"] in SCORED for record in run.records) - len(run.scores), 0)
+    missed = max(sum(record["phase"] in SCORE_KINDS for record in run.records) - len(run.scores), 0)
     times = max(planned, len(run.scores))
     threshold = float(run.recipe.get("scores", {}).get("threshold", 0.5))
     held = {name: [np.percentile(line["scores"][name], _LEVELS) for line in run.scores] for name in names}
@@ -306,9 +306,9 @@ def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: floa
 
     return element(
         "svg",
-        element("path", class_="span", d=f"{way([*edge(4), *reversed(edge(0))])}z"),
-        element("path", class_="half", d=f"{way([*edge(3), *reversed(edge(1))])}z"),
-        element("path", class_="curve accent", d=way(edge(2))),
+        element("path", class_="span", d=f"{path_data([*edge(4), *reversed(edge(0))])}z"),
+        element("path", class_="half", d=f"{path_data([*edge(3), *reversed(edge(1))])}z"),
+        element("path", class_="curve accent", d=path_data(edge(2))),
         element("path", class_="threshold", d=f"M0 {_HIGH * (1 - threshold / high):.0f}h{_WIDE:.0f}"),
         viewBox=f"0 0 {_WIDE:.0f} {_HIGH:.0f}",
         preserveAspectRatio="none",
@@ -330,7 +330,7 @@ def skipped(run: Run) -> Figure:
     if missing:
         parts.append(element("h3", "Not in this report"))
         parts.append(element("ul", (element("li", why) for why in missing)))
-    return Figure("skipped", "Left alone", text=together(parts))
+    return Figure("skipped", "Left alone", text=concat(parts))
 
 
 def environment(run: Run) -> Figure:
@@ -352,22 +352,22 @@ def recipe(run: Run) -> Figure:
 
 
 def _section(name: str, values: Mapping[str, Any]) -> Markup:
-    rows = pairs((key, spelled(value)) for key, value in values.items())
+    rows = pairs((key, format_setting(value)) for key, value in values.items())
     return element("div", element("h3", name) if name else "", rows)
 
 
-def spelled(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a setting as text; empty values become "none".
 
-    >>> spelled(True), spelled(""), spelled([0.5, 0.75]), spelled([]), spelled({})
-    ('yes', 'none', '0.5, 0.75', 'none', 'none')
+    >>> [format_setting(value) for value in (True, "", [0.5, 0.75], [], {})]
+    ['yes', 'none', '0.5, 0.75', 'none', 'none']
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(spelled, value)) or "none"
+        return ", ".join(map(format_setting, value)) or "none"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {spelled(item)}" for key, item in value.items()) or "none"
+        return ", ".join(f"{key} = {format_setting(item)}" for key, item in value.items()) or "none"
     return str(value) if value != "" else "none"
 
 
@@ -375,7 +375,7 @@ _EACH, _BAR = 38.0, 12.0  # pixels: height of a row, and of the bar in it
 ELSEWHERE = "not measured here: the clock is another machine's, or its runtime is not installed"
 
 
-def timed(run: Run) -> Figure | None:
+def latency_section(run: Run) -> Figure | None:
     """Return the latency target beside the predicted and the measured time, or None for a run without a target."""
     time = run.time
     if time is None:
@@ -399,20 +399,20 @@ def timed(run: Run) -> Figure | None:
     ]
     at, high = f"{100 * time['asked']:.2f}%", _EACH * len(rows)
     parts.append(element("line", class_="bound", x1=at, x2=at, y1=0, y2=f"{high:.0f}"))
-    parts += [column("", row, 0, 100, _EACH * row, _EACH) for row in range(len(rows))]
-    drawn = picture("times", high, "The time asked for", parts)
+    parts += [hit_area("", row, 0, 100, _EACH * row, _EACH) for row in range(len(rows))]
+    drawn = svg_figure("times", high, "The time asked for", parts)
     legend = [("line dashed", "asked for")]
     table = Table(["a pass of the network", "part of the dense one's time", "time"], rows)
-    return Figure("time", "The time asked for", _said(run, time), together(drawn, _facts(time)), table, legend)
+    return Figure("time", "The time asked for", _said(run, time), concat(drawn, _facts(time)), table, legend)
 
 
-def where(time: Mapping[str, Any]) -> str:
+def latency_conditions(time: Mapping[str, Any]) -> str:
     """Describe the conditions of a latency: runtime, batch size and threads."""
     threads = f"{time['threads']} thread{'' if time['threads'] == 1 else 's'}"
     return f"{time['runtime']}, batch {time['batch']}, {threads}"
 
 
-def found(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
+def best_known_time(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
     """Return the best known time of the pruned network, relative to the dense one, and how it is known."""
     if time["measured"] is not None:
         return time["measured"], "measured"
@@ -422,7 +422,7 @@ def found(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
 def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Markup:
     top = _EACH * place
     words, bar = {"y": f"{top + 14:.0f}"}, {"y": f"{top + 19:.0f}", "height": f"{_BAR:.0f}"}
-    return together(
+    return concat(
         element("text", name, class_="start", x=0, **words),
         element("text", f"{row[1]} · {row[2]}", x="100%", **words),
         element("rect", class_=kind, x=0, width=f"{min(100 * share, 100):.2f}%", **bar),
@@ -431,7 +431,7 @@ def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Mark
 
 def _said(run: Run, time: Mapping[str, Any]) -> str:
     asked = f"{percent(100 * time['asked'], 1)} of the dense network's {milliseconds(time['dense_ms'])}"
-    said = f"Asked for were {asked}, {milliseconds(time['asked_ms'])}, in {where(time)}"
+    said = f"Asked for were {asked}, {milliseconds(time['asked_ms'])}, in {latency_conditions(time)}"
     if time["measured"] is not None:
         beside = f"cut for real and timed in turns with the dense network, it takes {_part(time['measured'])} of it"
         return f"{said}; {beside}."

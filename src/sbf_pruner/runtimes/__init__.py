@@ -6,18 +6,18 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "capture": (
-            "exported",
+            "export_program",
             "first_line",
         ),
         "forms": (
             "BRANCHES",
-            "Deployable",
+            "CapturedNetwork",
             "FORMS",
             "Form",
             "choose",
-            "fastest",
-            "ready",
-            "written",
+            "min_times",
+            "make_runner",
+            "make_forms",
         ),
         "onnx": (
             "run",

@@ -61,15 +61,15 @@ class _Marked(nn.Module):
 
 def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
     """Export a model in evaluation mode, for any batch size; raise a PruningError if torch.export fails."""
-    network = evaluated_copy(model)
+    network = eval_copy(model)
     network = _Marked(network) if isinstance(network, Remap) else network
     for module in list(network.modules()):
         for name, child in module._modules.items():
             if isinstance(child, Remap):
                 module._modules[name] = _Marked(child)
-    with quietly(), torch.no_grad():
+    with suppress_exporter_output(), torch.no_grad():
         try:
-            program = exported(network, example_inputs).run_decompositions({})
+            program = export_program(network, example_inputs).run_decompositions({})
             graph = program.module(check_guards=False)
         except Exception as error:
             raise PruningError(
@@ -80,17 +80,17 @@ def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
     return graph
 
 
-def evaluated_copy(model: nn.Module) -> nn.Module:
+def eval_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model, unwrapped if it was compiled, in evaluation mode and without gradients."""
-    with quietly():
+    with suppress_exporter_output():
         return real_copy(getattr(model, "_orig_mod", model)).eval().requires_grad_(False)
 
 
-def exported(network: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
+def export_program(network: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
     """Export a network, already in evaluation mode, with a dynamic batch dimension."""
     inputs = batch_of_two(example_inputs)
     args, kwargs = arguments(inputs)
-    with quietly():
+    with suppress_exporter_output():
         return torch.export.export(
             network, args, kwargs, dynamic_shapes=dynamic_batch(kwargs or args), strict=False
         )
@@ -121,7 +121,7 @@ def dynamic_batch(inputs: Any) -> Any:
 # -- Reading and editing graphs --------------------------------------------------------------------------------
 
 
-def shape(node: Node) -> list[Any]:
+def output_shape(node: Node) -> list[Any]:
     """Return the output sizes of a node; the batch size is a symbol."""
     value = node.meta["val"]  # A norm returns a tuple; its first element is the feature map.
     return list((value[0] if isinstance(value, tuple) else value).shape)
@@ -129,7 +129,7 @@ def shape(node: Node) -> list[Any]:
 
 def same_shape(one: Node, other: Node) -> bool:
     """Compare shapes as text, because comparing symbols would specialize the batch size."""
-    return [str(size) for size in shape(one)] == [str(size) for size in shape(other)]
+    return [str(size) for size in output_shape(one)] == [str(size) for size in output_shape(other)]
 
 
 def is_tensor(node: Any) -> bool:
@@ -142,7 +142,7 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
-def stored(graph: fx.GraphModule, node: Any) -> Tensor | None:
+def stored_tensor(graph: fx.GraphModule, node: Any) -> Tensor | None:
     """Return the tensor that a get_attr node reads from the module; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
@@ -152,7 +152,7 @@ def stored(graph: fx.GraphModule, node: Any) -> Tensor | None:
     return held.detach() if isinstance(held, Tensor) else None
 
 
-def store(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Node:
+def add_tensor(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Node:
     """Register a tensor in the module under a free name like `name`; return a get_attr node before `before`."""
     name = name.replace(".", "_")
     free = next(n for i in count() if not hasattr(graph, n := f"{name}_{i}" if i else name))
@@ -166,7 +166,7 @@ def store(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Nod
     return node
 
 
-def insert(after: Node, target: Any, args: Sequence[Any], like: Any, **kwargs: Any) -> Node:
+def insert_after(after: Node, target: Any, args: Sequence[Any], like: Any, **kwargs: Any) -> Node:
     """Insert a call of `target` after a node; `like` is a fake or meta tensor of its output shape."""
     with after.graph.inserting_after(after):
         node = after.graph.call_function(target, tuple(args), kwargs)
@@ -174,14 +174,14 @@ def insert(after: Node, target: Any, args: Sequence[Any], like: Any, **kwargs: A
     return node
 
 
-def widened(value: Tensor, width: int, dim: int = 1) -> Tensor:
+def fake_with_channels(value: Tensor, width: int, dim: int = 1) -> Tensor:
     """Return a tensor like `value` with another number of channels, for `meta["val"]`."""
     sizes = list(value.shape)
     sizes[dim] = width
     return value.new_empty(sizes)
 
 
-def tidy(graph: fx.GraphModule) -> None:
+def remove_dead(graph: fx.GraphModule) -> None:
     """Remove dead nodes and unused tensors, then recompile the graph."""
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
@@ -195,7 +195,7 @@ def tidy(graph: fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def suppress_exporter_output() -> Iterator[None]:
     """Suppress the progress output and internal warnings of exporters inside the block."""
     with (
         without_warnings(logging.ERROR, "torch.onnx", "onnxscript", "onnx_ir", "torch.export"),
@@ -259,30 +259,32 @@ class Layer:
         return given != "valid" and given not in (0, [0], [0, 0], [0, 0, 0])
 
 
-def layer(graph: fx.GraphModule, node: Any) -> Layer | None:
+def layer_of(graph: fx.GraphModule, node: Any) -> Layer | None:
     """Return the layer of a node, or None if it is no layer or shares its weight or bias with another node."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     convolution = node.target in CONVS
     if not convolution and node.target is not aten.linear.default:
         return None
-    weight, bias = stored(graph, node.args[1]), stored(graph, argument(node, 2, "bias"))
+    weight, bias = stored_tensor(graph, node.args[1]), stored_tensor(graph, argument(node, 2, "bias"))
     if weight is None or (bias is None and argument(node, 2, "bias") is not None):
         return None
     readers = _readers(graph)
     if any(readers[str(a.target)] > 1 for a in node.args[1:3] if isinstance(a, fx.Node)):
         return None
     groups = argument(node, 6, "groups", 1) if convolution else 1
-    return Layer(node, weight, bias, groups, 1 if convolution else len(shape(node)) - 1)
+    return Layer(node, weight, bias, groups, 1 if convolution else len(output_shape(node)) - 1)
 
 
-def replace(graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | None, groups: int = 0) -> None:
+def replace_layer_weights(
+    graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | None, groups: int = 0
+) -> None:
     """Replace weight and bias of a layer, and its number of groups if `groups` is not 0."""
     node = held.node
     name = str(node.args[1].target)
     arguments = list(node.args) + [None] * (3 - len(node.args))
-    arguments[1] = store(graph, node, name, weight)
-    arguments[2] = None if bias is None else store(graph, node, name.removesuffix("weight") + "bias", bias)
+    arguments[1] = add_tensor(graph, node, name, weight)
+    arguments[2] = None if bias is None else add_tensor(graph, node, name.removesuffix("weight") + "bias", bias)
     kwargs = {key: value for key, value in node.kwargs.items() if key != "bias"}
     if groups and len(arguments) > 6:
         arguments[6] = groups
@@ -296,17 +298,17 @@ def fold_norms(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target is not NORM or any(user.args[1:] != (0,) for user in node.users):
             continue
-        held = layer(graph, node.args[0])
+        held = layer_of(graph, node.args[0])
         if held is None or held.dim != 1 or len(held.node.users) != 1:
             continue
-        tensors = [stored(graph, argument) for argument in node.args[1:5]]
+        tensors = [stored_tensor(graph, argument) for argument in node.args[1:5]]
         found = scale_and_shift(tensors, node.args[6], held.weight.shape[0])
         if found is None:
             continue
         scale, shift = found
         weight = held.weight.double() * scale.reshape(-1, *[1] * (held.weight.dim() - 1))
         bias = shift if held.bias is None else shift + held.bias.double() * scale
-        replace(graph, held, weight.to(held.weight.dtype), bias.to(held.weight.dtype))
+        replace_layer_weights(graph, held, weight.to(held.weight.dtype), bias.to(held.weight.dtype))
         for user in list(node.users):
             user.replace_all_uses_with(held.node)
     graph.graph.eliminate_dead_code()

@@ -20,13 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import PruningError, nearest
-from ..utils.formatting import counted
-from ..utils.timing import using_threads, waiting
-from ..utils.user_model import call, made_up_inputs, map_tensors, real_copy
-from .capture import Node, capture_graph, first_line, quietly, shape, tidy, without_warnings
-from .onnx import feed, session, to_onnx
-from .rewrite import merge_remaps, never, shortcuts_as_convolutions, simplify, write_in_place, write_remaps
+from ..errors import PruningError, suggestion
+from ..utils.formatting import pluralize
+from ..utils.timing import synchronizer, torch_threads
+from ..utils.user_model import call, map_tensors, random_inputs, real_copy
+from .capture import (
+    Node,
+    capture_graph,
+    first_line,
+    output_shape,
+    remove_dead,
+    suppress_exporter_output,
+    without_warnings,
+)
+from .onnx import session, session_inputs, to_onnx
+from .rewrite import merge_remaps, no_remap, shortcuts_as_convolutions, simplify, write_in_place, write_remaps
 from .widths import widen
 
 aten = torch.ops.aten
@@ -54,7 +62,9 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
-            raise PruningError(f"branches: no way is called {self.branches!r}; {nearest(self.branches, BRANCHES)}")
+            raise PruningError(
+                f"branches: no way is called {self.branches!r}; {suggestion(self.branches, BRANCHES)}"
+            )
 
     def __str__(self) -> str:
         words = [self.branches, f"unit {self.unit}" + (f" above {self.small}" if self.small else "")]
@@ -72,11 +82,11 @@ class Form:
 
     def saves_nothing(self, node: Node) -> bool:
         """Return True if the layer before a remap needs as many units without zero filters as with them."""
-        before, behind = shape(node.args[0])[1], shape(node)[1]
+        before, behind = output_shape(node.args[0])[1], output_shape(node)[1]
         return -(-before // self.unit) >= -(-behind // self.unit)
 
 
-class Deployable:
+class CapturedNetwork:
     """A network captured and simplified once, from which any number of forms can be made."""
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
@@ -86,18 +96,18 @@ class Deployable:
 
     def form(self, form: Form) -> fx.GraphModule:
         """Return the network in a form, as a `GraphModule` in evaluation mode for any batch size."""
-        with quietly():
+        with suppress_exporter_output():
             graph = copy.deepcopy(self.graph)
         if form.shortcuts:
             shortcuts_as_convolutions(graph)
         # Selecting input channels of a layer copies the feature map; zero columns in its weight cost less.
-        rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, never)
+        rows = {"zeros": _always, "mixed": form.saves_nothing}.get(form.branches, no_remap)
         merge_remaps(graph, rows, _always, sink=True)
         widen(graph, form.rounded)
         write_remaps(graph, "convolution" if form.branches == "mixed" else form.branches)
         if form.channels_last:
             _keep_channels_last(graph)
-        tidy(graph)
+        remove_dead(graph)
         if form.in_place:
             write_in_place(graph)
         graph.recompile()
@@ -152,13 +162,13 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 SMALLEST = "size"
 TARGETS = (*FORMS, SMALLEST)
-SECONDS = 10.0  # approximate total time for timing the forms of one network
+TIMING_SECONDS = 10.0  # approximate total time for timing the forms of one network
 _TURNS = 100  # maximum number of turns, however fast a pass is
 _BEHIND = 1.15  # A form slower than the fastest by this factor drops out.
 
 
 @dataclass(frozen=True)
-class Chosen:
+class FormChoice:
     """The form chosen for a network, with the reason and the measured times."""
 
     network: nn.Module
@@ -183,40 +193,40 @@ def choose(
     *,
     batch: int = 64,
     threads: int | None = None,
-    seconds: float = SECONDS,
+    seconds: float = TIMING_SECONDS,
     forms: Sequence[Form] | None = None,
-) -> Chosen:
+) -> FormChoice:
     """Choose the fastest form of a network for a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
 
     Passes are timed with `batch` samples for about `seconds` in total, plus the time to compile or to write ONNX
     files. For the target "size", the form with the fewest bytes is chosen without timing.
     """
     if target not in TARGETS:
-        raise PruningError(f"no runtime is called {target!r}; {nearest(target, TARGETS)}")
+        raise PruningError(f"no runtime is called {target!r}; {suggestion(target, TARGETS)}")
     try:
-        deployable = Deployable(model, example_inputs)
+        deployable = CapturedNetwork(model, example_inputs)
     except PruningError as error:
-        return Chosen(real_copy(model).eval(), None, f"not rewritten: {error}")
+        return FormChoice(real_copy(model).eval(), None, f"not rewritten: {error}")
     usual = FORMS["onnxruntime" if target == SMALLEST else target]
     candidates = {str(form): form for form in (usual if forms is None else forms)}
-    networks = written(deployable, candidates)
+    networks = make_forms(deployable, candidates)
     if target == SMALLEST:
         name = min(networks, key=lambda name: weight_bytes(networks[name]))
-        return Chosen(networks[name], candidates[name], f"the smallest of {len(networks)} forms, not timed")
+        return FormChoice(networks[name], candidates[name], f"the smallest of {len(networks)} forms, not timed")
     if len(networks) == 1:
         ((name, only),) = networks.items()
-        return Chosen(only, candidates[name], "the only form it has")
-    inputs = made_up_inputs(example_inputs, batch)
+        return FormChoice(only, candidates[name], "the only form it has")
+    inputs = random_inputs(example_inputs, batch)
     threads = threads or torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder, using_threads(threads):
+    with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
         passes = {
-            name: ready(network, inputs, target, threads, Path(folder) / f"{index}.onnx")
+            name: make_runner(network, inputs, target, threads, Path(folder) / f"{index}.onnx")
             for index, (name, network) in enumerate(networks.items())
         }
-        times = fastest(passes, seconds)
+        times = min_times(passes, seconds)
     best = min(times, key=lambda name: (times[name], list(times).index(name)))
-    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {counted(threads, 'thread')}"
-    return Chosen(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
+    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {pluralize(threads, 'thread')}"
+    return FormChoice(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
 
 
 def weight_bytes(network: nn.Module) -> int:
@@ -224,17 +234,17 @@ def weight_bytes(network: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 
-def written(deployable: Deployable, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
+def make_forms(deployable: CapturedNetwork, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
     """Return the network in each of the forms, without duplicates of earlier ones."""
     networks: dict[str, fx.GraphModule] = {}
     for name, form in forms.items():
         made = deployable.form(form)
-        if not any(alike(made, other) for other in networks.values()):
+        if not any(same_network(made, other) for other in networks.values()):
             networks[name] = made
     return networks
 
 
-def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+def min_times(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Time passes in turns for about `seconds`, and return their minimum times; slow ones drop out early."""
     least = dict.fromkeys(passes, float("inf"))
     running = list(passes)
@@ -253,7 +263,7 @@ def fastest(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str
     return least
 
 
-def ready(
+def make_runner(
     network: nn.Module, inputs: Any, target: str, threads: int, path: Path, device: str = "cpu"
 ) -> Callable[[], Any]:
     """Return a function that runs a network once on `inputs` in the target runtime and waits for the device.
@@ -262,11 +272,11 @@ def ready(
     """
     if target == "onnxruntime":
         held = session(to_onnx(network, inputs, path), threads)
-        fed = feed(held, inputs)
+        fed = session_inputs(held, inputs)
         return lambda: held.run(None, fed)
     network, inputs = network.to(device), map_tensors(inputs, lambda tensor: tensor.to(device))
     called: Any = compiled(network, device) if target == "compile" else network
-    wait = waiting(device)
+    wait = synchronizer(device)
 
     def run() -> Any:
         with torch.inference_mode():
@@ -275,11 +285,11 @@ def ready(
         return found
 
     if target == "compile":
-        first_pass(run)
+        compile_now(run)
     return run
 
 
-def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+def same_network(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     """Return True if two forms have equal code and tensor layouts, as most do where nothing was pruned."""
     shapes = [[(name, t.shape, t.stride()) for name, t in n.state_dict().items()] for n in (one, other)]
     return one.code == other.code and shapes[0] == shapes[1]
@@ -292,7 +302,7 @@ def compiled(network: nn.Module, device: torch.device | str = "cpu") -> Any:
     return torch.compile(network, dynamic=False, options=options)  # type: ignore[arg-type]
 
 
-def first_pass(run: Callable[[], Any]) -> None:
+def compile_now(run: Callable[[], Any]) -> None:
     """Run a compiled network once, which compiles it; raise a PruningError of one line if that fails."""
     try:
         # The compiler warns about its internals and logs a long traceback when it fails; our error replaces these.

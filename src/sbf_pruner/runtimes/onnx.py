@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
-from ..utils.files import replacing
-from .capture import arguments, batch_of_two, dynamic_batch, evaluated_copy, first_line, quietly
+from ..utils.files import atomic_path
+from .capture import arguments, batch_of_two, dynamic_batch, eval_copy, first_line, suppress_exporter_output
 
 EXTRA = 'pip install "sbf-pruner[export]"'
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -31,33 +31,33 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     `example_inputs` are as for `trace`: a tensor, a tuple of positional or a dict of keyword arguments. Raise a
     PruningError if the network cannot be exported or fixes its batch size.
     """
-    require()
+    import_onnxruntime()
     path = Path(path)
-    network = evaluated_copy(model)
+    network = eval_copy(model)
     args, kwargs = arguments(batch_of_two(example_inputs))
     shapes = dynamic_batch(kwargs or args)
     try:
-        with quietly(), torch.no_grad():
+        with suppress_exporter_output(), torch.no_grad():
             # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
             given = args if kwargs else (*args, {})
             program = torch.onnx.export(
                 network, given, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
             )
     except Exception as error:
-        raise _unwritten(model, first_line(_innermost(error))) from error
+        raise _export_error(model, first_line(_innermost(error))) from error
     assert program is not None
     proto = _stripped(program.model_proto)
     if any(_fixed_batch(held) for held in proto.graph.input):  # torch fixes it without a warning
-        raise _unwritten(model, "a size in its forward fixes the batch")
+        raise _export_error(model, "a size in its forward fixes the batch")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
     return path
 
 
 def session(path: str | Path, threads: int = 0) -> Any:
     """Open an ONNX Runtime session on the CPU; with `threads` 0, ONNX Runtime uses one thread per core."""
-    runtime = require()
+    runtime = import_onnxruntime()
     try:
         return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -68,7 +68,7 @@ def session(path: str | Path, threads: int = 0) -> Any:
 
 def session_options(threads: int) -> Any:
     """Return the session options that all sessions of this package use, for networks and single layers."""
-    options = require().SessionOptions()
+    options = import_onnxruntime().SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     # Spinning idle threads would take cores from whatever runs next, such as another session.
@@ -76,7 +76,7 @@ def session_options(threads: int) -> Any:
     return options
 
 
-def feed(session: Any, inputs: Any) -> dict[str, Any]:
+def session_inputs(session: Any, inputs: Any) -> dict[str, Any]:
     """Return the tensors of `inputs` as NumPy arrays by name, matched to the session's inputs in order."""
     names = [argument.name for argument in session.get_inputs()]
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
@@ -87,10 +87,10 @@ def feed(session: Any, inputs: Any) -> dict[str, Any]:
 
 def run(session: Any, inputs: Any) -> list[Tensor]:
     """Run a session on the given inputs and return its outputs."""
-    return [torch.from_numpy(array) for array in session.run(None, feed(session, inputs))]
+    return [torch.from_numpy(array) for array in session.run(None, session_inputs(session, inputs))]
 
 
-def require() -> ModuleType:
+def import_onnxruntime() -> ModuleType:
     """Import ONNX Runtime; raise a PruningError if a package needed for exporting is missing."""
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
@@ -105,7 +105,7 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _unwritten(model: nn.Module, why: str) -> PruningError:
+def _export_error(model: nn.Module, why: str) -> PruningError:
     return PruningError(
         f"{type(model).__name__} cannot be written as ONNX ({why}); its batch must be free to have any size, and "
         "every operator must be one that torch.onnx knows"

@@ -20,19 +20,19 @@ from .capture import (
     REMAP,
     Layer,
     Node,
+    add_tensor,
     argument,
+    fake_with_channels,
     fold_norms,
-    insert,
+    insert_after,
     is_tensor,
-    layer,
-    replace,
+    layer_of,
+    output_shape,
+    remove_dead,
+    replace_layer_weights,
     same_shape,
     scale_and_shift,
-    shape,
-    store,
-    stored,
-    tidy,
-    widened,
+    stored_tensor,
 )
 
 aten = torch.ops.aten
@@ -42,17 +42,17 @@ _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
 def simplify(graph: fx.GraphModule) -> None:
     """Apply, in place, all rewrites that help in every runtime."""
-    drop_idle(graph)
+    remove_identity_ops(graph)
     find_remaps(graph)
     fold_norms(graph)
     drop_constants(graph)
     merge_remaps(graph)
     fold_norms(graph)  # A remap between a convolution and its norm may have been merged.
     flatten_by_name(graph)
-    tidy(graph)
+    remove_dead(graph)
 
 
-def drop_idle(graph: fx.GraphModule) -> None:
+def remove_identity_ops(graph: fx.GraphModule) -> None:
     """Remove operators that return their input unchanged: full slices and dropout."""
     for node in list(graph.graph.nodes):
         if _idle(node):
@@ -72,7 +72,7 @@ def flatten_by_name(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target not in (aten.view.default, aten.reshape.default) or not is_tensor(node.args[0]):
             continue
-        before, behind = shape(node.args[0]), shape(node)
+        before, behind = output_shape(node.args[0]), output_shape(node)
         if before[2:] == [1] * (len(before) - 2) and [*map(str, behind)] == [*map(str, before[:2])]:
             node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
 
@@ -87,13 +87,13 @@ def drop_constants(graph: fx.GraphModule) -> None:
     """
     known: dict[Node, Tensor] = {}
     for node in list(graph.graph.nodes):
-        found = _constant(graph, node, known) if is_tensor(node) and len(shape(node)) >= 2 else None
+        found = _constant(graph, node, known) if is_tensor(node) and len(output_shape(node)) >= 2 else None
         if found is not None:
             known[node] = found
         elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
             _drop_from(graph, node, known)
         elif node.target is aten.cat.default and argument(node, 1, "dim", 0) == 1:
-            _leave_out(node, known)
+            _concat_to_remap(node, known)
     graph.graph.eliminate_dead_code()
 
 
@@ -105,31 +105,31 @@ def _drop_from(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> 
         if not values.any():
             node.replace_all_uses_with(other)
         else:
-            line = values.reshape(1, -1, *[1] * (len(shape(node)) - 2)).to(node.meta["val"].dtype)
-            node.args = (other, store(graph, node, f"{node.name}_constant", line))
+            line = values.reshape(1, -1, *[1] * (len(output_shape(node)) - 2)).to(node.meta["val"].dtype)
+            node.args = (other, add_tensor(graph, node, f"{node.name}_constant", line))
         return
 
 
-def _leave_out(node: Node, known: dict[Node, Tensor]) -> None:
+def _concat_to_remap(node: Node, known: dict[Node, Tensor]) -> None:
     """Replace a concatenation of one tensor with zeros by a remap of that tensor."""
     parts: Any = list(node.args[0])
     real = [part for part in parts if part not in known or known[part].any()]
     if len(real) == 1:
         source: list[int] = []
         for part in parts:
-            width = shape(part)[1]
+            width = output_shape(part)[1]
             source += range(width) if part is real[0] else [-1] * width
-        node.replace_all_uses_with(insert(node, REMAP, (real[0], source, 1), node.meta["val"]))
+        node.replace_all_uses_with(insert_after(node, REMAP, (real[0], source, 1), node.meta["val"]))
 
 
 def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> Tensor | None:
     """Return the values of the channels (dimension 1) of a node if each channel is constant, else None."""
     if node.target in _ZEROS:
-        width = shape(node)[1]
+        width = output_shape(node)[1]
         return torch.zeros(width, dtype=torch.float64) if isinstance(width, int) else None
     x: Any = node.args[0] if node.args else None
     if isinstance(x, fx.Node) and x.target is NORM and node.args[1:] == (0,) and x.args[0] in known:
-        pair = scale_and_shift([stored(graph, a) for a in x.args[1:5]], x.args[6], shape(node)[1])
+        pair = scale_and_shift([stored_tensor(graph, a) for a in x.args[1:5]], x.args[6], output_shape(node)[1])
         return None if pair is None else known[x.args[0]] * pair[0] + pair[1]
     if node.target in (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor) and not node.kwargs:
         both = [known.get(a) for a in node.args if isinstance(a, fx.Node)]
@@ -143,8 +143,8 @@ def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> T
         result: Tensor = node.target(known[x], *node.args[1:], **node.kwargs)
         return result
     if node.target is REMAP and node.args[2] == 1:
-        return taken_rows(known[x], node.args[1])
-    held = layer(graph, node)
+        return select_rows(known[x], node.args[1])
+    held = layer_of(graph, node)
     if held is not None and held.dim == 1 and not known[x].any():
         width = held.weight.shape[0]
         return torch.zeros(width, dtype=torch.float64) if held.bias is None else held.bias.double()
@@ -159,7 +159,7 @@ _NAMES = (
 POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
 
 
-def never(node: Node) -> bool:
+def no_remap(node: Node) -> bool:
     """Select no remap."""
     return False
 
@@ -167,11 +167,11 @@ def never(node: Node) -> bool:
 def find_remaps(graph: fx.GraphModule) -> None:
     """Replace selections of channels and padding with zero channels by remaps, which can be merged."""
     for node in list(graph.graph.nodes):
-        if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(shape(node)) >= 2):
+        if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(output_shape(node)) >= 2):
             continue
         source = _selected(graph, node) or _padded(node)
         if source is not None:
-            fresh = insert(node, REMAP, (node.args[0], source, 1), node.meta["val"])
+            fresh = insert_after(node, REMAP, (node.args[0], source, 1), node.meta["val"])
             node.replace_all_uses_with(fresh)
             graph.graph.erase_node(node)
 
@@ -179,7 +179,7 @@ def find_remaps(graph: fx.GraphModule) -> None:
 def _selected(graph: fx.GraphModule, node: Node) -> list[int] | None:
     if node.target is not aten.index_select.default or node.args[1] != 1:
         return None
-    table = stored(graph, node.args[2])
+    table = stored_tensor(graph, node.args[2])
     return None if table is None else table.tolist()
 
 
@@ -192,7 +192,7 @@ def _padded(node: Node) -> list[int] | None:
         return None
     x, pads = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(pads, list | tuple)
-    rank, width = len(shape(x)), shape(x)[1]
+    rank, width = len(output_shape(x)), output_shape(x)[1]
     at = 2 * (rank - 2)  # Padding is listed from the last dimension to the first.
     plain = mode == "constant" and value in (None, 0, 0.0) and len(pads) >= at + 2
     if not plain or not all(isinstance(pad, int) and pad >= 0 for pad in pads) or not isinstance(width, int):
@@ -208,7 +208,7 @@ def _padded(node: Node) -> list[int] | None:
 
 
 def merge_remaps(
-    graph: fx.GraphModule, rows: Choice = never, columns: Choice = never, *, sink: bool = False
+    graph: fx.GraphModule, rows: Choice = no_remap, columns: Choice = no_remap, *, sink: bool = False
 ) -> None:
     """Merge remaps with adjacent remaps and layers where no layer grows, or where the arguments allow it.
 
@@ -225,16 +225,16 @@ def merge_remaps(
 
 
 def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> bool:
-    x, source, dim = parts(node)
-    width = shape(x)[dim]
+    x, source, dim = remap_args(node)
+    width = output_shape(x)[dim]
     if not node.users:
         graph.graph.erase_node(node)
         return True
     if source == list(range(width)):
         node.replace_all_uses_with(x)
         return True
-    if x.target is REMAP and parts(x)[2] == dim:
-        inner, first, _ = parts(x)
+    if x.target is REMAP and remap_args(x)[2] == dim:
+        inner, first, _ = remap_args(x)
         node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
         return True
     if (len(source) >= width or columns(node)) and _into_columns(graph, node):
@@ -244,33 +244,33 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> 
 
 def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
     """Merge a remap into the columns of the layers that read it; return True if there was one."""
-    x, source, dim = parts(node)
-    readers = [layer(graph, user) for user in node.users]
+    x, source, dim = remap_args(node)
+    readers = [layer_of(graph, user) for user in node.users]
     merged = [held for held in readers if held is not None and _reads(held, node, dim)]
     for held in merged:
-        weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(shape(x)[dim], 1)
+        weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(output_shape(x)[dim], 1)
         kept = [i for i, j in enumerate(source) if j >= 0]
         places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
-        replace(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
+        replace_layer_weights(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
         held.node.args = (x, *held.node.args[1:])
     return bool(merged)
 
 
 def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
     """Merge a remap into the rows of the layer before it, if that does not grow or `rows` selects the remap."""
-    x, source, dim = parts(node)
+    x, source, dim = remap_args(node)
     between, first = [], x
     while _keeps_zero(first) and len(first.users) == 1:
         between.append(first)
         first = first.args[0]
-    feeding = layer(graph, first)
+    feeding = layer_of(graph, first)
     if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
-        selects = min(source) >= 0 and len(source) <= shape(x)[dim]
+        selects = min(source) >= 0 and len(source) <= output_shape(x)[dim]
         if selects or rows(node):
-            bias = None if feeding.bias is None else taken_rows(feeding.bias, source)
-            replace(graph, feeding, taken_rows(feeding.weight, source), bias)
+            bias = None if feeding.bias is None else select_rows(feeding.bias, source)
+            replace_layer_weights(graph, feeding, select_rows(feeding.weight, source), bias)
             for passed in (first, *between):
-                passed.meta["val"] = widened(passed.meta["val"], len(source), dim)
+                passed.meta["val"] = fake_with_channels(passed.meta["val"], len(source), dim)
             node.replace_all_uses_with(x)
             return True
     return False
@@ -278,14 +278,14 @@ def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:
     """Move a remap that adds zeros behind an elementwise operator, which then processes fewer channels."""
-    x, source, dim = parts(node)
+    x, source, dim = remap_args(node)
     user = next(iter(node.users))
-    if len(node.users) > 1 or not _keeps_zero(user) or len(source) < shape(x)[dim]:
+    if len(node.users) > 1 or not _keeps_zero(user) or len(source) < output_shape(x)[dim]:
         return False
     user.args = (x, *user.args[1:])
-    like, user.meta["val"] = user.meta["val"], widened(user.meta["val"], shape(x)[dim], dim)
+    like, user.meta["val"] = user.meta["val"], fake_with_channels(user.meta["val"], output_shape(x)[dim], dim)
     readers = list(user.users)
-    fresh = insert(user, REMAP, (user, source, dim), like)
+    fresh = insert_after(user, REMAP, (user, source, dim), like)
     for reader in readers:
         reader.replace_input_with(user, fresh)
     return True
@@ -298,7 +298,7 @@ def _keeps_zero(node: Node) -> bool:
     )
 
 
-def parts(node: Node) -> tuple[Node, list[int], int]:
+def remap_args(node: Node) -> tuple[Node, list[int], int]:
     """Return the input of a remap, the source index of each output channel (-1: zero), and the dimension."""
     x, source, dim = node.args
     assert isinstance(x, fx.Node) and isinstance(dim, int)
@@ -309,7 +309,7 @@ def _reads(held: Layer, node: Node, dim: int) -> bool:
     return held.x is node and held.groups == 1 and held.dim == dim
 
 
-def taken_rows(tensor: Tensor, source: list[int]) -> Tensor:
+def select_rows(tensor: Tensor, source: list[int]) -> Tensor:
     """Select rows of a tensor by index; -1 selects a row of zeros."""
     return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
 
@@ -334,13 +334,13 @@ def write_in_place(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target not in _WRITING:
             continue
-        if node.target is aten.add.Tensor and not node.kwargs and not _may_write(node, node.args[0], order):
+        if node.target is aten.add.Tensor and not node.kwargs and not _can_overwrite(node, node.args[0], order):
             node.args = (node.args[1], node.args[0], *node.args[2:])
-        if _may_write(node, node.args[0], order):
+        if _can_overwrite(node, node.args[0], order):
             node.target = _WRITING[node.target]
 
 
-def _may_write(node: Node, x: object, order: dict[Node, int]) -> bool:
+def _can_overwrite(node: Node, x: object, order: dict[Node, int]) -> bool:
     if not isinstance(x, fx.Node) or x.target not in _FRESH or not is_tensor(x) or not same_shape(x, node):
         return False
     if sum(argument is x for argument in node.args) > 1 or x.meta["val"].dtype != node.meta["val"].dtype:
@@ -354,18 +354,18 @@ def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
         if (
             not node.users
             or not is_tensor(node)
-            or len(shape(node)) != 4
+            or len(output_shape(node)) != 4
             or not node.meta["val"].is_floating_point()
         ):
             continue
         source: list[int] | None = None
         last = node
         if node.target is REMAP:
-            last, source, _ = parts(node)
+            last, source, _ = remap_args(node)
         elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
             continue  # handled at the node that reads it
         steps, x = _strided(last)
-        width = shape(x)[1]
+        width = output_shape(x)[1]
         if x is last or not isinstance(width, int):
             continue
         fresh = _constant_convolution(graph, node, x, source or list(range(width)), steps)
@@ -382,7 +382,7 @@ def _strided(node: Node) -> tuple[list[int], Node]:
         x = node.args[0]
         if start not in (0, None) or not isinstance(x, fx.Node):
             break
-        if end is not None and not (isinstance(end, int) and end >= shape(x)[dim]):
+        if end is not None and not (isinstance(end, int) and end >= output_shape(x)[dim]):
             break
         steps[dim - 2] *= step
         node = x
@@ -390,9 +390,9 @@ def _strided(node: Node) -> tuple[list[int], Node]:
 
 
 def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: list[int], steps: list[int]) -> Node:
-    eye = torch.eye(shape(x)[1], dtype=x.meta["val"].dtype)
-    weight = store(graph, node, "moved_channels", taken_rows(eye, source)[:, :, None, None])
-    return insert(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
+    eye = torch.eye(output_shape(x)[1], dtype=x.meta["val"].dtype)
+    weight = add_tensor(graph, node, "moved_channels", select_rows(eye, source)[:, :, None, None])
+    return insert_after(node, aten.conv2d.default, (x, weight, None, steps), node.meta["val"])
 
 
 def write_remaps(graph: fx.GraphModule, way: str) -> None:
@@ -402,8 +402,8 @@ def write_remaps(graph: fx.GraphModule, way: str) -> None:
     tensors, and "gather" an index_select or a padding, which also stands in where the other two do not apply.
     """
     for node in [n for n in graph.graph.nodes if n.target is REMAP]:
-        x, source, dim = parts(node)
-        maps = len(shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
+        x, source, dim = remap_args(node)
+        maps = len(output_shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
         if way == "add" and all(_adds(user, node) for user in node.users):
             _write_as_additions(graph, node)
             continue
@@ -423,11 +423,11 @@ def _adds(user: Node, node: Node) -> bool:
 
 
 def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
-    x, source, dim = parts(node)
+    x, source, dim = remap_args(node)
     kept = [i for i in source if i >= 0]
     for user in list(node.users):
-        taken = x if kept == list(range(shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
-        put = store(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
+        taken = x if kept == list(range(output_shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
+        put = add_tensor(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
         other = user.args[1] if user.args[0] is node else user.args[0]
         user.target = aten.index_add.default
         user.args = (other, dim, put, taken)
@@ -435,23 +435,25 @@ def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
 
 
 def _gathered(graph: fx.GraphModule, node: Node) -> Node:
-    x, source, dim = parts(node)
-    width, rank = shape(x)[dim], len(shape(x))
+    x, source, dim = remap_args(node)
+    width, rank = output_shape(x)[dim], len(output_shape(x))
     ends = [0] * (2 * (rank - 1 - dim))
     first = next((o for o, i in enumerate(source) if i >= 0), 0)
     if source == [-1] * first + list(range(width)) + [-1] * (len(source) - width - first):
         pads = [*ends, first, len(source) - width - first]
-        return insert(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
+        return insert_after(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
     if -1 not in source:
         return _indexed(graph, node, x, source, dim)
-    behind = insert(x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), widened(x.meta["val"], width + 1, dim))
+    behind = insert_after(
+        x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), fake_with_channels(x.meta["val"], width + 1, dim)
+    )
     node.prepend(behind)
     return _indexed(graph, node, behind, [width if i < 0 else i for i in source], dim)
 
 
 def _indexed(graph: fx.GraphModule, before: Node, x: Node, source: list[int], dim: int) -> Node:
-    table = store(graph, before, "take", torch.tensor(source))
+    table = add_tensor(graph, before, "take", torch.tensor(source))
     with graph.graph.inserting_before(before):
         node = graph.graph.call_function(aten.index_select.default, (x, dim, table))
-    node.meta["val"] = widened(x.meta["val"], len(source), dim)
+    node.meta["val"] = fake_with_channels(x.meta["val"], len(source), dim)
     return node

@@ -6,15 +6,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "gates": (
-            "Folded",
-            "Products",
+            "LeafGates",
+            "FusedGating",
         ),
         "norm_statistics": (
             "fresh_statistics",
             "lagging",
         ),
         "penalty": (
-            "Pressure",
+            "Penalty",
             "balance_weights",
             "per_filter",
             "weighted_l1",
@@ -26,7 +26,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "LiteralProjection",
             "PROJECTIONS",
             "check_slope",
-            "inner",
+            "sign_dot",
             "leaky_exponential",
             "literal_bytes",
             "pack_signs",

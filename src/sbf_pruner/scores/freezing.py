@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from ..utils.user_model import Attached, memory_format
+from ..utils.user_model import PrunerHook, memory_format
 
 
 def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
@@ -37,7 +37,7 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
         parameter.requires_grad_(False).grad = None
     undo = [freeze(norm) for norm in held]
     # Prepended, because another hook of the module may be the one that computes the weight.
-    undo += [module.register_forward_pre_hook(Held().hold, prepend=True).remove for module in makers]
+    undo += [module.register_forward_pre_hook(EvalModeHook().hold, prepend=True).remove for module in makers]
 
     def thaw() -> None:
         # Also by name: a parameter that has replaced another meanwhile, frozen like that one, is to be trained too.
@@ -83,7 +83,7 @@ def _is_plain(norm: _NormBase) -> bool:
     return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
 
-class Held(Attached):
+class EvalModeHook(PrunerHook):
     """Hook that keeps a module in evaluation mode."""
 
     def hold(self, module: nn.Module, args: Any) -> None:
@@ -91,7 +91,7 @@ class Held(Attached):
         module.training = False
 
 
-class FrozenNorm(Held):
+class FrozenNorm(EvalModeHook):
     """Hook of a frozen norm, and its replacement for PyTorch's forward."""
 
     def __init__(self, norm: _NormBase) -> None:
@@ -100,7 +100,7 @@ class FrozenNorm(Held):
     def forward(self, input: Tensor) -> Tensor:
         """Return what the norm's own forward returns; that one runs if the model is being compiled."""
         norm = self.norm
-        if norm.training or torch.compiler.is_compiling() or not _serves(input):
+        if norm.training or torch.compiler.is_compiling() or not _use_custom_backward(input):
             return type(norm).forward(norm, input)
         norm._check_input_dim(input)
         statistics = norm.running_mean, norm.running_var, norm.eps
@@ -108,7 +108,7 @@ class FrozenNorm(Held):
         return result
 
 
-def _serves(x: Tensor) -> bool:
+def _use_custom_backward(x: Tensor) -> bool:
     """Return True if a gradient is needed and the backward pass of `_Frozen` is faster than PyTorch's."""
     wanted = x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
     return wanted and memory_format(x) != torch.contiguous_format
@@ -142,7 +142,7 @@ class _Frozen(torch.autograd.Function):
 
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias, summed over the samples and positions of each channel."""
-    if _fast(gradient):
+    if _use_syncbn_kernels(gradient):
         sums = torch.batch_norm_backward_reduce(gradient, x, mean, deviations, weight, False, True, True)
         return sums[2], sums[3]
     places, wide = [0, *range(2, x.dim())], gradient.to(mean.dtype)
@@ -152,13 +152,13 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight:
 
 def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tensor:
     """Return the gradient of the input: each channel times its factor, which is not rounded first."""
-    if _fast(gradient):
+    if _use_syncbn_kernels(gradient):
         return torch.batch_norm_elemt(gradient, weight, None, torch.zeros_like(deviations), deviations, 0.0)
     scale = deviations if weight is None else deviations * weight
     return (gradient * _across(scale, gradient)).to(gradient.dtype)
 
 
-def _fast(gradient: Tensor) -> bool:
+def _use_syncbn_kernels(gradient: Tensor) -> bool:
     """Return True if the kernels of SyncBatchNorm can be used: they need CUDA and are not differentiable."""
     return gradient.is_cuda and not torch.is_grad_enabled()
 

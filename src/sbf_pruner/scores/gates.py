@@ -3,9 +3,9 @@
 A gate is folded into the scale and shift that a norm uses in one call, or multiplied into a feature map where there
 is no such pair. The model's class, parameters and state dict stay as they are. With all gates open the model
 computes what it did before, bit for bit; a closed gate makes its channel exactly zero; a deep copy gets gates of
-its own. `Products` and `Folded` compute the same numbers faster: for eager steps with frozen weights, where gating
-layer by layer launches more kernels than the network itself, and for compiled or captured steps, where a compiler
-would have to trace every hook.
+its own. `FusedGating` and `LeafGates` compute the same numbers faster: for eager steps with frozen weights, where
+gating layer by layer launches more kernels than the network itself, and for compiled or captured steps, where a
+compiler would have to trace every hook.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import PruningError
 from ..graph.channel_graph import Site
 from ..graph.nodes import Mask
-from ..utils.user_model import Attached, attached_hooks
+from ..utils.user_model import PrunerHook, pruner_hooks
 from .freezing import FrozenNorm
 
 Mode = Literal["off", "soft", "hard"]
@@ -50,16 +50,16 @@ class Gates:
             start += width
         self.hard = torch.ones(start, dtype=dtype, device=tensor.device)
         self.all_open = True
-        self.pairs: list[Pair] = []
+        self.pairs: list[GatedParameter] = []
         modules = dict(model.named_modules())
-        self._folds: list[tuple[str, nn.Module, Fold]] = []
+        self._folds: list[tuple[str, nn.Module, SiteHooks]] = []
         for number, site in enumerate(sites):
             span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
-            pairs = [Pair(module, name, span, hard) for name in site.parameters]
+            pairs = [GatedParameter(module, name, span, hard) for name in site.parameters]
             ranks = {len(edge.out.shape) for edge in site.edges}
             # Counted from the end, because inputs may lack the batch dimension, unless calls differ in rank.
             dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
-            fold = Fold(self, number, span, dim, pairs)
+            fold = SiteHooks(self, number, span, dim, pairs)
             self.pairs += pairs
             self._folds.append((site.module, module, fold))
             if pairs:
@@ -67,7 +67,7 @@ class Gates:
                 module.register_forward_hook(fold.leave, always_call=True)
             else:
                 module.register_forward_hook(fold.multiply)
-        self._products = Products(self.soft, list(spans.values()), self.pairs)
+        self._products = FusedGating(self.soft, list(spans.values()), self.pairs)
 
     def check_device(self, model: nn.Module) -> None:
         """Raise a PruningError if the model is on another device than its gates."""
@@ -99,7 +99,7 @@ class Gates:
             return self.hard[self._hard_spans[number]]
         return None
 
-    def products(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
+    def products(self, pairs: Sequence[GatedParameter]) -> list[Tensor] | None:
         """Return gated parameters, computed for all sites at once; None if each site has to compute its own."""
         if self.mode != "soft" or not self.soft.requires_grad:
             return None
@@ -113,10 +113,12 @@ class Gates:
 _HELD = "_sbf_held"
 
 
-class Fold(Attached):
+class SiteHooks(PrunerHook):
     """Hooks of one gate site."""
 
-    def __init__(self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self, gates: Gates, number: int, span: slice | None, dim: int, pairs: Sequence[GatedParameter]
+    ) -> None:
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
     def lost(self, module: nn.Module, now: nn.Module | None) -> str:
@@ -179,7 +181,7 @@ def _is_replica(module: nn.Module) -> bool:
 
 
 @dataclass(eq=False)
-class Pair:
+class GatedParameter:
     """A parameter that a gate is folded into, and the position of its gate in the two flat vectors."""
 
     module: nn.Module
@@ -200,25 +202,25 @@ class Pair:
         return held
 
 
-class Products:
+class FusedGating:
     """Products of frozen parameters and scores, computed for the whole model when the first one is needed.
 
     Each product is used once, so every forward sees the current scores and weights.
     """
 
-    def __init__(self, scores: Tensor, spans: Sequence[slice], pairs: Sequence[Pair]) -> None:
+    def __init__(self, scores: Tensor, spans: Sequence[slice], pairs: Sequence[GatedParameter]) -> None:
         self._scores = scores
         self._sizes = [span.stop - span.start for span in spans]
         numbers = {span.start: number for number, span in enumerate(spans)}
         self._pairs = [(pair, numbers[pair.soft.start]) for pair in pairs if pair.soft is not None]
         self._places = torch.arange(len(scores), device=scores.device).split(self._sizes)
-        self._made: dict[Pair, tuple[Tensor, Tensor, int]] = {}
+        self._made: dict[GatedParameter, tuple[Tensor, Tensor, int]] = {}
         self._made_from = -1
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_made": {}}  # products of a forward in progress are not copied
 
-    def take(self, pairs: Sequence[Pair]) -> list[Tensor] | None:
+    def take(self, pairs: Sequence[GatedParameter]) -> list[Tensor] | None:
         """Return the gated parameters for one use; None if one has no score or is trained as well."""
         if any(pair.soft is None or pair.held.requires_grad for pair in pairs):
             return None
@@ -226,7 +228,7 @@ class Products:
             self._make()
         return [self._made.pop(pair)[0] for pair in pairs]
 
-    def _stands(self, pair: Pair) -> bool:
+    def _stands(self, pair: GatedParameter) -> bool:
         """Return True if the product exists and nothing has changed since it was computed."""
         if self._made_from != self._scores._version or pair not in self._made:
             return False
@@ -272,7 +274,7 @@ class _Gated(torch.autograd.Function):
         return total, None, None, None, *[None] * len(gradients)
 
 
-class Folded:
+class LeafGates:
     """Replaces the hooks: while entered, the model reads its gated parameters from the leaf tensors `leaves`.
 
     `refresh` computes the leaves before a forward, and the other methods carry their gradients back after it.
@@ -292,11 +294,11 @@ class Folded:
         self.leaves = [torch.empty_like(p).requires_grad_() for p in self.parameters]
         self._lifted: list[tuple[dict[Any, Any], Any, Any]] = []
 
-    def __enter__(self) -> Folded:
-        for module, table, key, owner in list(attached_hooks(self.model)):
+    def __enter__(self) -> LeafGates:
+        for module, table, key, owner in list(pruner_hooks(self.model)):
             if isinstance(owner, FrozenNorm):
                 module.training = False
-            elif not (isinstance(owner, Fold) and owner.pairs):
+            elif not (isinstance(owner, SiteHooks) and owner.pairs):
                 continue  # hooks that multiply a feature map can be compiled
             self._lifted.append((table, key, table.pop(key)))
         for pair, leaf in zip(self._pairs, self.leaves, strict=True):

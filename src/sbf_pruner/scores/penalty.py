@@ -1,6 +1,6 @@
 """Penalty on the scores (Eq. 5) and its strength and weights, scores of residual blocks, and checks of gradients.
 
-`Pressure` keeps the strength and the weights in tensors that are filled in place, so a captured step sees them
+`Penalty` keeps the strength and the weights in tensors that are filled in place, so a captured step sees them
 change. With a budget the strength is steered towards it. With the balance "cost" the weight of a filter is what it
 costs among the neighbors that it has now, in the units of the limits, where a scarce resource counts more.
 """
@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..budget.controller import Aim, Mix, Steering
+from ..budget.controller import ResourceWeights, Selector, Steering
 from ..budget.search import Landing
-from ..errors import PruningError, nearest
+from ..errors import PruningError, suggestion
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Mask
-from ..utils.distributed import Team
+from ..utils.distributed import DistributedContext
 
 Balance = Literal["area", "side", "none", "cost"]
 
@@ -39,7 +39,7 @@ def balance_weights(kind: Balance, spatial: Sequence[tuple[int, ...]]) -> list[f
     [16.0, 4.0, 1.0, 0.015625]
     """
     if kind not in get_args(Balance):
-        raise PruningError(f"no balance is called {kind!r}: {nearest(kind, get_args(Balance))}")
+        raise PruningError(f"no balance is called {kind!r}: {suggestion(kind, get_args(Balance))}")
     if kind in ("none", "cost"):  # costs come from the channel graph and change as filters are removed
         return [1.0] * len(spatial)
     sizes = [float(prod(size)) if kind == "area" or not size else prod(size) ** (1 / len(size)) for size in spatial]
@@ -65,14 +65,19 @@ def weighted_l1(scores: Tensor, weights: Tensor, penalty: float | Tensor) -> Ten
     return penalty * (weights * scores.abs()).sum()
 
 
-class Pressure:
+class Penalty:
     """Penalty of a pruner: one strength, and one weight per filter."""
 
     def __init__(
-        self, graph: ChannelGraph, aim: Aim, strength: float, balance: Balance, steering: Steering | None = None
+        self,
+        graph: ChannelGraph,
+        aim: Selector,
+        strength: float,
+        balance: Balance,
+        steering: Steering | None = None,
     ) -> None:
         self.graph, self.aim, self.steering = graph, aim, steering
-        self.mix = Mix(aim.scarce()) if balance == "cost" else None
+        self.mix = ResourceWeights(aim.excess_fractions()) if balance == "cost" else None
         self.strength = torch.tensor(strength)
         self.weights = self._spread(balance_weights(balance, [layer.map_size for layer in graph.layers.values()]))
         if self.mix is not None:
@@ -116,10 +121,10 @@ class Pressure:
             self.steering.load_state_dict(steered)
             self.strength.fill_(state["strength"])
         if self.mix is not None and (state["mix"] or {}).keys() == self.mix.parts.keys():
-            self.mix = Mix(state["mix"])
+            self.mix = ResourceWeights(state["mix"])
             self.weights.copy_(state["weights"])
 
-    def _costs(self, mix: Mix, keep: Mapping[str, Mask]) -> Tensor:
+    def _costs(self, mix: ResourceWeights, keep: Mapping[str, Mask]) -> Tensor:
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
         return self._spread(mix.weights(self.aim.priced(keep), filters))
 
@@ -193,7 +198,7 @@ class Gradient:
         found = self.scores.grad
         if found is None:
             raise PruningError("step() found no gradient; call loss.backward() with pruner.penalty() in the loss")
-        Team.present().average([found])
+        DistributedContext.present().average([found])
         if scaler is not None:
             scaler.unscale_(torch.optim.SGD([self.scores]))  # `unscale_` accepts only an optimizer
         # No host synchronization, so this is safe inside a CUDA graph.

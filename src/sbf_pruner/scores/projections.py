@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PruningError
-from ..utils.timing import memory_of
+from ..utils.timing import available_memory
 
 
 def leaky_exponential(x: Tensor, leak: float = 0.1) -> Tensor:
@@ -72,12 +72,12 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 Given = Mapping[str, Tensor | NDArray[np.floating]]
 
 
-def comparable(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
+def normalize_scores(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
     """Validate scores from elsewhere and scale them to between 0 and 1 in float64, in the same order.
 
     Raises a PruningError unless there is one finite score for every filter of exactly these layers.
 
-    >>> comparable({"conv": np.array([-1.0, 0.0, 3.0])}, {"conv": 3})
+    >>> normalize_scores({"conv": np.array([-1.0, 0.0, 3.0])}, {"conv": 3})
     {'conv': array([0.  , 0.25, 1.  ])}
     """
     if not isinstance(given, Mapping):
@@ -186,7 +186,7 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (packed[:, None] >> shifts & 3).flatten().to(dtype) - 1
 
 
-def inner(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
+def sign_dot(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
     """Return <signs, vector>, unpacking at most `4 * chunk` signs at a time to limit memory."""
     pairs = zip(packed.split(chunk), vector.split(4 * chunk), strict=True)
     return torch.stack([(unpack_signs(s, v.dtype)[: len(v)] * v).sum() for s, v in pairs]).sum()
@@ -209,7 +209,9 @@ class LiteralProjection:
     ) -> None:
         dtype, device = dtype_and_device(weights, filters)
         self._even = even
-        literal_bytes(weights, filters, limit_bytes=memory_of(device) if limit_bytes is None else limit_bytes)
+        literal_bytes(
+            weights, filters, limit_bytes=available_memory(device) if limit_bytes is None else limit_bytes
+        )
         self.in_phase = False
         self.parameters: list[Tensor] = [
             torch.zeros(w.numel(), count, dtype=dtype, device=device, requires_grad=True)
@@ -316,7 +318,7 @@ class FactoredProjection:
         self._signs.copy_(torch.cat([pack_signs(v) for v in vectors]))
         self._base.zero_()
         for signs, t in zip(self._past_signs, self._past_t, strict=True):
-            products = [inner(s, v) for s, v in zip(signs.split(self._bytes), vectors, strict=True)]
+            products = [sign_dot(s, v) for s, v in zip(signs.split(self._bytes), vectors, strict=True)]
             self._base += t * torch.stack(products)[self._layer]
         if self._even:  # a layer whose weights are all zero keeps its previous logits
             self._base.copy_(self._base.where(self._l1 > 0, before))

@@ -1,6 +1,6 @@
 """Extract a smaller module from a model, its channel graph and a plan."""
 
 from .extract import extract
-from .verify import cut_error, prove
+from .verify import max_relative_difference, prove
 
-__all__ = ["cut_error", "extract", "prove"]
+__all__ = ["extract", "max_relative_difference", "prove"]

@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.layer_nodes import GROUP_NORM, Norm
-from ..graph.nodes import Boundary, Grids, Layout, Map, Node
+from ..graph.nodes import Boundary, ChannelMove, Grids, Layout, Node
 from ..graph.operators import build_node, fresh, fresh_zeros, is_custom, rule_of
 from ..graph.operators.movement import RESHAPES, indexed, moved, padded
 from ..graph.records import REMAP, ZEROS, Op, Trace, Value, same_numbers
-from ..graph.tracer import ops_again
-from ..graph.train_eval import asks_for_its_mode
+from ..graph.tracer import rerun_ops
+from ..graph.train_eval import may_read_training
 from ..modules import Remap, Zeros, plain_names
 from ..utils.user_code import failing_line
-from ..utils.user_model import call, map_tensors, meta_copy, real_copy, without_attached
+from ..utils.user_model import call, map_tensors, meta_copy, real_copy, remove_pruner_hooks
 
 # Whether these operators run depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
@@ -38,7 +38,7 @@ _PUT_IN = {REMAP, ZEROS}
 _QUIET |= _PUT_IN
 
 
-class Rehearsal:
+class DryRun:
     """Dry runs of an extracted network, compared with the traces of the original model."""
 
     def __init__(
@@ -54,17 +54,17 @@ class Rehearsal:
         self.graph, self.layout, self.vanished = graph, layout, vanished
         self._names = names_of(small), names_of(model)
 
-    def first_surprise(self) -> Op | None:
+    def first_mismatch(self) -> Op | None:
         """Run the small network as the original was traced; return the first operator that differs, or None.
 
         Raises PruningError if a module that surgery put in did not run.
         """
         trace = self.graph.trace
-        found = ops_again(self.small, self.inputs, trace)
+        found = rerun_ops(self.small, self.inputs, trace)
         promised = [node.op for node in self.graph.nodes]
         actual = [op for op in found if not _quiet(op)]
         operands = Operands(_handed_on(found), _handed_on(promised), self._names)
-        decided = Decided(found, promised) if not trace.on_meta else Decided((), ())
+        decided = ValueDependent(found, promised) if not trace.on_meta else ValueDependent((), ())
         at, last = 0, None
         for node in self.graph.nodes:
             op = node.op
@@ -82,20 +82,20 @@ class Rehearsal:
         _check_seen(self.small, found, self.graph)
         return None
 
-    def kept_difference(self) -> Op | None:
+    def first_call_mismatch(self) -> Op | None:
         """Return the first operator of a model's first call that depends on a number of channels, or None.
 
         Applies to models that keep tensors from their first call. A model that has run since it was traced holds
         these already, and the small network has copied them.
         """
         first = self.graph.trace.first
-        if first is None or [op.name for op in ops_again(self.model, self.inputs, first)] != [
+        if first is None or [op.name for op in rerun_ops(self.model, self.inputs, first)] != [
             op.name for op in first.ops
         ]:
             return None
-        return self.first_difference(first)
+        return self.other_trace_mismatch(first)
 
-    def first_difference(self, other: Trace | None) -> Op | None:
+    def other_trace_mismatch(self, other: Trace | None) -> Op | None:
         """Return the first operator of a trace without a graph that depends on a number of channels, or None.
 
         That is a trace of the other mode (training or evaluation), or of a first call. It has no nodes and so no
@@ -104,10 +104,10 @@ class Rehearsal:
         """
         if other is None:
             return None
-        found = ops_again(self.small, self.inputs, other)
+        found = rerun_ops(self.small, self.inputs, other)
         actual = [op for op in found if not _quiet(op)]
         operands = Operands(_handed_on(found), _handed_on(other.ops), self._names)
-        decided = Decided(found, other.ops) if not other.on_meta else Decided((), ())
+        decided = ValueDependent(found, other.ops) if not other.on_meta else ValueDependent((), ())
         movers = _movers(self.graph)
         at, last = 0, None
         for op in other.ops:
@@ -126,13 +126,13 @@ class Rehearsal:
     def _passed_over(self, op: Op) -> bool:
         return _quiet(op) or op.inside(self.vanished)
 
-    def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: Decided) -> bool:
+    def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: ValueDependent) -> bool:
         """Return True if an operator moves channels and pixels as the same line does in the graph's trace."""
         nodes = movers.get(_mover(promised), []) if not decided.touches(promised) else []
         return not nodes or any(moves_alike(actual, node, self.layout) for node in nodes)
 
 
-_Movers = dict[tuple[Any, ...], list[Map]]
+_Movers = dict[tuple[Any, ...], list[ChannelMove]]
 
 
 def _mover(op: Op) -> tuple[Any, ...]:
@@ -143,12 +143,12 @@ def _movers(graph: ChannelGraph) -> _Movers:
     """Group the nodes that move channels by operator, line, settings and shapes."""
     found: _Movers = defaultdict(list)
     for node in graph.nodes:
-        if isinstance(node, Map):
+        if isinstance(node, ChannelMove):
             found[_mover(node.op)].append(node)
     return dict(found)
 
 
-def _does_the_same(actual: Op, promised: Op, other: Trace, decided: Decided) -> bool:
+def _does_the_same(actual: Op, promised: Op, other: Trace, decided: ValueDependent) -> bool:
     if not same_kind(actual, promised):
         return False
     if promised.position in other.apart and not decided.touches(promised):
@@ -160,7 +160,7 @@ def _does_the_same(actual: Op, promised: Op, other: Trace, decided: Decided) -> 
         return True
     if other.cold and not promised.inputs:  # the model may keep such a tensor, so its size counts
         return decided.same(promised, settings(actual), settings(promised))
-    moves = tells_places(promised)
+    moves = has_channel_indices(promised)
     return decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves))
 
 
@@ -193,7 +193,7 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
 
 def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
     """Return where the small network fails in training mode, or None if it runs or the original fails too."""
-    if not any(map(asks_for_its_mode, small.modules())):
+    if not any(map(may_read_training, small.modules())):
         return None
     chance = random.getstate()
     try:
@@ -203,7 +203,7 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
             error = _error_in_training(copied(small), inputs)
             if error is None:
                 return None
-            if _error_in_training(without_attached(copied(model)), inputs) is None:
+            if _error_in_training(remove_pruner_hooks(copied(model)), inputs) is None:
                 return failing_line(error)
     finally:
         random.setstate(chance)
@@ -236,7 +236,7 @@ _SAME["aten.addmm"] = "aten.mm"
 _WIDTHS = {"aten.convolution": (8,), GROUP_NORM: (4, 6)}
 
 
-def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
+def agrees(actual: Op, node: Node, layout: Layout, decided: ValueDependent) -> bool:
     """Return True if an operator of the small network does what the layout promises."""
     promised = node.op
     if not same_kind(actual, promised) or len(actual.outputs) < len(promised.outputs):
@@ -244,12 +244,12 @@ def agrees(actual: Op, node: Node, layout: Layout, decided: Decided) -> bool:
     for now, then in zip(actual.outputs, promised.outputs, strict=False):
         if now is not None and then is not None and not decided.fits(now, then, layout.sizes(then)):
             return False
-    moves = isinstance(node, Map) and tells_places(promised)
+    moves = isinstance(node, ChannelMove) and has_channel_indices(promised)
     if not decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves)):
         return False
     if isinstance(node, Norm) and not _shares_alike(actual, node):
         return False
-    return not isinstance(node, Map) or decided.touches(promised) or moves_alike(actual, node, layout)
+    return not isinstance(node, ChannelMove) or decided.touches(promised) or moves_alike(actual, node, layout)
 
 
 def same_kind(actual: Op, promised: Op) -> bool:
@@ -285,7 +285,7 @@ def fixed_settings(op: Op, moves: bool) -> list[Any]:
     return _plain(pytree.tree_leaves((kept, op.kwargs)))
 
 
-def tells_places(op: Op) -> bool:
+def has_channel_indices(op: Op) -> bool:
     """Return True if integer arguments of an operator may be sizes and positions of channels."""
     rule = rule_of(op)
     return rule in (moved, indexed, padded) or (rule is not None and is_custom(rule))
@@ -300,7 +300,7 @@ def _shares_alike(actual: Op, node: Norm) -> bool:
     return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
 
 
-def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
+def moves_alike(actual: Op, node: ChannelMove, layout: Layout) -> bool:
     """Return True if an operator moves each remaining channel, and each pixel, where the layout expects it.
 
     Equal shapes are not enough: the first half of the channels is a different one when fewer are left.
@@ -318,7 +318,7 @@ def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
         numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
         start += int(there.sum())
     found = build_node(actual, grids)
-    if not isinstance(found, Map):
+    if not isinstance(found, ChannelMove):
         return False
     new = np.append(np.concatenate(numbers), -1)
     for out, labels, places in zip(node.outputs, node.labels, found.labels, strict=False):
@@ -327,7 +327,7 @@ def moves_alike(actual: Op, node: Map, layout: Layout) -> bool:
     return _moves_pixels_alike(actual, operands, node, layout)
 
 
-def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: Map, layout: Layout) -> bool:
+def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: ChannelMove, layout: Layout) -> bool:
     """Check the same for dimensions along which channels do not differ: a shift there must not be by a width.
 
     A reshape to the right shape keeps the order of its elements, whatever its arguments.
@@ -339,7 +339,7 @@ def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: Map, layout
         for value, grids in zip((now, then), pixels, strict=True):
             grids[value] = tuple(n if g == 1 else 1 for n, g in zip(value.shape, node.grids[then], strict=True))
     found, whole = build_node(actual, pixels[0]), build_node(node.op, pixels[1])
-    if not isinstance(found, Map) or not isinstance(whole, Map):
+    if not isinstance(found, ChannelMove) or not isinstance(whole, ChannelMove):
         return False
     tables = zip(node.outputs, found.labels, whole.labels, strict=False)
     return all(_equal(now, _left(then, out, layout)) for out, now, then in tables)
@@ -399,7 +399,7 @@ class Operands:
 def names_of(model: nn.Module) -> Names:
     """Map the traced name of every parameter and buffer to all its names.
 
-    The latter are those before an earlier pruning wrapped modules in `Adapted`.
+    The latter are those before an earlier pruning wrapped modules in `RemappedModule`.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -432,7 +432,7 @@ _BY_VALUE = {
 _COMMON = (-1, 0, 1)  # too common to identify a value: dimensions and flags use them, too
 
 
-class Decided:
+class ValueDependent:
     """Sizes and numbers that depend on tensor values, and so may differ between the small network and the original.
 
     With fewer channels values differ, so other boxes pass a threshold and a maximum to divide by is another one;

@@ -22,18 +22,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError
 from ..graph.build import trace
-from ..graph.channel_graph import ChannelGraph, Pinned
+from ..graph.channel_graph import ChannelGraph, FixedSizes
 from ..graph.cost import groups_left
-from ..graph.layer_nodes import Contract, Norm, owner
-from ..graph.layout import solve, vanished
-from ..graph.nodes import Boundary, Flow, Layout, common_dim, shrink, some
+from ..graph.layer_nodes import LayerNode, Norm, weight_owner
+from ..graph.layout import solve_layout, vanished
+from ..graph.nodes import Boundary, Flow, Layout, channel_dim, shrink, some
 from ..graph.records import ZEROS, Call, Op, Value
-from ..graph.tracer import after_a_run, check_runs_as_traced, inputs_now, runs_as_traced, tensors_of
-from ..modules import Adapted, Remap, Window, Zeros
+from ..graph.tracer import cast_inputs, check_runs_as_traced, runs_as_traced, tensors_of, warmed_copy
+from ..modules import Remap, RemappedModule, Window, Zeros
 from ..plan import Plan, check_plan
-from ..utils.user_model import map_tensors, memory_format, meta_copy, real_copy, uncollected, without_attached
+from ..utils.user_model import gc_disabled, map_tensors, memory_format, meta_copy, real_copy, remove_pruner_hooks
 from . import verify
-from .dry_run import Rehearsal, failure_in_training
+from .dry_run import DryRun, failure_in_training
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -58,30 +58,32 @@ def extract(
     small, _ = _cut(model, example_inputs, plan, graph)
     if prove:
         gated = verify.gated_copy(model, graph, graph.settled(plan.masks(graph))[1])
-        verify.prove(gated, small, inputs_now(example_inputs, model, graph))
+        verify.prove(gated, small, cast_inputs(example_inputs, model, graph))
     return small
 
 
-def insisted(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> Pinned:
+def find_fixed_sizes(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> FixedSizes:
     """Return where the model's own code keeps more channels than the plan, by an extraction that is discarded."""
     pins = _cut(model, example_inputs, plan, graph)[1]
-    return Pinned(pins.positions, pins.whole)
+    return FixedSizes(pins.positions, pins.whole)
 
 
-@uncollected()
+@gc_disabled()
 @torch.inference_mode(False)  # the result must be trainable, and inference mode renames operators
-def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> tuple[nn.Module, _Pins]:
-    example_inputs = inputs_now(example_inputs, model, graph)
+def _cut(
+    model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph
+) -> tuple[nn.Module, _FixedSizeCollector]:
+    example_inputs = cast_inputs(example_inputs, model, graph)
     masks = plan.masks(graph)
     graph.check_connected(masks)
     keep, flow = graph.settled(masks)
-    pins = _Pins(graph)
+    pins = _FixedSizeCollector(graph)
     while True:
-        layout = solve(graph, flow, pins.positions, pins.whole)
-        surgeon = _Surgeon(model, graph, flow, layout)
-        small = surgeon.operate()
-        rehearsal = Rehearsal(small, model, example_inputs, graph, layout, surgeon.vanished)
-        odd = rehearsal.first_surprise()
+        layout = solve_layout(graph, flow, pins.positions, pins.whole)
+        surgeon = _Surgery(model, graph, flow, layout)
+        small = surgeon.run()
+        rehearsal = DryRun(small, model, example_inputs, graph, layout, surgeon.vanished)
+        odd = rehearsal.first_mismatch()
         if odd is None:
             failure = failure_in_training(small, model, example_inputs)
             if failure is not None:
@@ -89,14 +91,14 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
                     f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
                     "follow the width of its input, or leave the layers that feed it out of the plan"
                 )
-            first = rehearsal.kept_difference()
+            first = rehearsal.first_call_mismatch()
             if first is not None:
                 raise PruningError(
                     f"the network keeps something from its first call that depends on a width, at {first.where} "
                     f"({first.name}); let that line look at no width, or leave the layers that feed it out of the "
                     "plan"
                 )
-            other = rehearsal.first_difference(graph.trace.other)
+            other = rehearsal.other_trace_mismatch(graph.trace.other)
             if other is not None:
                 mode = "evaluation" if graph.trace.training else "training"
                 raise PruningError(
@@ -107,18 +109,18 @@ def _cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph)
             if pins.lines:
                 _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
             small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
-            return _signed(small, model, example_inputs, Plan.from_masks(keep)), pins
+            return _attach_metadata(small, model, example_inputs, Plan.from_masks(keep)), pins
         try:
             pins.add(odd)
         except PruningError:
             # Widths may not be the cause, but a hook added since, or anchors kept for inputs of another size.
             if runs_as_traced(model, example_inputs, graph):
                 raise
-            model, pins = after_a_run(model, example_inputs), _Pins(graph)
+            model, pins = warmed_copy(model, example_inputs), _FixedSizeCollector(graph)
             check_runs_as_traced(model, example_inputs, graph)
 
 
-class _Pins:
+class _FixedSizeCollector:
     """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
 
     def __init__(self, graph: ChannelGraph) -> None:
@@ -153,38 +155,38 @@ class _Pins:
         return call
 
 
-def _signed(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
+def _attach_metadata(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
     """Store the plans and input shapes on the network, which is all that saving and loading it needs."""
     small.sbf_plans = (*getattr(model, "sbf_plans", ()), plan)  # type: ignore[assignment]
     small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
     return small
 
 
-class _Surgeon:
+class _Surgery:
     def __init__(self, model: nn.Module, graph: ChannelGraph, flow: Flow, layout: Layout) -> None:
         self.graph, self.flow, self.layout = graph, flow, layout
         # The copy is made with sliced tensors in place of the whole ones, which are never copied.
-        self.small = without_attached(real_copy(model, sliced(model, graph, layout)))
+        self.small = remove_pruner_hooks(real_copy(model, sliced(model, graph, layout)))
         self.modules = dict(self.small.named_modules())
         self._unwanted = vanished(graph, flow)
         self.vanished: set[str] = set()
-        self.main: dict[str, list[Contract | Norm]] = defaultdict(list)
+        self.main: dict[str, list[LayerNode | Norm]] = defaultdict(list)
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
         for node in graph.nodes:
             if isinstance(node, Boundary):
                 self.edges[node.module, node.side].append(node)
-            elif isinstance(node, (Contract, Norm)) and (holder := self._holder(node)) is not None:
+            elif isinstance(node, (LayerNode, Norm)) and (holder := self._holder(node)) is not None:
                 self.main[holder].append(node)
 
-    def _holder(self, node: Contract | Norm) -> str | None:
+    def _holder(self, node: LayerNode | Norm) -> str | None:
         """Return the module that a layer or norm belongs to, also for norms without parameters."""
-        holder, call = owner(node.op), node.op.call
+        holder, call = weight_owner(node.op), node.op.call
         if holder is None and call is not None:
             norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
             return call.module if norm else None
         return holder
 
-    def operate(self) -> nn.Module:
+    def run(self) -> nn.Module:
         swaps: dict[int, nn.Module] = {}
         for module, nodes in self.main.items():
             if module in self.modules:
@@ -206,11 +208,11 @@ class _Surgeon:
 
     # -- modules -------------------------------------------------------------------------------------------
 
-    def _rename_sizes(self, module: nn.Module, nodes: list[Contract | Norm]) -> None:
+    def _rename_sizes(self, module: nn.Module, nodes: list[LayerNode | Norm]) -> None:
         """Set `out_channels` and similar attributes to the sizes that are left."""
         node = nodes[0]
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks the size of its input
-            first = (n for n in nodes if isinstance(n, Contract) and n.weight.name.endswith(_FIRST_OF_RNN))
+            first = (n for n in nodes if isinstance(n, LayerNode) and n.weight.name.endswith(_FIRST_OF_RNN))
             module.input_size = next((self.layout.sizes(n.x)[1] for n in first), module.input_size)
             return
         if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
@@ -219,7 +221,7 @@ class _Surgeon:
         sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
         sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
         sizes["num_channels"] = sizes["num_features"]
-        if isinstance(node, Contract):
+        if isinstance(node, LayerNode):
             sizes["groups"] = node.groups, groups_left(node, self.layout)
         else:
             sizes["num_groups"] = node.x.shape[1] // node.per_group, width_out // node.per_group
@@ -227,12 +229,12 @@ class _Surgeon:
             if getattr(module, name, None) == before:  # else it means something else
                 setattr(module, name, after)
 
-    def _fitted(self, path: str, nodes: list[Contract | Norm]) -> nn.Module:
+    def _fitted(self, path: str, nodes: list[LayerNode | Norm]) -> nn.Module:
         """Return what takes the place of a module in the small network: itself, with remaps, or `Zeros`."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
         if path in self._unwanted and ahead[0].free:
-            windows, dim = _windows(nodes[0], ahead[0], behind[0]), common_dim(behind)
+            windows, dim = _windows(nodes[0], ahead[0], behind[0]), channel_dim(behind)
             if windows is not None and dim is not None and self._keeps_to(windows, module, ahead[0]):
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
@@ -268,7 +270,7 @@ class _Surgeon:
         """Return the module, wrapped with the remaps that it needs."""
         before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
         module = self.modules[path]
-        return module if before is None and after is None else Adapted(module, before, after)
+        return module if before is None and after is None else RemappedModule(module, before, after)
 
     def _remap(self, edges: list[Boundary]) -> Remap | None:
         edge = edges[0]
@@ -281,7 +283,7 @@ class _Surgeon:
             alive = np.ones_like(alive)
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
-        dim = common_dim(edges)
+        dim = channel_dim(edges)
         assert dim is not None
         return None if source == list(range(width)) else Remap(source, dim, width)
 
@@ -292,7 +294,7 @@ class _Surgeon:
         """
         for path, module in self.modules.items():
             # A remap in use belongs to a norm that was folded before this extraction; it is swapped like any other.
-            if isinstance(module, Adapted) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
+            if isinstance(module, RemappedModule) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
                 module.folded = None
         for layer, norm in self._foldable():
             if self._remaps(layer, "after", swaps) or self._remaps(norm, "before", swaps):
@@ -333,27 +335,27 @@ class _Surgeon:
     def _remaps(self, path: str, side: str, swaps: dict[int, nn.Module]) -> list[Remap]:
         """Return the remaps on one side of a module, innermost first."""
         module = swaps.get(id(self.modules[path]), self.modules[path])
-        found = [getattr(module, side)] if isinstance(module, Adapted) else []
+        found = [getattr(module, side)] if isinstance(module, RemappedModule) else []
         for outer in self._wrappers(path):
             held = getattr(outer, side)
             found.append(swaps.get(id(held), held))
         return [remap for remap in found if isinstance(remap, Remap)]
 
-    def _wrappers(self, path: str) -> Iterator[Adapted]:
-        """Yield the `Adapted` modules of earlier extractions around a module, innermost first."""
+    def _wrappers(self, path: str) -> Iterator[RemappedModule]:
+        """Yield the `RemappedModule` modules of earlier extractions around a module, innermost first."""
         while path:
             path, _, name = path.rpartition(".")
             outer = self.modules[path]
-            if name != Adapted.INNER or not isinstance(outer, Adapted):
+            if name != RemappedModule.INNER or not isinstance(outer, RemappedModule):
                 return
             yield outer
 
-    def _wrapped(self, path: str, swaps: dict[int, nn.Module]) -> Adapted:
-        """Return the outermost `Adapted` around a module; a new one if there is none."""
+    def _wrapped(self, path: str, swaps: dict[int, nn.Module]) -> RemappedModule:
+        """Return the outermost `RemappedModule` around a module; a new one if there is none."""
         module = self.modules[path]
         *_, outer = None, swaps.get(id(module)), *self._wrappers(path)
-        if not isinstance(outer, Adapted):
-            outer = swaps[id(module)] = Adapted(module)
+        if not isinstance(outer, RemappedModule):
+            outer = swaps[id(module)] = RemappedModule(module)
         return outer
 
     def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
@@ -364,7 +366,7 @@ class _Surgeon:
             for name, child in parent._modules.items():
                 if child is not None and id(child) in swaps:
                     parent._modules[name] = swaps[id(child)]
-        _call_what_was_changed(self.small)
+        _disable_transformer_fast_path(self.small)
         return self.small
 
     def _settle(self, put_in: Iterable[nn.Module]) -> None:
@@ -382,15 +384,15 @@ def _then(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(first[i] if i >= 0 else -1 for i in second)
 
 
-def _call_what_was_changed(network: nn.Module) -> None:
-    """Disable the fast path of transformers that contain `Adapted` or `Zeros`.
+def _disable_transformer_fast_path(network: nn.Module) -> None:
+    """Disable the fast path of transformers that contain `RemappedModule` or `Zeros`.
 
     Without gradients PyTorch's transformers pass the weights of their layers to one fused operator and do not call
     the layers, so that remaps would not run.
     """
     for module in network.modules():
         if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-            if not any(isinstance(inner, (Adapted, Zeros)) for inner in module.modules()):
+            if not any(isinstance(inner, (RemappedModule, Zeros)) for inner in module.modules()):
                 continue
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
@@ -398,7 +400,7 @@ def _call_what_was_changed(network: nn.Module) -> None:
                 module.activation_relu_or_gelu = 0  # only the fast path reads it; 0: unsupported
 
 
-def _windows(node: Contract | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
+def _windows(node: LayerNode | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
     """Return how a module changes the spatial size of its input; None if that is not known."""
     if ahead.dim != behind.dim or len(ahead.x.shape) != len(behind.x.shape):
         return None
@@ -429,7 +431,7 @@ def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, T
     The model is not changed, and slices keep the memory format of the original.
     """
     held = tensors_of(model, graph)
-    grouped = {n.weight: n for n in graph.nodes if isinstance(n, Contract) and n.groups > 1}
+    grouped = {n.weight: n for n in graph.nodes if isinstance(n, LayerNode) and n.groups > 1}
     found: dict[int, Tensor] = {}
     for name, value in graph.trace.states.items():
         if value in layout.masks:
@@ -448,7 +450,7 @@ def _boxed(tensor: Tensor, value: Value, layout: Layout) -> Tensor:
     return tensor if new.shape == tensor.shape else _like(tensor, new)
 
 
-def _grouped(tensor: Tensor, node: Contract, layout: Layout) -> Tensor:
+def _grouped(tensor: Tensor, node: LayerNode, layout: Layout) -> Tensor:
     """Slice the weight of a grouped convolution, each of whose groups may keep different channels."""
     ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
     rows, columns = (node.grouped(layout.line(value, 1)) for value in ends)

@@ -21,10 +21,10 @@ from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Flow
 from ..graph.recorder import as_tree
-from ..graph.tracer import same_chance
+from ..graph.tracer import fixed_seed
 from ..scores.gates import Gates
 from ..utils.user_code import cause
-from ..utils.user_model import call, map_tensors, one_more, other_sizes, real_copy, without_attached
+from ..utils.user_model import call, map_tensors, real_copy, remove_pruner_hooks, resized_inputs, with_extra_sample
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -35,7 +35,7 @@ _UNSURE = 100.0  # differences up to this multiple of the effect of a nudge are 
 
 def gated_copy(model: nn.Module, graph: ChannelGraph, flow: Flow) -> nn.Module:
     """Return a copy of a model with hard gates, set as in the given flow."""
-    twin = without_attached(real_copy(model))
+    twin = remove_pruner_hooks(real_copy(model))
     gates = Gates(twin, graph.sites, {name: layer.filters for name, layer in graph.layers.items()})
     if graph.sites:
         gates.set_hard([site.open(flow) for site in graph.sites])
@@ -63,7 +63,7 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
             gated, small, example_inputs, training, ": some line looks at a width, or at a mode, unseen"
         )
         if found[mode] is None:
-            why = _why_none(gated, example_inputs, training)
+            why = _no_output_reason(gated, example_inputs, training)
             _log.warning(
                 "in %s mode the cut is not proved: the gated network gives no float64 numbers (%s)", mode, why
             )
@@ -74,12 +74,12 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
 
 
 def _compared_elsewhere(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
-    for inputs in other_sizes(example_inputs):
+    for inputs in resized_inputs(example_inputs):
         apart = _compared(gated, small, inputs, False, _of_sizes(inputs))
         if apart is not None:
             return apart
     _log.info("the cut is proved for inputs of one size: the gated network takes no other that was tried")
-    inputs = one_more(example_inputs)
+    inputs = with_extra_sample(example_inputs)
     return _compared(gated, small, inputs, False, _of_sizes(inputs))
 
 
@@ -89,8 +89,8 @@ def _of_sizes(inputs: Any) -> str:
 
 
 def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, why: str) -> float | None:
-    apart = cut_error(gated, small, inputs, training)
-    if apart is not None and not apart <= _TOLERANCE and not _unsure(gated, inputs, training, apart):
+    apart = max_relative_difference(gated, small, inputs, training)
+    if apart is not None and not apart <= _TOLERANCE and not _is_unstable(gated, inputs, training, apart):
         mode = "training" if training else "evaluation"
         raise PruningError(
             f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
@@ -99,7 +99,9 @@ def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, w
     return apart
 
 
-def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training: bool = False) -> float | None:
+def max_relative_difference(
+    gated: nn.Module, small: nn.Module, example_inputs: Any, training: bool = False
+) -> float | None:
     """Return the largest difference between outputs, relative to the largest output.
 
     None if the gated network gives no finite output or does not run; a PruningError if only the small one fails.
@@ -111,14 +113,14 @@ def cut_error(gated: nn.Module, small: nn.Module, example_inputs: Any, training:
     if not any(bool(tensor.isfinite().any()) for tensor in expected):
         return None
     try:
-        return _apart(_outputs(small, example_inputs, training), expected)
+        return _difference(_outputs(small, example_inputs, training), expected)
     except Exception as error:
         raise PruningError(
             f"the extracted network does not run where the gated one does ({cause(error)}); please report the model"
         ) from error
 
 
-def _why_none(gated: nn.Module, example_inputs: Any, training: bool) -> str:
+def _no_output_reason(gated: nn.Module, example_inputs: Any, training: bool) -> str:
     try:
         found = _outputs(gated, example_inputs, training)
     except Exception as error:  # for example a norm that needs more than one image
@@ -126,11 +128,11 @@ def _why_none(gated: nn.Module, example_inputs: Any, training: bool) -> str:
     return "none of its outputs is finite" if found else "it is on the meta device"
 
 
-def _unsure(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
+def _is_unstable(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
     """Return True if the gated network alone differs as much with another seed and slightly changed inputs."""
     nudged = map_tensors(example_inputs, lambda t: t.double() * (1 + _NUDGE) if t.is_floating_point() else t)
     expected = _outputs(gated, example_inputs, training)
-    return not apart > _UNSURE * _apart(_outputs(gated, nudged, training, seed=1), expected)
+    return not apart > _UNSURE * _difference(_outputs(gated, nudged, training, seed=1), expected)
 
 
 @torch.no_grad()
@@ -143,12 +145,12 @@ def _outputs(network: nn.Module, inputs: Any, training: bool, seed: int = 0) -> 
     for module in twin.modules():
         if isinstance(module, _DropoutNd):
             module.eval()
-    with same_chance(twin, seed):
+    with fixed_seed(twin, seed):
         result = call(twin, map_tensors(inputs, lambda t: t.double() if t.is_floating_point() else t.clone()))
     return [t for t in pytree.tree_leaves(as_tree(result)) if isinstance(t, Tensor)]
 
 
-def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative difference; entries expected to be infinite or NaN are not compared."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return math.inf

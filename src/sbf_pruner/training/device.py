@@ -1,6 +1,7 @@
 """Choose the device, engine, precision and memory format of a run.
 
-A RunError says what this machine cannot do. `own_arithmetic` restores the torch-wide settings that a run changes.
+A RunError says what this machine cannot do. `restore_torch_settings` restores the torch-wide settings that a run
+changes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
-from ..utils.timing import using_threads
+from ..utils.timing import torch_threads
 from ..utils.user_model import real_copy
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _COMPILED_FROM = (7, 0)  # lowest CUDA compute capability that torch.compile gen
 
 
 @dataclass(frozen=True)
-class Machine:
+class ComputeConfig:
     """Device, engine, precision and memory format of a run."""
 
     device: torch.device
@@ -39,7 +40,7 @@ class Machine:
     def told(self) -> dict[str, str]:
         """Return the engine and the precision as text, for a summary.
 
-        >>> Machine(torch.device("cpu")).told()
+        >>> ComputeConfig(torch.device("cpu")).told()
         {'engine': 'plain', 'precision': 'float32'}
         """
         return {
@@ -48,7 +49,7 @@ class Machine:
         }
 
 
-def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> Machine:
+def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> ComputeConfig:
     """Resolve the recipe's device, engine and precision on this machine; `auto` is the fastest that is possible."""
     place = choose_device(device)
     if place.type != "cuda":
@@ -56,13 +57,13 @@ def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -
             raise RunError("engine: steps are captured on cuda alone; set engine=auto or plain")
         if precision == "bfloat16":
             raise RunError("precision: on the cpu networks compute in float32; set precision=auto or float32")
-        return Machine(place)
+        return ComputeConfig(place)
     if engine == "auto" and (reason := _why_not_compiled(place)) is not None:
         log.info("steps run one by one, neither compiled nor captured: %s", reason)
         engine = "plain"
     if precision == "auto":
         precision = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return Machine(place, engine != "plain", getattr(torch, precision))
+    return ComputeConfig(place, engine != "plain", getattr(torch, precision))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -74,7 +75,7 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def choose_order(model: nn.Module, images: Tensor) -> torch.memory_format:
+def choose_memory_format(model: nn.Module, images: Tensor) -> torch.memory_format:
     """Return channels_last, unless the network runs only in the contiguous format, as with `view` on a feature map.
 
     Measured on two cores with ResNet-20: 13 ms per step with channels last and 18 to 20 ms with channels first at
@@ -83,17 +84,18 @@ def choose_order(model: nn.Module, images: Tensor) -> torch.memory_format:
     >>> class Net(nn.Sequential):
     ...     def forward(self, x):
     ...         return super().forward(x).view(len(x), -1)
-    >>> choose_order(Net(nn.Conv2d(3, 4, 3)), torch.rand(2, 3, 8, 8))
+    >>> choose_memory_format(Net(nn.Conv2d(3, 4, 3)), torch.rand(2, 3, 8, 8))
     torch.contiguous_format
     """
     first, last = torch.contiguous_format, torch.channels_last
     return first if not _runs(model, images, last) and _runs(model, images, first) else last
 
 
-def lay_out(network: nn.Module, order: torch.memory_format) -> nn.Module:
+def to_memory_format(network: nn.Module, order: torch.memory_format) -> nn.Module:
     """Convert 4-D parameters and buffers to a memory format in place, and return the network.
 
-    >>> lay_out(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv3d(2, 2, 3)), torch.channels_last)[0].weight.stride()
+    >>> network = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv3d(2, 2, 3))
+    >>> to_memory_format(network, torch.channels_last)[0].weight.stride()
     (18, 1, 6, 2)
     """
     for held in (*network.parameters(), *network.buffers()):
@@ -104,11 +106,11 @@ def lay_out(network: nn.Module, order: torch.memory_format) -> nn.Module:
 
 def cpu_threads(count: int) -> AbstractContextManager[None]:
     """Set the number of CPU threads (0: leave it unchanged) and restore it on exit."""
-    return using_threads(count or None)
+    return torch_threads(count or None)
 
 
 @contextmanager
-def own_arithmetic() -> Iterator[None]:
+def restore_torch_settings() -> Iterator[None]:
     """Restore on exit what the CUDA engine sets for all of torch: matmul precision and cuDNN benchmarking."""
     tuned, word = torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # Raised if the precisions of the backends were set one by one and differ.
@@ -135,7 +137,7 @@ def _why_not_compiled(device: torch.device) -> str | None:
 
 def _runs(model: nn.Module, images: Tensor, order: torch.memory_format) -> bool:
     """Return True if a copy of the network runs in both modes with weights and images in this memory format."""
-    copy = lay_out(real_copy(model).to(images.device), order)
+    copy = to_memory_format(real_copy(model).to(images.device), order)
     seen = images.contiguous(memory_format=order)
     # Dropout must not advance the run's random state.
     streams = torch.random.fork_rng([images.device] if images.is_cuda else [])

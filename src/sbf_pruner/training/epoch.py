@@ -21,24 +21,31 @@ from torch import Tensor
 from ..errors import RunError
 from ..schedule import Phase
 from ..scores.norm_statistics import lagging
-from .data.datasets import Feed
-from .engine.eager import BEGINNING, Begun, Descent, Engine, Tally, Teacher
+from .data.datasets import RunBatches
+from .engine.eager import EPOCH_START, Engine, EpochProgress, EpochResult, Teacher, WeightTrainer
 from .recipe import Recipe
-from .run_folder import NAME
-from .schedule import is_taught, learning_rate, optimizer_config, score_rate, taught_part, total_epochs
+from .run_folder import LAST_CHECKPOINT
+from .schedule import (
+    distillation_weight,
+    is_distilled,
+    learning_rate,
+    optimizer_config,
+    score_rate_key,
+    total_epochs,
+)
 
-CALIBRATED_ON = 20  # training batches, to recalibrate running statistics that lag behind
+RECALIBRATION_BATCHES = 20  # training batches, to recalibrate running statistics that lag behind
 
 _log = logging.getLogger(__name__)
 
 
-class Epochs:
+class EpochRunner:
     """Run the epochs of a run one at a time.
 
     `kept` is the folder of its checkpoints, which error messages name.
     """
 
-    def __init__(self, recipe: Recipe, feed: Feed, kept: Path, rank: int = 0) -> None:
+    def __init__(self, recipe: Recipe, feed: RunBatches, kept: Path, rank: int = 0) -> None:
         self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
         self._began = 0.0
         self._told_of_norms = False
@@ -48,10 +55,10 @@ class Epochs:
         phase: Phase,
         number: int,
         engine: Engine,
-        descent: Descent | None,
+        descent: WeightTrainer | None,
         teacher: Teacher | None,
         initial: dict[str, Tensor],
-        begun: Begun = BEGINNING,
+        begun: EpochProgress = EPOCH_START,
     ) -> dict[str, Any]:
         """Train epoch `number` of the run, or the rest of it after `begun`, and return its record.
 
@@ -71,7 +78,7 @@ class Epochs:
                 undo = self._settle_norms(phase, number, engine, descent, initial)
                 if undo is not None and not last:  # The last epoch keeps the statistics it is judged by.
                     undone.callback(undo)
-                test, held_out = judge(engine, self._feed)
+                test, held_out = evaluate_splits(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
             self._stop("the loss is", phase, epoch, engine)
         # The training loss does not show what the last step did to the weights, and a test is not always due.
@@ -94,7 +101,9 @@ class Epochs:
             "seconds": round(time.perf_counter() - self._began, 3),
         }
 
-    def begun(self, phase: Phase, number: int, engine: Engine, descent: Descent | None, steps: int) -> Begun:
+    def begun(
+        self, phase: Phase, number: int, engine: Engine, descent: WeightTrainer | None, steps: int
+    ) -> EpochProgress:
         """Return what is needed to continue the current epoch after `steps` steps.
 
         Raises a RunError if the loss, a weight or a score is not finite.
@@ -103,10 +112,10 @@ class Epochs:
         if not all(map(math.isfinite, sums)):
             self._stop("the loss is", phase, number - phase.first, engine)
         self._check_finite(phase, number - phase.first, engine, descent)
-        return Begun(steps, sums, time.perf_counter() - self._began, _random(engine.device))
+        return EpochProgress(steps, sums, time.perf_counter() - self._began, _random(engine.device))
 
     def _settle_norms(
-        self, phase: Phase, number: int, engine: Engine, descent: Descent | None, initial: dict[str, Tensor]
+        self, phase: Phase, number: int, engine: Engine, descent: WeightTrainer | None, initial: dict[str, Tensor]
     ) -> Callable[[], None] | None:
         """Recalibrate batch norms whose running statistics lag behind training; return a function that undoes it.
 
@@ -126,9 +135,9 @@ class Epochs:
                 "running statistics of batch norms lag (momentum %g, %d steps), so they are recalibrated on up to "
                 "%d training batches before each evaluation",
                 *slow,
-                CALIBRATED_ON,
+                RECALIBRATION_BATCHES,
             )
-        return engine.recalibrate(self._feed.whole(phase), number, CALIBRATED_ON)
+        return engine.recalibrate(self._feed.whole(phase), number, RECALIBRATION_BATCHES)
 
     def _warn_of_guessing(self, phase: Phase, train: float, test: float) -> None:
         """Log a warning if the network has learned the training images but guesses the test images."""
@@ -148,16 +157,16 @@ class Epochs:
         phase: Phase,
         number: int,
         engine: Engine,
-        descent: Descent | None,
+        descent: WeightTrainer | None,
         teacher: Teacher | None,
-        begun: Begun,
-    ) -> tuple[Tally, float]:
+        begun: EpochProgress,
+    ) -> tuple[EpochResult, float]:
         """Train the remaining steps of an epoch; return their tally and the learning rate of its first step."""
         batches = self._feed.of(phase)
         epoch = number - phase.first
-        teacher = teacher if is_taught(self._recipe, phase) else None
+        teacher = teacher if is_distilled(self._recipe, phase) else None
         if teacher is not None:
-            teacher.alpha.fill_(taught_part(self._recipe, phase, epoch))
+            teacher.alpha.fill_(distillation_weight(self._recipe, phase, epoch))
         if descent is None:
             assert engine.pruner is not None
             return engine.score_epoch(batches, number, teacher, begun), engine.pruner.lr
@@ -173,7 +182,7 @@ class Epochs:
                 engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
 
-    def _check_finite(self, phase: Phase, epoch: int, engine: Engine, descent: Descent | None) -> None:
+    def _check_finite(self, phase: Phase, epoch: int, engine: Engine, descent: WeightTrainer | None) -> None:
         if not _finite(_trained(engine, descent)):
             self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
 
@@ -182,7 +191,7 @@ class Epochs:
         section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
         if phase.kind == "score":
             assert engine.pruner is not None  # Its `lr` is the speed, even if derived from the budget.
-            key, rate = score_rate(self._recipe), engine.pruner.lr
+            key, rate = score_rate_key(self._recipe), engine.pruner.lr
         else:
             key, rate = f"{section}.lr", getattr(self._recipe, section).lr
         raise RunError(
@@ -191,15 +200,19 @@ class Epochs:
         )
 
     def _kept_so_far(self) -> str:
-        return f"; the last good checkpoint is kept in {self._kept}" if (self._kept / NAME).is_file() else ""
+        return (
+            f"; the last good checkpoint is kept in {self._kept}"
+            if (self._kept / LAST_CHECKPOINT).is_file()
+            else ""
+        )
 
 
-def judge(engine: Engine, feed: Feed) -> tuple[Tally, Tally | None]:
+def evaluate_splits(engine: Engine, feed: RunBatches) -> tuple[EpochResult, EpochResult | None]:
     """Evaluate a network on the test split and, if there is one, on the validation split."""
     return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
 
 
-def _trained(engine: Engine, descent: Descent | None) -> list[Tensor]:
+def _trained(engine: Engine, descent: WeightTrainer | None) -> list[Tensor]:
     """Return the tensors that the steps of an epoch change; frozen ones may hold infinities on purpose."""
     weights = [] if descent is None else [p for group in descent.optimizer.param_groups for p in group["params"]]
     return weights if engine.pruner is None else [*weights, *engine.pruner.score_parameters]

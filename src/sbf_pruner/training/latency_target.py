@@ -21,16 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..budget.constraints import Guards
-from ..budget.file_size import Stored
-from ..budget.targets import MICROSECONDS, MISSED, Budget
+from ..budget.constraints import Constraints
+from ..budget.file_size import FileSize
+from ..budget.targets import LATENCY_TOLERANCE, MICROSECONDS, Budget
 from ..errors import PruningError, RecipeError, RunError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import lay_out
-from ..measurement.calibration import WAYS, Chosen, choose_way, clock_here, here, same_place
+from ..measurement.calibration import (
+    COUPLINGS,
+    CouplingChoice,
+    choose_coupling,
+    comparable_conditions,
+    conditions_here,
+    measure_latency_model,
+)
 from ..measurement.latency_model import LatencyModel, from_dict, read_model
 from ..measurement.runtimes import RUNTIMES
-from ..measurement.stopwatch import Pairs
+from ..measurement.stopwatch import PlanTimer
 from ..plan import Plan
 from ..pruner import Pruner
 from ..utils.files import read_text, write_text
@@ -38,19 +45,23 @@ from ..utils.user_model import real_copy
 from .recipe import Recipe
 from .run_folder import REMEDY
 
-CLOSE = 0.015  # relative error of the time below which the filters are not chosen again
-TRUST = 1.5  # largest factor by which one measurement corrects the prediction; beyond it, it is measured again
-LANDINGS = 5  # maximum number of landings
-OWN = "as coupled"  # the way of a recipe that itself couples layers or scores blocks
+TOLERANCE = 0.015  # relative error of the time below which the filters are not chosen again
+MAX_CORRECTION = (
+    1.5  # largest factor by which one measurement corrects the prediction; beyond it, it is measured again
+)
+MAX_LANDINGS = 5  # maximum number of landings
+AS_COUPLED = "as coupled"  # the way of a recipe that itself couples layers or scores blocks
 
 _log = logging.getLogger(__name__)
 TimePlan = Callable[[Plan], float]
 
 
-class Timed:
+class LatencyTarget:
     """Latency model, chosen way and measurements of a run with a latency target."""
 
-    def __init__(self, clock: LatencyModel, chosen: Chosen, rounds: list[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, clock: LatencyModel, chosen: CouplingChoice, rounds: list[dict[str, Any]] | None = None
+    ) -> None:
         self.clock, self.chosen = clock, chosen
         self.rounds = rounds or []
         """one record per measurement: digest of the plan, predicted and measured time as parts of the dense one"""
@@ -65,8 +76,8 @@ class Timed:
         recipe: Recipe,
         kept: Path | None,
         budget: Budget,
-        guards: Guards,
-    ) -> Timed:
+        guards: Constraints,
+    ) -> LatencyTarget:
         """Read the state of a resumed run from `kept`; otherwise use the given table, the cache or measurements.
 
         Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
@@ -79,22 +90,24 @@ class Timed:
         if config.table:
             clock = read_model(os.path.expanduser(config.table), graph)
         else:
-            there = here(config.runtime, config.batch, config.threads or torch.get_num_threads())
-            clock = clock_here(network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info)
+            there = conditions_here(config.runtime, config.batch, config.threads or torch.get_num_threads())
+            clock = measure_latency_model(
+                network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info
+            )
         if recipe.guards.couple or recipe.scores.blocks:
-            return cls(clock, Chosen(OWN, {}))
+            return cls(clock, CouplingChoice(AS_COUPLED, {}))
         if config.way != "auto":
-            return cls(clock, Chosen(config.way, {}))
-        stored = Stored(network, images[:2], graph) if budget.size != 1 else None
-        chosen = choose_way(graph, clock, budget, guards, stored)
+            return cls(clock, CouplingChoice(config.way, {}))
+        stored = FileSize(network, images[:2], graph) if budget.size != 1 else None
+        chosen = choose_coupling(graph, clock, budget, guards, stored)
         _log.info("%s", chosen.told())
         return cls(clock, chosen)
 
     @classmethod
-    def _read(cls, path: Path, graph: ChannelGraph) -> Timed:
+    def _read(cls, path: Path, graph: ChannelGraph) -> LatencyTarget:
         try:
             written = json.loads(read_text(path))
-            chosen = Chosen(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
+            chosen = CouplingChoice(written["chosen"]["way"], dict(written["chosen"]["macs_left"]))
             rounds = [{key: one[key] for key in ("plan", "foretold", "measured")} for one in written["rounds"]]
         except (ValueError, LookupError, TypeError):
             raise RunError(f"{path} is damaged; {REMEDY}") from None
@@ -105,7 +118,7 @@ class Timed:
         self._file = path
         self._write()
 
-    def come_in_time(self, pruner: Pruner, timer: TimePlan) -> None:
+    def correct_by_measurement(self, pruner: Pruner, timer: TimePlan) -> None:
         """Choose filters, extract and time until the network takes the time asked for, or no landing comes closer.
 
         It also ends if another limit than latency keeps the network from being larger. The gates are then those of
@@ -115,7 +128,7 @@ class Timed:
         assert limits is not None
         asked = limits.most["latency"] / limits.whole["latency"]
         tried: dict[str, tuple[float, Plan]] = {}
-        for _ in range(LANDINGS):
+        for _ in range(MAX_LANDINGS):
             plan = pruner.plan()
             name = _digest(plan)
             if name in tried:
@@ -123,18 +136,18 @@ class Timed:
             foretold = self.clock.ratio(plan.masks(pruner.graph))
             found = self._measured(name, foretold, plan, timer)
             tried[name] = found / asked - 1, plan
-            if abs(tried[name][0]) <= CLOSE or (found < asked and _scarcer(pruner, plan)):
+            if abs(tried[name][0]) <= TOLERANCE or (found < asked and _other_limit_is_tighter(pruner, plan)):
                 break
-            self.clock.correction *= min(max(found / foretold, 1 / TRUST), TRUST)
+            self.clock.correction *= min(max(found / foretold, 1 / MAX_CORRECTION), MAX_CORRECTION)
             try:
                 pruner.land()
             except PruningError:  # By the corrected model even the smallest network is too slow: try that one.
                 pruner.gate(Plan.from_masks(pruner.aim.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
-        if off > MISSED:
+        if off > LATENCY_TOLERANCE:
             _log.warning("the time asked for was missed by %.0f%%, and no landing came nearer", 100 * off)
-        elif off < -MISSED and not _scarcer(pruner, best):
+        elif off < -LATENCY_TOLERANCE and not _other_limit_is_tighter(pruner, best):
             _log.warning("%.0f%% less time than was asked for is taken, and no landing came nearer", -100 * off)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
@@ -168,7 +181,9 @@ class Timed:
             if one["plan"] == name:
                 return float(one["measured"])
         found = timer(plan)
-        if not 1 / TRUST < found / foretold < TRUST:  # A busy machine is likelier than such an error.
+        if (
+            not 1 / MAX_CORRECTION < found / foretold < MAX_CORRECTION
+        ):  # A busy machine is likelier than such an error.
             found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
         self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
         self._write()
@@ -181,32 +196,35 @@ class Timed:
             write_text(self._file, json.dumps(held, indent=1) + "\n")
 
 
-def timer_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
+def make_plan_timer(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
     """Return a function that times plans as the model was measured; None if machine or runtime differ."""
     pairs = _pairs_here(clock, network, images)
     return None if pairs is None else pairs.ratio
 
 
-def rehearse(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
-    """Run one pass as `timer_here` would; raise a PruningError, before training, if times cannot be measured."""
+def check_measurable(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
+    """Run one pass as `make_plan_timer` would; raise a PruningError, before training, if times cannot be
+    measured."""
     pairs = _pairs_here(clock, network, images)
     if pairs is not None:
         pairs.rehearse()
 
 
-def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Pairs | None:
+def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> PlanTimer | None:
     held = clock.conditions
-    if held.runtime not in RUNTIMES or not same_place(held, here(held.runtime, held.batch, held.threads)):
+    if held.runtime not in RUNTIMES or not comparable_conditions(
+        held, conditions_here(held.runtime, held.batch, held.threads)
+    ):
         return None
-    return Pairs(real_copy(network).cpu().eval(), images[:1].cpu(), held)
+    return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), held)
 
 
-def coupling(way: str) -> dict[str, Any]:
+def pruner_options(way: str) -> dict[str, Any]:
     """Return the `Pruner` arguments of a way; none for one that the recipe itself defines."""
-    return {"couple": WAYS[way], "blocks": way == "blocks"} if way in WAYS else {}
+    return {"couple": COUPLINGS[way], "blocks": way == "blocks"} if way in COUPLINGS else {}
 
 
-def _scarcer(pruner: Pruner, plan: Plan) -> bool:
+def _other_limit_is_tighter(pruner: Pruner, plan: Plan) -> bool:
     """Return True if a limit other than latency leaves less room for a larger network."""
     assert pruner.aim.limits is not None
     room = pruner.aim.limits.room(pruner.aim.count(plan.masks(pruner.graph)))

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..budget.constraints import Guards, check_names, raised
-from ..budget.file_size import tensors_of
-from ..errors import PruningError, RunError, nearest
+from ..budget.constraints import Constraints, at_least, check_names
+from ..budget.file_size import state_tensors
+from ..errors import PruningError, RunError, suggestion
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph
 from ..measurement.counts import measure
@@ -29,17 +29,19 @@ from ..pruner import Pruner, try_cuts
 from ..schedule import Phase
 from ..surgery.extract import extract
 from ..surgery.verify import prove
-from ..utils.user_model import real_copy, without_attached
-from .data.datasets import SOURCES, Data, Feed
-from .device import lay_out
-from .latency_target import Timed, coupling, rehearse, timer_here
+from ..utils.user_model import real_copy, remove_pruner_hooks
+from .data.datasets import SOURCES, Data, RunBatches
+from .device import to_memory_format
+from .latency_target import LatencyTarget, check_measurable, make_plan_timer, pruner_options
 from .recipe import Recipe
 from .run_folder import ELSEWHERE
-from .schedule import batch_size, closing_cycles, phases
+from .schedule import batch_size, phases, tightening_cycles
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # the fastest choice on each device
-STEERED = 4  # adjustments of the penalty per score epoch; each searches a landing, 1/8 second for ResNet-56
-PROVED_ON = 32  # images on which outputs are compared; in float64 a large network needs much memory for each
+STEERS_PER_EPOCH = (
+    4  # adjustments of the penalty per score epoch; each searches a landing, 1/8 second for ResNet-56
+)
+PROOF_IMAGES = 32  # images on which outputs are compared; in float64 a large network needs much memory for each
 
 
 class Networks:
@@ -53,18 +55,18 @@ class Networks:
         model: nn.Module,
         recipe: Recipe,
         data: Data,
-        feed: Feed,
+        feed: RunBatches,
         device: torch.device,
         measured: Path | None = None,
     ) -> None:
         self.images, self.order = feed.images, feed.order
-        self.dense = lay_out(real_copy(model).to(device), self.order)
+        self.dense = to_memory_format(real_copy(model).to(device), self.order)
         if recipe.model.weights:
             load_weights(self.dense, Path(os.path.expanduser(recipe.model.weights)))
         check_fit(self.dense, self.images[:2], data)
         self.initial = _snapshot(self.dense)
         self._recipe = recipe
-        self.pruner, self.timed = attach(self.dense, self.images, recipe, len(data.train), measured)
+        self.pruner, self.timed = build_pruner(self.dense, self.images, recipe, len(data.train), measured)
         asked = recipe.finetune_on
         self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
         self.small: nn.Module | None = None
@@ -86,9 +88,11 @@ class Networks:
         if self.small is None:
             # `Pruner.extract` would warn of a missed latency target by the predicted time, but this plan was chosen
             # by the measured time, which may differ.
-            small = self._extract() if self.timed is not None else lay_out(self.pruner.extract(), self.order)
+            small = (
+                self._extract() if self.timed is not None else to_memory_format(self.pruner.extract(), self.order)
+            )
             try:
-                self.cut_error = prove(self.dense, small, self.images[:PROVED_ON])
+                self.cut_error = prove(self.dense, small, self.images[:PROOF_IMAGES])
             except PruningError as error:
                 raise RunError(str(error)) from error
             self.small = small
@@ -96,7 +100,7 @@ class Networks:
 
     def bare_copy(self) -> nn.Module:
         """Return a frozen copy of the dense network as it is now, in evaluation mode and without gates."""
-        return without_attached(real_copy(self.dense)).eval().requires_grad_(False)
+        return remove_pruner_hooks(real_copy(self.dense)).eval().requires_grad_(False)
 
     def scored(self) -> dict[str, Any]:
         """Return the dense network's state, scores and plan, to choose other sizes from; before extraction only."""
@@ -114,13 +118,14 @@ class Networks:
         return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
 
     def after_step(self, phase: Phase, epoch: int, step: int, steps: int) -> None:
-        """Tighten the limits after `step` of the `steps` steps of a score epoch, `STEERED` times per epoch."""
-        if step < steps and step * STEERED // steps > (step - 1) * STEERED // steps:
-            self.closes_in(phase, epoch - phase.first + step / steps)
+        """Tighten the limits after `step` of the `steps` steps of a score epoch, `STEERS_PER_EPOCH` times per
+        epoch."""
+        if step < steps and step * STEERS_PER_EPOCH // steps > (step - 1) * STEERS_PER_EPOCH // steps:
+            self.update_progress(phase, epoch - phase.first + step / steps)
 
-    def closes_in(self, phase: Phase, epochs: float) -> None:
+    def update_progress(self, phase: Phase, epochs: float) -> None:
         """Tighten the limits of the budget after `epochs` epochs of a score phase, and adjust the penalty."""
-        closing = closing_cycles(self._recipe)
+        closing = tightening_cycles(self._recipe)
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
         if epochs < phase.epochs:  # At the end, setting the gates adjusts the penalty too.
             self.pruner.steer()
@@ -128,17 +133,17 @@ class Networks:
     def check_timer(self) -> None:
         """Raise a PruningError if a latency target is to be measured on this machine and cannot be."""
         if self.timed is not None:
-            rehearse(self.timed.clock, self.bare_copy(), self.images)
+            check_measurable(self.timed.clock, self.bare_copy(), self.images)
 
-    def come_in_time(self) -> None:
+    def correct_by_measurement(self) -> None:
         """Correct the last landing by measurements, if there is a latency target and it can be measured here."""
         if self.timed is None:
             return
-        timer = timer_here(self.timed.clock, self.bare_copy(), self.images)
+        timer = make_plan_timer(self.timed.clock, self.bare_copy(), self.images)
         if timer is not None:
-            self.timed.come_in_time(self.pruner, timer)
+            self.timed.correct_by_measurement(self.pruner, timer)
 
-    def gates_changed(self) -> None:
+    def refresh_plan(self) -> None:
         """Update the plan and the cost of the pruned network after the gates have changed."""
         self.plan = self.pruner.plan()
         self._small_cost = measure(self._extract(), self.images[:1])
@@ -157,7 +162,7 @@ class Networks:
 
     def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
         """Restore a state, and the initial weights of the run in place of those of the given model."""
-        self.begin_with(initial)
+        self.load_initial(initial)
         if state["small"] is None:
             self.dense.load_state_dict(state["dense"])
             self.pruner.load_state_dict(state["pruner"])
@@ -168,9 +173,9 @@ class Networks:
         if state["control"] is not None:
             self._controlled().load_state_dict(state["control"])
         self.cut_error = state["cut_error"]
-        self.gates_changed()
+        self.refresh_plan()
 
-    def begin_with(self, initial: dict[str, Tensor]) -> None:
+    def load_initial(self, initial: dict[str, Tensor]) -> None:
         """Load the weights that the run was begun with; raise a RunError if they are of another network."""
         if _shapes(initial) != _shapes(self.initial):
             raise RunError(f"the run was begun with another network; resume it with the same model, {ELSEWHERE}")
@@ -186,7 +191,7 @@ class Networks:
     def _extract(self) -> nn.Module:
         """Extract what the gates keep now, which need not meet the budget yet."""
         pruner = self.pruner
-        return lay_out(extract(self.dense, pruner.example_inputs, pruner.plan(), pruner.graph), self.order)
+        return to_memory_format(extract(self.dense, pruner.example_inputs, pruner.plan(), pruner.graph), self.order)
 
     def _controlled(self) -> nn.Module:
         if self.control is None:
@@ -197,23 +202,25 @@ class Networks:
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in state_tensors(model).items()}
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
-AT_LEAST = 2  # cycles for that distance: in a single one, scores would pass the threshold before steering reacts
+LOGIT_TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
+MIN_TIGHTENING_CYCLES = (
+    2  # cycles for that distance: in a single one, scores would pass the threshold before steering reacts
+)
 
 _log = logging.getLogger(__name__)
 
 
-def attach(
+def build_pruner(
     dense: nn.Module, images: Tensor, recipe: Recipe, trained_on: int, measured: Path | None = None
-) -> tuple[Pruner, Timed | None]:
-    """Create the pruner of a run on its dense network, and its `Timed` if there is a latency target.
+) -> tuple[Pruner, LatencyTarget | None]:
+    """Create the pruner of a run on its dense network, and its `LatencyTarget` if there is a latency target.
 
     `trained_on` is the number of training images, and `measured` the latency file of a run that is resumed. Raises
     a PruningError if a target cannot be met, or if the dense network meets all of them already.
@@ -225,8 +232,8 @@ def attach(
     together: dict[str, Any] = {"couple": guards.couple, "blocks": scores.blocks}
     timed = None
     if budget.latency != 1:
-        timed = Timed.of(dense, images, graph, recipe, measured, limits, kept)
-        together |= coupling(timed.chosen.way)
+        timed = LatencyTarget.of(dense, images, graph, recipe, measured, limits, kept)
+        together |= pruner_options(timed.chosen.way)
     pruner = Pruner(
         dense,
         example,
@@ -257,14 +264,14 @@ def attach(
     return pruner, timed
 
 
-def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Guards:
+def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Constraints:
     """Return the guards of the recipe, with at least one filter per layer if the model cannot lose whole layers."""
-    asked = Guards(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
+    asked = Constraints(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
     check_names(asked, graph)  # Before `try_cuts`, which takes longer.
     whole = try_cuts(dense, example, graph)
     if whole is None:
         return asked
-    least = raised(asked.min_filters, 1, graph.layers)
+    least = at_least(asked.min_filters, 1, graph.layers)
     if least != asked.min_filters:
         _log.warning("every layer keeps a filter: without some of them, %s", whole)
     return replace(asked, min_filters=least)
@@ -273,14 +280,14 @@ def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Reci
 def _speed(recipe: Recipe, images: int) -> float:
     """Return the logits that a score moves per step; 0 if `scores.lr` decides.
 
-    With `budget.steer` it is by default such that scores can move `TRAVEL` logits while the limits tighten.
+    With `budget.steer` it is by default such that scores can move `LOGIT_TRAVEL` logits while the limits tighten.
     """
     scores, budget = recipe.scores, recipe.budget
     if scores.speed or not budget.steer:
         return scores.speed
     moving = [phase for phase in phases(recipe) if phase.trains_scores][:1]
     steps = sum(phase.epochs * max(images // batch_size(recipe, phase), 1) for phase in moving)
-    return TRAVEL / max(closing_cycles(recipe), AT_LEAST) / max(steps, 1)
+    return LOGIT_TRAVEL / max(tightening_cycles(recipe), MIN_TIGHTENING_CYCLES) / max(steps, 1)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -299,7 +306,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if missing or unknown:
         parts = [f"has no {missing[0]!r}{_more(missing)}"] if missing else []
         if unknown:
-            hint = "" if missing else f" ({nearest(unknown[0], held)})"
+            hint = "" if missing else f" ({suggestion(unknown[0], held)})"
             parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model has not{hint}")
         raise RunError(f"{where} {' and '.join(parts)}; give the weights of this very network")
     for name, tensor in given.items():

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..criteria import METHODS, OWN
-from ..errors import RecipeError, nearest
-from ..utils.settings import Section, Setting, about, describe, merge
+from ..errors import RecipeError, suggestion
+from ..utils.settings import Section, Setting, describe, merge, setting_field
 from .sections import (
     BudgetConfig,
     DataConfig,
@@ -28,7 +28,7 @@ from .sections import (
     OptimizerConfig,
     PhasesConfig,
     ScoresConfig,
-    adam,
+    gated_weights_optimizer,
 )
 
 
@@ -36,25 +36,29 @@ from .sections import (
 class Recipe(Section):
     """Configuration of a whole run, from the network and the data to the last epoch."""
 
-    name: str = field(metadata=about("what the run is called; a recipe file may leave it out and has its own name"))
-    model: ModelConfig = field(metadata=about("the network"))
-    data: DataConfig = field(metadata=about("the data"))
+    name: str = field(
+        metadata=setting_field("what the run is called; a recipe file may leave it out and has its own name")
+    )
+    model: ModelConfig = field(metadata=setting_field("the network"))
+    data: DataConfig = field(metadata=setting_field("the data"))
     method: str = field(
         default=OWN,
-        metadata=about(
+        metadata=setting_field(
             "how filters are chosen: by scores that are learned, or by another method after the warm-up, which "
             "leaves the epochs of the cycles to fine-tuning (sfp, dmc: after these); see `sbf compare --help`",
             choices=(OWN, *METHODS),
         ),
     )
-    seed: int = field(default=0, metadata=about("seed of weights, order and augmentation", least=0, most=2**32 - 1))
+    seed: int = field(
+        default=0, metadata=setting_field("seed of weights, order and augmentation", least=0, most=2**32 - 1)
+    )
     device: str = field(
         default="auto",
-        metadata=about("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
+        metadata=setting_field("where to run; auto: cuda if there is one", choices=("auto", "cpu", "cuda")),
     )
     engine: str = field(
         default="auto",
-        metadata=about(
+        metadata=setting_field(
             "how steps are run: compiled and captured as a CUDA graph, or one by one, for networks that cannot be "
             "captured; auto: captured on cuda, where there is a compiler for the device",
             choices=("auto", "captured", "plain"),
@@ -62,7 +66,7 @@ class Recipe(Section):
     )
     precision: str = field(
         default="auto",
-        metadata=about(
+        metadata=setting_field(
             "what maps are computed in; weights are float32 either way; auto: bfloat16 on a GPU that has it, else "
             "float32",
             choices=("auto", "bfloat16", "float32"),
@@ -70,31 +74,33 @@ class Recipe(Section):
     )
     threads: int = field(
         default=0,
-        metadata=about("CPU threads; 0: as torch chooses; with one, equal seeds give equal bits", least=0),
+        metadata=setting_field("CPU threads; 0: as torch chooses; with one, equal seeds give equal bits", least=0),
     )
     dense_control: bool = field(
-        default=False, metadata=about("also train the dense network for as many epochs, to compare with")
+        default=False, metadata=setting_field("also train the dense network for as many epochs, to compare with")
     )
     finetune_on: str = field(
         default="auto",
-        metadata=about(
+        metadata=setting_field(
             "the network that fine-tuning trains: the small one, or the gated dense one, which has the same "
             "weights; auto: small on the cpu, gated on cuda",
             choices=("auto", "small", "gated"),
         ),
     )
     evaluate_every: int = field(
-        default=1, metadata=about("epochs between evaluations; the last of a phase always has one", least=1)
+        default=1, metadata=setting_field("epochs between evaluations; the last of a phase always has one", least=1)
     )
-    phases: PhasesConfig = field(default_factory=PhasesConfig, metadata=about("the phases"))
-    warmup: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the warm-up"))
-    weights: OptimizerConfig = field(default_factory=adam, metadata=about("the gated weight phases"))
-    finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=about("the fine-tuning"))
-    scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=about("the score phases"))
-    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=about("the size asked for"))
-    guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=about("the guards"))
-    latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=about("the time asked for"))
-    distill: DistillConfig = field(default_factory=DistillConfig, metadata=about("distillation"))
+    phases: PhasesConfig = field(default_factory=PhasesConfig, metadata=setting_field("the phases"))
+    warmup: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=setting_field("the warm-up"))
+    weights: OptimizerConfig = field(
+        default_factory=gated_weights_optimizer, metadata=setting_field("the gated weight phases")
+    )
+    finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=setting_field("the fine-tuning"))
+    scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=setting_field("the score phases"))
+    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=setting_field("the size asked for"))
+    guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=setting_field("the guards"))
+    latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=setting_field("the time asked for"))
+    distill: DistillConfig = field(default_factory=DistillConfig, metadata=setting_field("distillation"))
 
     @classmethod
     def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -169,7 +175,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     elif str(name_or_path) in (known := bundled_recipes()):
         table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
     else:
-        hint = nearest(str(name_or_path), known)
+        hint = suggestion(str(name_or_path), known)
         hint = hint if hint.startswith("did") else f"there are {', '.join(known)}"
         raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r} (a file must end in .toml); {hint}")
     table = {"name": path.stem, **table}

@@ -22,7 +22,7 @@ from ..graph.channel_graph import ChannelGraph, ResidualBlock, additions, is_add
 from ..measurement.counts import Latency, evaluating, latency, measure
 from ..plan import Plan
 from ..pruner import Pruner
-from ..report.inspection import compose, inspect_model, to_json
+from ..report.inspection import inspect_model, to_boxes, to_json
 from ..schedule import Phase
 from ..utils.files import stored_bytes, write_text
 from ..utils.timing import environment
@@ -34,7 +34,7 @@ from .schedule import phases
 Measured = TypeVar("Measured")
 
 
-class Recording:
+class RunRecorder:
     """Record the network, the scores and the refinement ratios of one run."""
 
     def __init__(self, folder: RunFolder, networks: Networks, images: Tensor, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Recording:
         written: dict[str, Any] = {"environment": environment(self.device)}
         try:
             seen = inspect_model(pruner.model, self.images[:1], pruner.graph)
-            written |= {"facts": seen.facts, "boxes": to_json(compose(seen))}
+            written |= {"facts": seen.facts, "boxes": to_json(to_boxes(seen))}
         except Exception as error:  # User code may raise anything; the network can still be trained.
             written["undrawn"] = _told(error)
         write_text(self.folder.network, json.dumps(written) + "\n")
@@ -63,7 +63,7 @@ class Recording:
         if done == phase.end:
             kept = self.networks.plan.widths()
             line["kept"] = {name: kept.get(name, len(held)) for name, held in scores.items()}
-            measured, why = _tried(lambda: under_scores(pruner, self.images))
+            measured, why = _tried(lambda: scored_refinement(pruner, self.images))
             line |= {"refinement": measured or [], **({"unmeasured": why} if why else {})}
         self.folder.append_scores(line)
 
@@ -73,11 +73,11 @@ class Recording:
         found: dict[str, Any] = next(
             (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
         )
-        pruned, why = _tried(lambda: when_pruned(self.networks.pruner, small, self.images))
+        pruned, why = _tried(lambda: pruned_refinement(self.networks.pruner, small, self.images))
         reasons = {"scored": found.get("unmeasured"), "pruned": why}
         return {
             "skipped": dict(graph.skipped),
-            "refinement": joined(found.get("refinement", []), pruned or {}),
+            "refinement": merge_refinement(found.get("refinement", []), pruned or {}),
             "unmeasured": {which: reason for which, reason in reasons.items() if reason},
         }
 
@@ -98,7 +98,7 @@ def _told(error: Exception) -> str:
 MEASURED_ON = 64  # images; few, because every score phase ends with it and a large network is slow on a CPU
 
 
-def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
+def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     """Return per residual block the ratio with continuous scores, the one without, and the extreme scores.
 
     With delta the least and top the greatest score of the branch's last layer, the ratio lies between delta^2 and
@@ -142,7 +142,7 @@ def under_scores(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     return found
 
 
-def when_pruned(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, float | None]:
+def pruned_refinement(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, float | None]:
     """Return the ratio of each residual block in the pruned network; None where its shortcut is all zero."""
     blocks = residual_blocks(pruner.graph)
     energies = _energies(small, blocks, images, len(additions(pruner.graph.trace.ops)))
@@ -150,10 +150,12 @@ def when_pruned(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, f
     return {name: f / x if x > 0 else None for name, (f, x) in sums.items()}
 
 
-def joined(scored: Sequence[Mapping[str, Any]], pruned: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Merge the results of `under_scores` and `when_pruned` into one record per block, in network order.
+def merge_refinement(
+    scored: Sequence[Mapping[str, Any]], pruned: Mapping[str, float | None]
+) -> list[dict[str, Any]]:
+    """Merge the results of `scored_refinement` and `pruned_refinement` into one record per block, in network order.
 
-    >>> joined([{"block": "a", "top": 1.0}], {"a": 0.5, "b": 0.25})
+    >>> merge_refinement([{"block": "a", "top": 1.0}], {"a": 0.5, "b": 0.25})
     [{'block': 'a', 'top': 1.0, 'pruned': 0.5}, {'block': 'b', 'pruned': 0.25}]
     """
     known = {record["block"]: record for record in scored}
@@ -169,7 +171,7 @@ def _energies(
     Additions are matched to blocks by the order in which they run, so a PruningError is raised if the network runs
     more or fewer of them than its graph has. The modes of all modules are restored.
     """
-    listener = _Listener(blocks)
+    listener = _AdditionRecorder(blocks)
     with evaluating(network), torch.no_grad(), listener:
         network(images[:MEASURED_ON])
     if listener.count != expected:
@@ -177,7 +179,7 @@ def _energies(
     return [listener.heard[b.addition] for b in blocks]
 
 
-class _Listener(TorchDispatchMode):
+class _AdditionRecorder(TorchDispatchMode):
     def __init__(self, blocks: Sequence[ResidualBlock]) -> None:
         super().__init__()
         self.branch = {block.addition: block.branch for block in blocks}
@@ -202,7 +204,7 @@ TIMED_AT_ONCE = 64
 UNJUDGED = {"accuracy": None, "validation_accuracy": None}
 
 
-def summarise(
+def summarize(
     recipe: Recipe,
     networks: Networks,
     small: nn.Module,

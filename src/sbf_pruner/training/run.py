@@ -31,25 +31,25 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..criteria import METHODS
-from ..criteria.ranking import REHEARSED, ranked, rehearse, shown
+from ..criteria.ranking import REHEARSED, check_method, first_images, ranked
 from ..criteria.subject import Batch, Scores, Subject
 from ..errors import RunError, Stopped
 from ..plan import Plan
 from ..pruner import Pruner
-from ..report import leave_report
+from ..report import write_own_report
 from ..saving import load, save
 from ..schedule import Phase
-from ..utils.distributed import Team
+from ..utils.distributed import DistributedContext
 from ..utils.timing import environment
 from ..utils.user_model import check_model, real_copy
-from .data.datasets import Data, Feed, load_data, own_data
-from .device import Machine, choose_machine, cpu_threads, own_arithmetic
+from .data.datasets import Data, RunBatches, load_data, own_data
+from .device import ComputeConfig, choose_machine, cpu_threads, restore_torch_settings
 from .engine.captured import make_engine
-from .engine.eager import BEGINNING, Begun, Descent, Engine, Teacher
-from .epoch import Epochs, judge
+from .engine.eager import EPOCH_START, Engine, EpochProgress, Teacher, WeightTrainer
+from .epoch import EpochRunner, evaluate_splits
 from .networks import Networks
 from .recipe import Recipe, load_recipe
-from .recording import Recording, summarise
+from .recording import RunRecorder, summarize
 from .run_folder import (
     DENSE,
     INITIAL,
@@ -123,9 +123,9 @@ def fit(
     """
     _check_kinds(model, recipe, data)
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    team, asked = join(), RunFolder.of(recipe, run)
+    team, asked = init_distributed(), RunFolder.of(recipe, run)
     check = partial(asked.check, recipe, resume=resume, force=force)
-    with Signals() as signals, books(team, asked, check, resume=resume) as folder:
+    with Signals() as signals, rank_folder(team, asked, check, resume=resume) as folder:
         if resume and folder.finished:
             small = load(folder.path, lambda: real_copy(model))
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
@@ -134,20 +134,20 @@ def fit(
             log.info("the run in %s has no checkpoint yet, and begins again", asked.path)
         stage = None
         if dense_from is not None and not goes_on:
-            stage = team.from_first(partial(read_dense_stage, dense_from, recipe))
+            stage = team.run_on_rank0(partial(read_dense_stage, dense_from, recipe))
         machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
         device = machine.device
         streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # The caller's are restored.
-        with streams, cpu_threads(recipe.threads), own_arithmetic():
+        with streams, cpu_threads(recipe.threads), restore_torch_settings():
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
                 data = own_data(data, recipe.data, classes, recipe.seed)
             others = () if dense_from is None else (Path(dense_from),)
             origin = asked.origin(*others, trust=trust, resume=resume)
             data = data or load_data(recipe.data, classes, recipe.seed, origin)
-            check_shared(recipe, len(data.train), team)
+            check_divisible(recipe, len(data.train), team)
             told = report if team.leads else None
-            ahead = Run(same_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
+            ahead = Run(broadcast_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
             with folder.taken():
                 # Another process may have changed the folder before it was locked, so check it again.
                 folder.check(recipe, resume=resume, force=force)
@@ -189,22 +189,22 @@ class Run:
         model: nn.Module,
         recipe: Recipe,
         data: Data,
-        machine: Machine,
+        machine: ComputeConfig,
         folder: RunFolder,
         report: Report | None,
         goes_on: bool = False,
-        team: Team | None = None,
+        team: DistributedContext | None = None,
         signals: Signals | None = None,
     ) -> None:
-        self.recipe, self.folder, self.team = recipe, folder, team or Team()
+        self.recipe, self.folder, self.team = recipe, folder, team or DistributedContext()
         self.signals = signals or Signals()
         self.report = report or (lambda record: None)
         device = machine.device
-        self.told, self.counts, self.feed = data.told(), data.counts, Feed(recipe, data, device, model)
+        self.told, self.counts, self.feed = data.told(), data.counts, RunBatches(recipe, data, device, model)
         self.machine = replace(machine, order=self.feed.order)
-        self.epochs = Epochs(recipe, self.feed, folder.checkpoints, self.team.rank)
+        self.epochs = EpochRunner(recipe, self.feed, folder.checkpoints, self.team.rank)
         self.networks = Networks(model, recipe, data, self.feed, device, folder.latency if goes_on else None)
-        self.recording = Recording(folder, self.networks, self.feed.images, device)
+        self.recording = RunRecorder(folder, self.networks, self.feed.images, device)
         self.engines: dict[tuple[int, bool], Engine] = {}
         self.teacher: Teacher | None = None
         self.given_accuracy: float | None = None  # test accuracy of the given network, if it may be pretrained
@@ -212,7 +212,7 @@ class Run:
         self.dense_from: str | None = None  # folder of the run whose warm-up was taken over
         self.done = 0
         self.steps = 0  # done in the current epoch
-        self.begun = BEGINNING  # the part of an epoch that was done before the run was stopped
+        self.begun = EPOCH_START  # the part of an epoch that was done before the run was stopped
         self.unfinished: tuple[Any, Any] = None, None  # states of optimizer and average in an interrupted phase
         self.spent = 0.0  # seconds of training before the run was resumed
         self.started = self.saved = time.perf_counter()
@@ -225,10 +225,10 @@ class Run:
         checkpoint starts over from its saved initial weights.
         """
         if again and self.folder.has_checkpoint(INITIAL):
-            self.networks.begin_with(load_checkpoint(self.folder.checkpoints, INITIAL))
+            self.networks.load_initial(load_checkpoint(self.folder.checkpoints, INITIAL))
         if self.recipe.model.weights or not self.recipe.phases.warmup:
             engine = self._engine(self.networks.dense, self.networks.pruner)
-            self.given_accuracy = judge(engine, self.feed)[0].accuracy
+            self.given_accuracy = evaluate_splits(engine, self.feed)[0].accuracy
         if stage is not None:  # Before any file is written: it raises if the networks differ.
             self.networks.take_over(stage.weights)
         self._check_method()
@@ -266,7 +266,7 @@ class Run:
         self.recording.begin()
         self.done, self.spent = state["done"], state["seconds"]
         self.unfinished = state["optimizer"], state.get("average")
-        self.begun = Begun(**state.get("begun", {}))
+        self.begun = EpochProgress(**state.get("begun", {}))
         self.warmup_accuracy, self.dense_from = state["warmup_accuracy"], state.get("dense_from")
         self.given_accuracy = state.get("given_accuracy")
         if self.recipe.distill.alpha and self.done >= self.recipe.phases.warmup:
@@ -282,13 +282,13 @@ class Run:
                     self._run_phase(phase)
         self._forget_engines()
         small = self.networks.pruned()
-        return small, self.team.from_first(partial(self._leave, small))
+        return small, self.team.run_on_rank0(partial(self._leave, small))
 
     def _leave(self, small: nn.Module) -> dict[str, Any]:
         """Write the pruned network and the report, and last the summary, which marks the run as finished."""
         save(small, self.folder.path)
         summary = self._summary(small)
-        leave_report(self.folder.path, summary)
+        write_own_report(self.folder.path, summary)
         self.folder.write_summary(summary)
         return summary
 
@@ -297,7 +297,7 @@ class Run:
         engine = self._engine(network, pruner)
         descent, scored = None, phase.trains_scores
         if phase.trains_weights:
-            descent = Descent.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
+            descent = WeightTrainer.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
         self.unfinished = None, None
         with ExitStack() as frozen:
             if pruner is not None:
@@ -306,15 +306,15 @@ class Run:
                 record = self._run_epoch(phase, engine, descent)
                 self.done += 1
                 if scored:
-                    self.networks.closes_in(phase, self.done - phase.first)
+                    self.networks.update_progress(phase, self.done - phase.first)
                 if self.done == phase.end:
                     # Leaving the context sets the gates from the scores, and the checkpoint must contain them.
                     frozen.close()
                     descent = None
                     if phase.trains_scores:
                         if phase.cycle == self.recipe.phases.cycles:
-                            self.networks.come_in_time()
-                        self.networks.gates_changed()
+                            self.networks.correct_by_measurement()
+                        self.networks.refresh_plan()
                         self._check_agreed(phase)
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
@@ -334,9 +334,9 @@ class Run:
                 if stopping:
                     raise Stopped(self.signals.received or signal.SIGTERM, f"saved after epoch {self.done}")
 
-    def _run_epoch(self, phase: Phase, engine: Engine, descent: Descent | None) -> dict[str, Any]:
+    def _run_epoch(self, phase: Phase, engine: Engine, descent: WeightTrainer | None) -> dict[str, Any]:
         """Train the rest of the current epoch and return its record; after a signal, save and raise `Stopped`."""
-        begun, self.begun = self.begun, BEGINNING
+        begun, self.begun = self.begun, EPOCH_START
         self.steps = begun.steps
         engine.after_step = partial(self._after_step, phase)
         engine.before_evaluation_batch = self._check_signals
@@ -365,7 +365,7 @@ class Run:
         if self.team.alone:
             return self.signals.received is not None
         received = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
-        self.team.add_up(received)
+        self.team.all_reduce_sum(received)
         return bool(received)
 
     def _trained(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
@@ -390,12 +390,12 @@ class Run:
     def _check_method(self) -> None:
         """Try the recipe's ranking method on this network, so that it fails before anything is trained."""
         if not is_scored(self.recipe):
-            images = shown(self.feed.train.epoch(0), REHEARSED)
-            rehearse(self.recipe.method, self._subject(self.networks.bare_copy(), images))
+            images = first_images(self.feed.train.epoch(0), REHEARSED)
+            check_method(self.recipe.method, self._subject(self.networks.bare_copy(), images))
 
     def _check_agreed(self, phase: Phase) -> None:
         """Raise a RunError unless all processes keep the same filters, because layer widths follow from these."""
-        if not self.team.all_say(dict(self.networks.plan.keep)):
+        if not self.team.all_ranks_agree(dict(self.networks.plan.keep)):
             raise RunError(f"the processes keep different filters after phase {phase}; start over in one process")
 
     def _keep_dense(self) -> None:
@@ -410,8 +410,8 @@ class Run:
         if is_scored(self.recipe) or self.done != cycles_end(self.recipe):
             return
         self.networks.pruner.rank(self._ranked(self.networks.bare_copy()))
-        self.networks.come_in_time()
-        self.networks.gates_changed()
+        self.networks.correct_by_measurement()
+        self.networks.refresh_plan()
         self._keep_scored()
 
     def _soften(self) -> None:
@@ -423,8 +423,8 @@ class Run:
     def _ranked(self, network: nn.Module) -> Scores:
         """Return the scores that the recipe's method gives a network now, computed on rank 0 for all ranks."""
         name = self.recipe.method
-        images = shown(self.feed.train.epoch(self.done), METHODS[name].images)
-        return self.team.from_first(partial(ranked, name, self._subject(network, images)))
+        images = first_images(self.feed.train.epoch(self.done), METHODS[name].images)
+        return self.team.run_on_rank0(partial(ranked, name, self._subject(network, images)))
 
     def _subject(self, network: nn.Module, images: Sequence[Batch]) -> Subject:
         pruner = self.networks.pruner
@@ -444,7 +444,7 @@ class Run:
         distill = self.recipe.distill
         self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
-    def _save(self, descent: Descent | None, *, closed: bool, begun: Begun = BEGINNING) -> None:
+    def _save(self, descent: WeightTrainer | None, *, closed: bool, begun: EpochProgress = EPOCH_START) -> None:
         """Write a checkpoint, but unless `closed` only if that takes a small part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
@@ -468,7 +468,7 @@ class Run:
     def _summary(self, small: nn.Module) -> dict[str, Any]:
         before = {"given_accuracy": self.given_accuracy, "warmup_accuracy": self.warmup_accuracy}
         return {
-            **summarise(self.recipe, self.networks, small, self.feed.images, self._judged, before),
+            **summarize(self.recipe, self.networks, small, self.feed.images, self._judged, before),
             "data": self.told,
             "images": self.counts,
             **self.recording.finish(small),
@@ -481,7 +481,9 @@ class Run:
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
         """Return the accuracy on the test split and, if there is one, on the validation split."""
-        test, held_out = judge(make_engine(network, self.machine, team=Team()), self.feed)  # The other ranks wait.
+        test, held_out = evaluate_splits(
+            make_engine(network, self.machine, team=DistributedContext()), self.feed
+        )  # The other ranks wait.
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
@@ -549,7 +551,7 @@ class Signals:
         self._replaced = []
 
 
-def join() -> Team:
+def init_distributed() -> DistributedContext:
     """Return the team of all processes; initialize the process group if torchrun started several of them."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         on_gpus = torch.cuda.is_available()
@@ -557,7 +559,7 @@ def join() -> Team:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
         atexit.register(_leave)
-    return Team.present()
+    return DistributedContext.present()
 
 
 def _leave() -> None:
@@ -565,7 +567,7 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def check_shared(recipe: Recipe, images: int, team: Team) -> None:
+def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> None:
     """Raise a RunError if a run cannot be divided among the processes of the team."""
     if team.alone:
         return
@@ -582,7 +584,7 @@ def check_shared(recipe: Recipe, images: int, team: Team) -> None:
             )
 
 
-def same_weights(model: nn.Module, team: Team) -> nn.Module:
+def broadcast_weights(model: nn.Module, team: DistributedContext) -> nn.Module:
     """Return the model itself if this process is alone, else a copy with the weights of rank 0."""
     if not team.alone:
         model = real_copy(model)
@@ -591,7 +593,9 @@ def same_weights(model: nn.Module, team: Team) -> nn.Module:
 
 
 @contextmanager
-def books(team: Team, folder: RunFolder, check: Callable[[], None], *, resume: bool) -> Iterator[RunFolder]:
+def rank_folder(
+    team: DistributedContext, folder: RunFolder, check: Callable[[], None], *, resume: bool
+) -> Iterator[RunFolder]:
     """Yield the folder that this process writes to, after rank 0 has passed `check`.
 
     Rank 0 gets `folder`. Every other rank gets a temporary one, which is deleted in the end; with `resume` it
@@ -602,7 +606,7 @@ def books(team: Team, folder: RunFolder, check: Callable[[], None], *, resume: b
         check()
         return _files(folder.path) if resume and not team.alone else {}
 
-    held = team.from_first(found)
+    held = team.run_on_rank0(found)
     if team.leads:
         yield folder
         return

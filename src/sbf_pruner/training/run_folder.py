@@ -25,11 +25,11 @@ from ..models import build_network
 from ..saving import load, remove_export
 from ..utils.files import (
     append_text,
-    flat,
+    flatten_keys,
     from_plain,
-    is_there,
     locked,
-    read_lines,
+    path_exists,
+    read_records,
     read_tensors,
     read_text,
     to_plain,
@@ -41,13 +41,13 @@ from ..utils.user_code import UNTRUSTED, Origin
 from .recipe import Recipe, load_recipe
 from .schedule import phases, total_epochs
 
-NAME = "last.safetensors"
+LAST_CHECKPOINT = "last.safetensors"
 _FORMAT = "sbf-pruner checkpoint 1"
 ELSEWHERE = "or begin a run in another folder (--run)"
 REMEDY = f"put the file back, {ELSEWHERE}"
 
 
-def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Path:
+def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKPOINT) -> Path:
     """Write `state` to the checkpoint `name` in `folder` and return its path.
 
     A state is a nest of dicts, lists, tuples, tensors, numbers, strings and None, as are `torch.optim` state dicts.
@@ -74,7 +74,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = NAME) -> Pa
     return path
 
 
-def load_checkpoint(folder: Path, name: str = NAME, remedy: str = REMEDY) -> dict[str, Any]:
+def load_checkpoint(folder: Path, name: str = LAST_CHECKPOINT, remedy: str = REMEDY) -> dict[str, Any]:
     """Return the state in the checkpoint `name` in `folder`.
 
     Raises a RunError that ends with `remedy` if the file is missing, cut short or was changed.
@@ -130,16 +130,16 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """True if the folder contains a run."""
-        return is_there(self.recipe)
+        return path_exists(self.recipe)
 
     @property
     def finished(self) -> bool:
         """True if the run in the folder is finished."""
-        return is_there(self.summary)
+        return path_exists(self.summary)
 
-    def has_checkpoint(self, name: str = NAME) -> bool:
+    def has_checkpoint(self, name: str = LAST_CHECKPOINT) -> bool:
         """Return True if there is a checkpoint of this name."""
-        return is_there(self.checkpoints / name)
+        return path_exists(self.checkpoints / name)
 
     def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
         """Raise a RunError unless a run of `recipe` may start, start over or continue here. Writes nothing."""
@@ -197,7 +197,7 @@ class RunFolder:
         starts_over.touch()
         # Files that mark a run as finished or resumable go first, so that if the process is killed here, the run at
         # worst starts over.
-        stale = ["summary.json", *(f"checkpoints/{name}" for name in (NAME, INITIAL, DENSE, SCORED))]
+        stale = ["summary.json", *(f"checkpoints/{name}" for name in (LAST_CHECKPOINT, INITIAL, DENSE, SCORED))]
         stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["report.html", "bench.json", "latency.json"]
         logs = self.path.glob("tensorboard/events.out.tfevents.*")
@@ -213,7 +213,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the records written so far."""
-        return read_lines(self.metrics, REMEDY)
+        return read_records(self.metrics, REMEDY)
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
         """Append the scores of one epoch to `scores.jsonl`."""
@@ -221,11 +221,11 @@ class RunFolder:
 
     def read_scores(self) -> list[dict[str, Any]]:
         """Return the scores written so far; a run begun by an older version lacks those of its first epochs."""
-        return read_lines(self.scores, REMEDY)
+        return read_records(self.scores, REMEDY)
 
     def rewind(self, records: int) -> None:
         """Drop metrics and scores written after epoch `records`, the checkpoint's, so that none appears twice."""
-        written = read_lines(self.metrics, REMEDY, records)
+        written = read_records(self.metrics, REMEDY, records)
         if len(written) < records:
             raise RunError(
                 f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; {REMEDY}"
@@ -258,10 +258,10 @@ class RunFolder:
         try:
             text = read_text(self.recipe)
             recipe = load_recipe(self.recipe)
-            written = flat(tomllib.loads(text))
+            written = flatten_keys(tomllib.loads(text))
         except (FileNotFoundError, RecipeError, ValueError) as error:
             raise RunError(f"{self.recipe} is damaged or was changed ({error}); {PUT_BACK}") from error
-        last = list(flat(recipe.to_dict()))[-1]
+        last = list(flatten_keys(recipe.to_dict()))[-1]
         if last not in written:
             raise RunError(f"{self.recipe} is cut short ({last} is missing); {PUT_BACK}")
         return recipe
@@ -293,12 +293,12 @@ class RunFolder:
         first = next(iter(phases(recipe)), None)
         if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
             raise RunError(
-                f"the run in {self.path} has come to epoch {records}, but there is no checkpoints/{NAME} to go on "
-                f"from; {REMEDY}"
+                f"the run in {self.path} has come to epoch {records}, but there is no "
+                f"checkpoints/{LAST_CHECKPOINT} to go on from; {REMEDY}"
             )
 
     def _check_same(self, recipe: Recipe) -> None:
-        before, now = flat(self.read_recipe().to_dict()), flat(recipe.to_dict())
+        before, now = flatten_keys(self.read_recipe().to_dict()), flatten_keys(recipe.to_dict())
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
                 raise RunError(
@@ -317,8 +317,8 @@ class RunFolder:
 
         Settings that the checkpoint lacks were introduced after it was written and are ignored.
         """
-        now = flat(recipe.to_dict())
-        for key, before in flat(trained_with).items():
+        now = flatten_keys(recipe.to_dict())
+        for key, before in flatten_keys(trained_with).items():
             if now.get(key) != before:
                 raise RunError(
                     f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
@@ -382,7 +382,13 @@ def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
     return build_network(config.name, given, origin)
 
 
-DECIDES = ("seed", "model.", "data.", "warmup.", "phases.warmup")  # prefixes of what determines the dense stage
+DENSE_STAGE_KEYS = (
+    "seed",
+    "model.",
+    "data.",
+    "warmup.",
+    "phases.warmup",
+)  # prefixes of what determines the dense stage
 
 
 @dataclass(frozen=True)
@@ -416,8 +422,8 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     source = RunFolder(Path(path))
     if not source.begun:
         raise RunError(f"there is no run in {path} to take the dense stage from; name the folder of a run")
-    theirs, ours = (flat(each.to_dict()) for each in (source.read_recipe(), recipe))
-    for key in (key for key in [*ours, *theirs] if key.startswith(DECIDES)):
+    theirs, ours = (flatten_keys(each.to_dict()) for each in (source.read_recipe(), recipe))
+    for key in (key for key in [*ours, *theirs] if key.startswith(DENSE_STAGE_KEYS)):
         if theirs.get(key) != ours.get(key):
             raise RunError(
                 f"the dense stage of {path} was trained with {key} = {theirs.get(key)!r}, not {ours.get(key)!r}; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ..criteria import METHODS, OWN
-from ..schedule import Phase, planned
+from ..schedule import Phase, phases_of
 from .recipe import Recipe
 from .sections import OptimizerConfig
 
@@ -22,7 +22,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     >>> [phase.kind for phase in phases(short)]
     ['warmup', 'score', 'weights', 'finetune', 'control']
     """
-    return planned(recipe.to_dict())
+    return phases_of(recipe.to_dict())
 
 
 def is_scored(recipe: Recipe) -> bool:
@@ -46,11 +46,11 @@ def cycles_end(recipe: Recipe) -> int | None:
     return max((phase.end for phase in phases(recipe) if phase.cycle), default=nothing)
 
 
-def closing_cycles(recipe: Recipe) -> int:
+def tightening_cycles(recipe: Recipe) -> int:
     """Return in how many cycles the limits tighten to the budget: all but `budget.settled`, at least half of them.
 
     >>> from .recipe import load_recipe
-    >>> [closing_cycles(load_recipe("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
+    >>> [tightening_cycles(load_recipe("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
     [1, 2, 3]
     """
     cycles = recipe.phases.cycles
@@ -62,13 +62,13 @@ def total_epochs(recipe: Recipe) -> int:
     return sum(phase.epochs for phase in phases(recipe))
 
 
-def score_rate(recipe: Recipe) -> str:
+def score_rate_key(recipe: Recipe) -> str:
     """Return the key of the setting that controls how fast scores move.
 
     `scores.lr` has no effect if `scores.speed` is set or derived from the budget.
 
     >>> from .recipe import load_recipe
-    >>> score_rate(load_recipe("digits")), score_rate(load_recipe("digits", ["budget.steer=true"]))
+    >>> score_rate_key(load_recipe("digits")), score_rate_key(load_recipe("digits", ["budget.steer=true"]))
     ('scores.lr', 'scores.speed')
     """
     return "scores.speed" if recipe.scores.speed or recipe.budget.steer else "scores.lr"
@@ -94,7 +94,7 @@ def batch_size(recipe: Recipe, phase: Phase) -> int:
     return section.batch_size or recipe.data.batch_size
 
 
-def is_taught(recipe: Recipe, phase: Phase) -> bool:
+def is_distilled(recipe: Recipe, phase: Phase) -> bool:
     """Return True if the loss of a phase includes distillation from the dense network."""
     during = recipe.distill.during
     kinds = {
@@ -105,14 +105,14 @@ def is_taught(recipe: Recipe, phase: Phase) -> bool:
     return recipe.distill.alpha > 0 and phase.kind in kinds[during]
 
 
-def taught_part(recipe: Recipe, phase: Phase, epoch: int) -> float:
+def distillation_weight(recipe: Recipe, phase: Phase, epoch: int) -> float:
     """Return the weight of the distillation loss in epoch `epoch` of a phase, counted from 0.
 
     With `distill.fade` it decreases along a cosine toward 0 over fine-tuning.
 
     >>> from .recipe import load_recipe
     >>> fading = load_recipe("digits", ["distill.alpha=0.8", "distill.fade=true"])
-    >>> [round(taught_part(fading, Phase("finetune", 0, 4, 10), epoch), 2) for epoch in range(4)]
+    >>> [round(distillation_weight(fading, Phase("finetune", 0, 4, 10), epoch), 2) for epoch in range(4)]
     [0.8, 0.68, 0.4, 0.12]
     """
     fading = recipe.distill.fade and phase.kind == "finetune"

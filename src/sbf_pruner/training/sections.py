@@ -12,54 +12,57 @@ from typing import Any
 
 from ..budget.targets import Budget
 from ..errors import RecipeError
-from ..utils.settings import BOUNDS, Section, about
+from ..utils.settings import BOUNDS, Section, setting_field
 
 
 @dataclass(frozen=True)
 class PhasesConfig(Section):
     """Number of epochs of each phase, and number of cycles."""
 
-    warmup: int = field(default=50, metadata=about("epochs of dense training before any pruning", least=0))
-    cycles: int = field(default=10, metadata=about("times that scores and weights take turns", least=0))
-    score: int = field(default=3, metadata=about("epochs of scores in each cycle", least=0))
-    weights: int = field(default=6, metadata=about("epochs of gated weights in each cycle", least=0))
-    finetune: int = field(default=300, metadata=about("epochs of the small network after removal", least=0))
+    warmup: int = field(default=50, metadata=setting_field("epochs of dense training before any pruning", least=0))
+    cycles: int = field(default=10, metadata=setting_field("times that scores and weights take turns", least=0))
+    score: int = field(default=3, metadata=setting_field("epochs of scores in each cycle", least=0))
+    weights: int = field(default=6, metadata=setting_field("epochs of gated weights in each cycle", least=0))
+    finetune: int = field(default=300, metadata=setting_field("epochs of the small network after removal", least=0))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     """Optimizer, learning rate schedule and regularization of a phase that trains weights."""
 
-    optimizer: str = field(default="sgd", metadata=about("the optimiser", choices=("sgd", "adam")))
-    lr: float = field(default=0.1, metadata=about("learning rate at the start of the phase", above=0))
-    momentum: float = field(default=0.9, metadata=about("momentum of sgd", least=0, below=1))
-    nesterov: bool = field(default=False, metadata=about("Nesterov's form of momentum"))
-    weight_decay: float = field(default=5e-4, metadata=about("weight decay", least=0))
+    optimizer: str = field(default="sgd", metadata=setting_field("the optimiser", choices=("sgd", "adam")))
+    lr: float = field(default=0.1, metadata=setting_field("learning rate at the start of the phase", above=0))
+    momentum: float = field(default=0.9, metadata=setting_field("momentum of sgd", least=0, below=1))
+    nesterov: bool = field(default=False, metadata=setting_field("Nesterov's form of momentum"))
+    weight_decay: float = field(default=5e-4, metadata=setting_field("weight decay", least=0))
     decay_all: bool = field(
-        default=True, metadata=about("weight decay on biases and on the norms' scales and shifts too")
+        default=True, metadata=setting_field("weight decay on biases and on the norms' scales and shifts too")
     )
-    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    batch_size: int = field(
+        default=0, metadata=setting_field("images per step in this phase; 0: data.batch_size", least=0)
+    )
     schedule: str = field(
         default="cosine",
-        metadata=about("how the learning rate falls", choices=("cosine", "step", "constant")),
+        metadata=setting_field("how the learning rate falls", choices=("cosine", "step", "constant")),
     )
     ramp: int = field(
-        default=0, metadata=about("epochs at the start in which the learning rate rises from near 0", least=0)
+        default=0,
+        metadata=setting_field("epochs at the start in which the learning rate rises from near 0", least=0),
     )
     milestones: tuple[float, ...] = field(
-        default=(0.5, 0.75), metadata=about("where step multiplies by gamma, as fractions of the phase")
+        default=(0.5, 0.75), metadata=setting_field("where step multiplies by gamma, as fractions of the phase")
     )
-    gamma: float = field(default=0.1, metadata=about("factor at each milestone of step", above=0, most=1))
+    gamma: float = field(default=0.1, metadata=setting_field("factor at each milestone of step", above=0, most=1))
     label_smoothing: float = field(
-        default=0.0, metadata=about("probability spread over all classes", least=0, below=1)
+        default=0.0, metadata=setting_field("probability spread over all classes", least=0, below=1)
     )
     cutout: int = field(
         default=0,
-        metadata=about("blank a square of so many pixels a side somewhere in each image; 0: none", least=0),
+        metadata=setting_field("blank a square of so many pixels a side somewhere in each image; 0: none", least=0),
     )
     mixup: float = field(
         default=0.0,
-        metadata=about(
+        metadata=setting_field(
             "blend pairs of images, and their labels, in parts drawn from Beta(mixup, mixup); a teacher sees the "
             "blends too; 0: images as they are",
             least=0,
@@ -67,7 +70,7 @@ class OptimizerConfig(Section):
     )
     ema: float = field(
         default=0.0,
-        metadata=about(
+        metadata=setting_field(
             "decay per step of a running average of the network, which is what is judged and what the phase "
             "leaves; 0: none",
             least=0,
@@ -76,7 +79,9 @@ class OptimizerConfig(Section):
     )
     recalibrate: int = field(
         default=0,
-        metadata=about("batches from which batch-norm statistics are taken anew as the phase ends", least=0),
+        metadata=setting_field(
+            "batches from which batch-norm statistics are taken anew as the phase ends", least=0
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -88,7 +93,7 @@ class OptimizerConfig(Section):
             raise RecipeError("nesterov: needs a momentum above 0")
 
 
-def adam() -> OptimizerConfig:
+def gated_weights_optimizer() -> OptimizerConfig:
     """Return the optimizer settings of the paper for the gated weight phases."""
     return OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, schedule="constant")
 
@@ -99,65 +104,71 @@ class ScoresConfig(Section):
 
     projection: str = field(
         default="factored",
-        metadata=about(
+        metadata=setting_field(
             "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
             "sees no weights",
             choices=("factored", "literal", "free"),
         ),
     )
-    lr: float = field(default=1e-6, metadata=about("learning rate of the scores' Adam", **BOUNDS["lr"]))
-    eps: float = field(default=1e-8, metadata=about("eps of the scores' Adam", **BOUNDS["eps"]))
-    leak: float = field(default=0.1, metadata=about("slope of the leaky exponential above 0", **BOUNDS["leak"]))
+    lr: float = field(default=1e-6, metadata=setting_field("learning rate of the scores' Adam", **BOUNDS["lr"]))
+    eps: float = field(default=1e-8, metadata=setting_field("eps of the scores' Adam", **BOUNDS["eps"]))
+    leak: float = field(
+        default=0.1, metadata=setting_field("slope of the leaky exponential above 0", **BOUNDS["leak"])
+    )
     penalty: float = field(
-        default=5e-4, metadata=about("weight of the scores' l1 norm (lambda)", **BOUNDS["penalty"])
+        default=5e-4, metadata=setting_field("weight of the scores' l1 norm (lambda)", **BOUNDS["penalty"])
     )
     balance: str = field(
         default="area",
-        metadata=about(
+        metadata=setting_field(
             "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits, "
             "which is the default with one",
             choices=("area", "side", "none", "cost"),
         ),
     )
     threshold: float = field(
-        default=0.5, metadata=about("score from which a filter is kept", **BOUNDS["threshold"])
+        default=0.5, metadata=setting_field("score from which a filter is kept", **BOUNDS["threshold"])
     )
     speed: float = field(
         default=0.0,
-        metadata=about(
+        metadata=setting_field(
             "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
             "or, with budget.steer, as far as it takes",
             **BOUNDS["speed"],
         ),
     )
-    batch_size: int = field(default=0, metadata=about("images per step in this phase; 0: data.batch_size", least=0))
+    batch_size: int = field(
+        default=0, metadata=setting_field("images per step in this phase; 0: data.batch_size", least=0)
+    )
     activation: str = field(
         default="leaky_exponential",
-        metadata=about("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+        metadata=setting_field("from logits to scores", choices=("leaky_exponential", "sigmoid")),
     )
     binary: bool = field(
         default=False,
-        metadata=about(
+        metadata=setting_field(
             "gates are open or closed in score phases too, and their gradients go straight through to the scores"
         ),
     )
     blocks: bool = field(
         default=False,
-        metadata=about("a score for every residual branch too, multiplied into those of the filters it adds"),
+        metadata=setting_field(
+            "a score for every residual branch too, multiplied into those of the filters it adds"
+        ),
     )
     freeze_norms: bool = field(
-        default=True, metadata=about("leave batch norms at their running statistics in score phases")
+        default=True, metadata=setting_field("leave batch norms at their running statistics in score phases")
     )
     recalibrate: int = field(
         default=20,
-        metadata=about(
+        metadata=setting_field(
             "batches from which norms take their statistics anew as a phase begins, if a budget has closed filters",
             least=0,
         ),
     )
     joint: bool = field(
         default=False,
-        metadata=about(
+        metadata=setting_field(
             "train scores and weights in the same steps of one phase per cycle, as long as both together, with "
             "the settings of weights and norms as in training; to compare with taking turns"
         ),
@@ -174,24 +185,24 @@ class BudgetConfig(Section):
     BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2, steer=False)
     """
 
-    params: float = field(default=1.0, metadata=about("parameters to keep at most, 0.4 or 350e3", above=0))
-    macs: float = field(default=1.0, metadata=about("MACs to keep at most, 0.5 or 60e6", above=0))
+    params: float = field(default=1.0, metadata=setting_field("parameters to keep at most, 0.4 or 350e3", above=0))
+    macs: float = field(default=1.0, metadata=setting_field("MACs to keep at most, 0.5 or 60e6", above=0))
     size: float = field(
-        default=1.0, metadata=about("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
+        default=1.0, metadata=setting_field("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
     )
     latency: float = field(
         default=1.0,
-        metadata=about("time of a pass to keep at most, 0.6 of it or 5000 microseconds", above=0),
+        metadata=setting_field("time of a pass to keep at most, 0.6 of it or 5000 microseconds", above=0),
     )
     settled: int = field(
         default=2,
-        metadata=about(
+        metadata=setting_field(
             "final cycles (at most half of them) that run at the full budget; earlier cycles approach it", least=0
         ),
     )
     steer: bool = field(
         default=False,
-        metadata=about(
+        metadata=setting_field(
             "adjust scores.penalty while scores are learned, so that they meet the budget by themselves; on when a "
             "budget is set, unless the recipe says false"
         ),
@@ -214,11 +225,11 @@ class GuardsConfig(Section):
     """Constraints on which filters may be removed, whatever their scores."""
 
     min_filters: int | dict[str, int] = field(
-        default=0, metadata=about("filters that a layer keeps at least", least=0)
+        default=0, metadata=setting_field("filters that a layer keeps at least", least=0)
     )
     max_removed: float | dict[str, float] = field(
         default=1.0,
-        metadata=about(
+        metadata=setting_field(
             "part of a layer's filters that may go at most; as the numbers beside it, for all layers, or by name "
             'pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
             least=0,
@@ -226,12 +237,12 @@ class GuardsConfig(Section):
         ),
     )
     round_to: int | dict[str, int] = field(
-        default=1, metadata=about("a layer keeps a multiple of this, or all it has", least=1)
+        default=1, metadata=setting_field("a layer keeps a multiple of this, or all it has", least=1)
     )
-    ignore: tuple[str, ...] = field(default=(), metadata=about("name patterns of layers to leave alone"))
+    ignore: tuple[str, ...] = field(default=(), metadata=setting_field("name patterns of layers to leave alone"))
     couple: tuple[str, ...] = field(
         default=(),
-        metadata=about(
+        metadata=setting_field(
             'name patterns of layers that keep the same filters; "streams": all that are added up; "blocks": '
             "residual branches stay or go as a whole"
         ),
@@ -244,23 +255,26 @@ class LatencyConfig(Section):
 
     runtime: str = field(
         default="onnxruntime",
-        metadata=about(
+        metadata=setting_field(
             "what runs the network: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
             choices=("onnxruntime", "torch", "compile", "cuda"),
         ),
     )
-    batch: int = field(default=64, metadata=about("samples in a pass", least=1))
-    threads: int = field(default=0, metadata=about("threads of a pass; 0: as many as the run itself has", least=0))
+    batch: int = field(default=64, metadata=setting_field("samples in a pass", least=1))
+    threads: int = field(
+        default=0, metadata=setting_field("threads of a pass; 0: as many as the run itself has", least=0)
+    )
     way: str = field(
         default="auto",
-        metadata=about(
+        metadata=setting_field(
             "what to remove: single filters, the same filters in all layers whose outputs are added (streams), or "
             "whole residual branches (blocks); auto: what keeps the most MACs in the time asked for",
             choices=("auto", "filters", "streams", "blocks"),
         ),
     )
     table: str = field(
-        default="", metadata=about("a file of `sbf latency`, from another machine say; empty: measured here")
+        default="",
+        metadata=setting_field("a file of `sbf latency`, from another machine say; empty: measured here"),
     )
 
 
@@ -270,22 +284,26 @@ class DistillConfig(Section):
 
     alpha: float = field(
         default=0.0,
-        metadata=about(
+        metadata=setting_field(
             "part of the loss that compares with the dense network as the warm-up left it; 0: none", least=0, most=1
         ),
     )
-    temperature: float = field(default=4.0, metadata=about("divides both networks' logits", above=0))
+    temperature: float = field(default=4.0, metadata=setting_field("divides both networks' logits", above=0))
     mirrored: bool = field(
         default=False,
-        metadata=about("show the dense network each image and its mirror image, and go by the mean of its answers"),
+        metadata=setting_field(
+            "show the dense network each image and its mirror image, and go by the mean of its answers"
+        ),
     )
     fade: bool = field(
         default=False,
-        metadata=about("let alpha fall to 0 over fine-tuning, along a cosine: the labels have the last word"),
+        metadata=setting_field(
+            "let alpha fall to 0 over fine-tuning, along a cosine: the labels have the last word"
+        ),
     )
     during: str = field(
         default="finetune",
-        metadata=about(
+        metadata=setting_field(
             "fine-tuning alone, the gated weight phases too, or the whole cycles with their score phases",
             choices=("finetune", "weights", "cycles"),
         ),
@@ -297,15 +315,16 @@ class ModelConfig(Section):
     """The network that a run starts from."""
 
     name: str = field(
-        metadata=about('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
+        metadata=setting_field('a bundled network, "torchvision:NAME", "timm:NAME" or "package.module:callable"')
     )
-    num_classes: int = field(default=10, metadata=about("number of classes", least=1))
-    in_channels: int = field(default=3, metadata=about("channels of the images", least=1))
+    num_classes: int = field(default=10, metadata=setting_field("number of classes", least=1))
+    in_channels: int = field(default=3, metadata=setting_field("channels of the images", least=1))
     options: dict[str, Any] = field(
-        default_factory=dict, metadata=about("further keyword arguments for the network's builder")
+        default_factory=dict, metadata=setting_field("further keyword arguments for the network's builder")
     )
     weights: str = field(
-        default="", metadata=about("a .safetensors, .pt or .pth file of weights to start from; empty: from scratch")
+        default="",
+        metadata=setting_field("a .safetensors, .pt or .pth file of weights to start from; empty: from scratch"),
     )
 
     def __post_init__(self) -> None:
@@ -322,48 +341,53 @@ class DataConfig(Section):
     """The images for training and evaluation, their preprocessing and augmentation."""
 
     name: str = field(
-        metadata=about('a data set: digits, cifar10, synthetic, npz, folder or "package.module:callable"')
+        metadata=setting_field('a data set: digits, cifar10, synthetic, npz, folder or "package.module:callable"')
     )
-    path: str = field(default="", metadata=about("the file or folder that npz, folder and cifar10 read"))
+    path: str = field(default="", metadata=setting_field("the file or folder that npz, folder and cifar10 read"))
     validation: float = field(
-        default=0.0, metadata=about("fraction of the training images held out", least=0, below=1)
+        default=0.0, metadata=setting_field("fraction of the training images held out", least=0, below=1)
     )
-    batch_size: int = field(default=256, metadata=about("images per step", least=1))
-    crop: int = field(default=0, metadata=about("pixels of zero padding before a random crop; 0: no crop", least=0))
-    flip: bool = field(default=False, metadata=about("mirror half of the training images"))
+    batch_size: int = field(default=256, metadata=setting_field("images per step", least=1))
+    crop: int = field(
+        default=0, metadata=setting_field("pixels of zero padding before a random crop; 0: no crop", least=0)
+    )
+    flip: bool = field(default=False, metadata=setting_field("mirror half of the training images"))
     image_size: int = field(
         default=0,
-        metadata=about("side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0),
+        metadata=setting_field(
+            "side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0
+        ),
     )
     channels: int = field(
         default=3,
-        metadata=about("channels that synthetic makes and folder reads (1: grey, 3: colour)", least=1),
+        metadata=setting_field("channels that synthetic makes and folder reads (1: grey, 3: colour)", least=1),
     )
-    samples: int = field(default=2048, metadata=about("training images that synthetic makes", least=1))
+    samples: int = field(default=2048, metadata=setting_field("training images that synthetic makes", least=1))
     mean: tuple[float, ...] = field(
         default=(),
-        metadata=about("mean of each channel, of pixels from 0 to 1; []: that of the training images"),
+        metadata=setting_field("mean of each channel, of pixels from 0 to 1; []: that of the training images"),
     )
-    std: tuple[float, ...] = field(default=(), metadata=about("deviation of each channel, likewise"))
+    std: tuple[float, ...] = field(default=(), metadata=setting_field("deviation of each channel, likewise"))
     in_memory: bool = field(
-        default=True, metadata=about("read all images of folder at once; false: as they are needed, by workers")
+        default=True,
+        metadata=setting_field("read all images of folder at once; false: as they are needed, by workers"),
     )
     workers: int = field(
         default=-1,
-        metadata=about(
+        metadata=setting_field(
             "processes that read images as they are needed; 0: the one that trains; -1: one for each core", least=-1
         ),
     )
     fit: str = field(
         default="stretch",
-        metadata=about(
+        metadata=setting_field(
             "how folder makes a picture square: stretch all of it, or crop to the largest square around its middle",
             choices=("stretch", "crop"),
         ),
     )
     middle: float = field(
         default=1.0,
-        metadata=about(
+        metadata=setting_field(
             "the part of each side that folder looks at, around the middle (0.875: 224 of 256 pixels)",
             above=0,
             most=1,
@@ -371,7 +395,7 @@ class DataConfig(Section):
     )
     scale: float = field(
         default=1.0,
-        metadata=about(
+        metadata=setting_field(
             "train on random windows of at least this part of a picture's area (0.08 is usual for ImageNet); 1: on "
             "pictures as they are judged",
             above=0,

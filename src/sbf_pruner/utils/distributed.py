@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Team:
+class DistributedContext:
     """The rank of this process and the world size; rank 0 prints and writes files for all.
 
-    >>> Team(1, 2).part(torch.arange(5)), Team().part(torch.arange(3))
+    >>> DistributedContext(1, 2).part(torch.arange(5)), DistributedContext().part(torch.arange(3))
     (tensor([1, 3]), tensor([0, 1, 2]))
     """
 
@@ -37,7 +37,7 @@ class Team:
     size: int = 1
 
     @classmethod
-    def present(cls) -> Team:
+    def present(cls) -> DistributedContext:
         """Return the current rank and world size, or a single process where no process group is initialized."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
@@ -57,7 +57,7 @@ class Team:
         """Return the rows of a batch that belong to this rank: every `size`-th one, starting at `rank`."""
         return rows if self.alone else rows[self.rank :: self.size]
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
         if not self.alone:
             dist.all_reduce(tensor)
@@ -76,7 +76,7 @@ class Team:
             dist.broadcast(flat, 0)
             _unpack(flat, held)
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank; the result must be picklable.
 
         If `work` fails, rank 0 raises its exception and every other rank a PruningError with the same message.
@@ -97,7 +97,7 @@ class Team:
             raise PruningError(said[1])
         return said[0]
 
-    def all_say(self, answer: Any) -> bool:
+    def all_ranks_agree(self, answer: Any) -> bool:
         """Return True if `answer` is equal on all ranks."""
         if self.alone:
             return True

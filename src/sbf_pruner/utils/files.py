@@ -37,14 +37,14 @@ _FORGOTTEN = 3600.0  # seconds since the last write, after which its writer is t
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; on success it is flushed to disk and renamed to `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         file = next((parent for parent in path.parents if parent.is_file()), path.parent)
         raise RunError(f"{path} cannot be written, because {file} is a file; name a folder") from None
-    temporary = aside(path)
+    temporary = temporary_path(path)
     try:
         temporary.touch()  # Creates it with the default mode of new files.
         yield temporary
@@ -63,7 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
     _flush(path.parent)
 
 
-def aside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return a unique temporary path next to `path`, to be written and then moved to `path`.
 
     Temporary files of killed processes are removed once they are old; a recent one may belong to a process that is
@@ -101,7 +101,7 @@ def user_cache() -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, as UTF-8."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -111,7 +111,7 @@ def read_text(path: Path) -> str:
     return path.read_text("utf-8")
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Return True if the path exists; raise a RunError if that cannot be determined."""
     try:
         path.stat()
@@ -150,7 +150,7 @@ def append_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file, atomically."""
     plain, metadata = _storable(tensors, header)
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         mode = temporary.stat().st_mode  # safetensors creates files that only the owner can read.
         save_file(plain, temporary, metadata=metadata)
         temporary.chmod(mode)
@@ -172,23 +172,23 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
         seen.add(held.untyped_storage().data_ptr())
         plain[name] = held
     text = json.dumps(header)
-    return plain, metadata_of(_digest(plain, text), header)
+    return plain, file_metadata(_digest(plain, text), header)
 
 
-def metadata_of(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
+def file_metadata(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     """Return the safetensors metadata of a file: its header and checksum."""
     # A single entry, because safetensors does not keep the order of several; equal networks must give equal files.
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
-def read_lines(path: Path, remedy: str = "put the file back", most: int | None = None) -> list[dict[str, Any]]:
+def read_records(path: Path, remedy: str = "put the file back", most: int | None = None) -> list[dict[str, Any]]:
     """Read the first `most` records of a JSON Lines file, or all; an empty list if the file does not exist.
 
     Each record must have an integer "done", the number of epochs done; otherwise a RunError names the line. A last
     line without a newline is still being written, or its writer was killed, and is ignored.
     """
     content = b""
-    if is_there(path):
+    if path_exists(path):
         check_readable(path)
         content = path.read_bytes()
     found: list[dict[str, Any]] = []
@@ -311,13 +311,13 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+def flatten_keys(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """Flatten nested settings into a dict with dotted keys; an empty table is kept as a value.
 
-    >>> flat({"seed": 1, "model": {"name": "resnet56"}})
+    >>> flatten_keys({"seed": 1, "model": {"name": "resnet56"}})
     {'seed': 1, 'model.name': 'resnet56'}
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
+        found |= flatten_keys(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {at + key: value}
     return found

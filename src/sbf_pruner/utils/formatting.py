@@ -1,7 +1,7 @@
 """Format numbers, percentages, times and lists of names for people.
 
-`rounded` never prints a percentage as 0 or 100 unless it is exactly that. Missing values (None) are printed as a
-dash.
+`format_percentage` never prints a percentage as 0 or 100 unless it is exactly that. Missing values (None) are
+printed as a dash.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 _MOST_DIGITS = 12
 
 
-def rounded(percentage: float, digits: int = 1) -> str:
+def format_percentage(percentage: float, digits: int = 1) -> str:
     """Format a percentage with `digits` decimals, or more where it would wrongly round to 0 or 100.
 
-    >>> [rounded(value) for value in (42.37, 0.04, 99.97, -99.96, 0, 100)]
+    >>> [format_percentage(value) for value in (42.37, 0.04, 99.97, -99.96, 0, 100)]
     ['42.4', '0.04', '99.97', '-99.96', '0.0', '100.0']
-    >>> rounded(0.23, 0), rounded(99.6, 0), rounded(1e-20)
+    >>> format_percentage(0.23, 0), format_percentage(99.6, 0), format_percentage(1e-20)
     ('0.2', '99.6', '1e-20')
     """
     for places in range(digits, _MOST_DIGITS):
@@ -26,19 +26,19 @@ def rounded(percentage: float, digits: int = 1) -> str:
     return f"{percentage:.1g}" if abs(percentage) < 1 else f"{percentage:.{digits}f}"
 
 
-def counted(count: int, what: str) -> str:
+def pluralize(count: int, what: str) -> str:
     """Format a count with its noun, in the plural unless the count is 1.
 
-    >>> counted(1, "thread"), counted(2, "thread")
+    >>> pluralize(1, "thread"), pluralize(2, "thread")
     ('1 thread', '2 threads')
     """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def some(names: Sequence[str], most: int) -> str:
+def first_names(names: Sequence[str], most: int) -> str:
     """Join the first `most` names, followed by the number of the rest.
 
-    >>> some(["a", "b", "c"], 2)
+    >>> first_names(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     rest = f" and {len(names) - most} more" if len(names) > most else ""
@@ -50,12 +50,12 @@ MINUS = "\u2212"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    """Format a percentage with a percent sign, rounded as by `rounded`.
+    """Format a percentage with a percent sign, rounded as by `format_percentage`.
 
     >>> percent(93.456), percent(0.2, 0), percent(None)
     ('93.46 %', '0.2 %', '–')
     """
-    return DASH if value is None else f"{rounded(value, digits)} %"
+    return DASH if value is None else f"{format_percentage(value, digits)} %"
 
 
 def count(value: float | None) -> str:
@@ -67,10 +67,10 @@ def count(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
-def short(value: float | None, unit: str = "") -> str:
+def si_number(value: float | None, unit: str = "") -> str:
     """Format a large number with three digits and an SI prefix.
 
-    >>> short(853018), short(125485696), short(1234, "B"), short(12)
+    >>> si_number(853018), si_number(125485696), si_number(1234, "B"), si_number(12)
     ('853 k', '125 M', '1.23 kB', '12')
     """
     if value is None:
@@ -103,7 +103,7 @@ def change(before: float | None, after: float | None) -> str:
     if not before or after is None:
         return DASH
     sign = "\u00b1" if after == before else "+" if after > before else MINUS
-    return f"{sign}{rounded(100 * abs(after / before - 1))} %"
+    return f"{sign}{format_percentage(100 * abs(after / before - 1))} %"
 
 
 def milliseconds(value: float | None) -> str:
@@ -128,10 +128,10 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def tiny(value: float | None) -> str:
+def scientific(value: float | None) -> str:
     """Format a number near zero in scientific notation.
 
-    >>> tiny(4.816e-16), tiny(0.0)
+    >>> scientific(4.816e-16), scientific(0.0)
     ('4.8e-16', '0')
     """
     return DASH if value is None else "0" if value == 0 else f"{value:.1e}"

@@ -30,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from ..errors import PruningError, RecipeError, nearest
+from ..errors import PruningError, RecipeError, suggestion
 
 
 class Bounds(TypedDict, total=False):
@@ -62,7 +62,7 @@ _WORDS: dict[_Kind, tuple[str, Callable[[Any, Any], bool]]] = {
 def check_name(what: str, name: str, known: Iterable[str]) -> None:
     """Raise a PruningError for a name that is not in `known`, suggesting the nearest one."""
     if name not in known:
-        raise PruningError(f"{what} {name!r} is not known; {nearest(str(name), known)}")
+        raise PruningError(f"{what} {name!r} is not known; {suggestion(str(name), known)}")
 
 
 def check_numbers(**numbers: Any) -> None:
@@ -116,7 +116,7 @@ class Setting(NamedTuple):
     help: str
 
 
-def about(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> dict[str, Any]:
+def setting_field(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> dict[str, Any]:
     """Return the metadata of a dataclass field: its help text, allowed values and bounds."""
     return {"help": help, "choices": choices, "bounds": bounds}
 
@@ -127,7 +127,7 @@ class Section:
 
     def __post_init__(self) -> None:
         for field, kind in _fields(type(self)):
-            value = _typed(field.name, getattr(self, field.name), kind)
+            value = _coerce(field.name, getattr(self, field.name), kind)
             _check(field, value)
             object.__setattr__(self, field.name, value)
 
@@ -225,7 +225,7 @@ def _suggestion(key: str, at: str, siblings: Iterable[str], root: type[Section])
         homes.setdefault(dotted.rpartition(".")[2], []).append(repr(dotted))
     if close := difflib.get_close_matches(key, homes, n=1, cutoff=0.8):  # A weak match elsewhere would mislead.
         return f"did you mean {' or '.join(homes[close[0]])}?"
-    return nearest(key, siblings)
+    return suggestion(key, siblings)
 
 
 def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
@@ -245,14 +245,14 @@ def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
         raise RecipeError(f"{at}{error}") from None
 
 
-def _typed(key: str, value: Any, kind: Any) -> Any:
+def _coerce(key: str, value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`: an int may stand for a float, a string for a list of one; a bool is no number."""
     if kind == tuple[str, ...] and isinstance(value, str):
         value = [value]
     if isinstance(kind, types.UnionType):  # a number or a table of numbers
         number = get_args(kind)[0]
         if isinstance(value, dict):
-            return {inner: _typed(f"{key}.{inner}", item, number) for inner, item in _plain(key, value).items()}
+            return {inner: _coerce(f"{key}.{inner}", item, number) for inner, item in _plain(key, value).items()}
         if isinstance(value, bool) or not isinstance(value, number | int):
             raise RecipeError(_expected(key, f'{number.__name__}, or a table such as {{"layer1.*" = 1}}', value))
         kind = number
@@ -261,7 +261,7 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{key}: expected a finite number, got {value}")
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
-        return tuple(_typed(f"{key}[{index}]", item, get_args(kind)[0]) for index, item in enumerate(value))
+        return tuple(_coerce(f"{key}[{index}]", item, get_args(kind)[0]) for index, item in enumerate(value))
     if kind == dict[str, Any] and isinstance(value, dict):
         return _plain(key, value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
@@ -276,7 +276,7 @@ def _expected(key: str, kind: str, value: Any) -> str:
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
     choices = field.metadata.get("choices", ())
     if choices and value not in choices:
-        hint = nearest(value, choices)
+        hint = suggestion(value, choices)
         hint = f"; {hint}" if hint.startswith("did") else ""
         raise RecipeError(f"{field.name}: {value!r} is not one of {', '.join(choices)}{hint}")
     numbers = {f"{field.name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else None

@@ -26,7 +26,7 @@ import torch
 
 from .. import __version__
 from ..errors import PruningError
-from .user_model import uncollected
+from .user_model import gc_disabled
 
 Name = TypeVar("Name", bound=Hashable)
 _PER_PROCESSOR = 16  # maximum number of threads per processor
@@ -44,7 +44,7 @@ class Interval:
     n: int
 
 
-def take_turns(
+def time_interleaved(
     calls: Mapping[Name, Callable[[], Any]],
     rounds: int,
     *,
@@ -57,15 +57,15 @@ def take_turns(
     Each value is the mean over as many passes as fill `sample` seconds; 0 means one pass. On a GPU the device is
     synchronized before the clock is read. Garbage collection is off while timing.
 
-    >>> found = take_turns({"short": lambda: None, "long": lambda: time.sleep(1e-4)}, 3, sample=1e-3)
+    >>> found = time_interleaved({"short": lambda: None, "long": lambda: time.sleep(1e-4)}, 3, sample=1e-3)
     >>> [len(found[name]) for name in ("short", "long")], min(found["long"]) > max(found["short"])
     ([3, 3], True)
     """
     if rounds < 1:
         raise ValueError(f"{rounds} rounds take no time; ask for at least 1")
-    wait = waiting(device)
+    wait = synchronizer(device)
     taken: dict[Name, list[float]] = {name: [] for name in calls}
-    with uncollected():
+    with gc_disabled():
         passes = {name: _passes(run, sample, wait) for name, run in calls.items()}
         for order in _orders(list(calls), rounds, seed):
             for name in order:
@@ -73,10 +73,10 @@ def take_turns(
     return taken
 
 
-def compared(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_ratio(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return the median ratio of the first list of times to the second, paired by round, with its interval.
 
-    >>> compared([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
+    >>> median_ratio([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
     Interval(median=2.0, low=2.0, high=3.0, confidence=0.96875, n=6)
     """
     return median_interval([a / b for a, b in zip(slower, faster, strict=True)], confidence)
@@ -105,7 +105,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 @contextmanager
-def using_threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
     """Set the number of threads of torch inside the block; None leaves it unchanged."""
     before, there = torch.get_num_threads(), os.cpu_count() or 1
     if count is not None and count > _PER_PROCESSOR * there:  # torch would abort the process.
@@ -141,7 +141,7 @@ def _seconds(run: Callable[[], Any], passes: int, wait: Callable[[], None]) -> f
     return (time.perf_counter() - began) / passes
 
 
-def waiting(device: torch.device | str) -> Callable[[], None]:
+def synchronizer(device: torch.device | str) -> Callable[[], None]:
     """Return a function that synchronizes with a CUDA device; for other devices it does nothing."""
     device = torch.device(device)
     if device.type == "cuda":
@@ -181,7 +181,7 @@ def cpu() -> str:
         return platform.processor() or f"{platform.machine()} ({sys.platform})"
 
 
-def load(seconds: float = 0.3) -> float | None:
+def busy_cores(seconds: float = 0.3) -> float | None:
     """Return how many cores are kept busy while this process sleeps for `seconds`; None without /proc/stat.
 
     The load average is not used because it still counts processes that ended a minute ago, and our own start-up.
@@ -206,7 +206,7 @@ def _ticks() -> tuple[int, int] | None:
     return busy, busy + idle + wait
 
 
-def memory_of(device: torch.device) -> int | None:
+def available_memory(device: torch.device) -> int | None:
     """Return the available bytes of a CUDA device, or the total memory of the machine; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PruningError, RunError, nearest
+from ..errors import PruningError, RunError, suggestion
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Origin:
                 where = f"no module named {other!r} here or among the installed"
                 raise PruningError(f"{name}: {where}{hint}") from error
             except Exception as error:
-                raise PruningError(f"{name}: importing {module} failed with {said(error)}") from error
+                raise PruningError(f"{name}: importing {module} failed with {one_line_error(error)}") from error
         for part in inner.split("."):
             if not hasattr(target, part):
                 public = [word for word in getattr(target, "__dict__", ()) if not word.startswith("_")]
-                raise PruningError(f"{name}: {module} has no {inner!r}; {nearest(part, public)}")
+                raise PruningError(f"{name}: {module} has no {inner!r}; {suggestion(part, public)}")
             target = getattr(target, part)
         return target
 
@@ -82,7 +82,7 @@ class Origin:
             sys.meta_path.remove(guard)
 
 
-NAMED = Origin(trusted=True)
+TRUSTED = Origin(trusted=True)
 """Origin of a name given by the user on the command line or in Python."""
 UNTRUSTED = Origin()
 """Origin of a name read from any other file."""
@@ -107,22 +107,22 @@ def _spellings(place: str) -> tuple[Path, Path]:
     return Path(place).absolute(), Path(place).resolve()
 
 
-def wanted(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:
+def matching_arguments(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of `offers` that a callable has parameters for; all if it takes **kwargs.
 
-    >>> wanted(lambda seed: seed, {"seed": 3, "path": ""})
+    >>> matching_arguments(lambda seed: seed, {"seed": 3, "path": ""})
     {'seed': 3}
     """
     parameters = signature(target)
-    if parameters is None or takes_anything(parameters):
+    if parameters is None or has_var_keyword(parameters):
         return dict(offers)
     return {name: value for name, value in offers.items() if name in parameters.parameters}
 
 
-def needed(target: Callable[..., Any]) -> list[str]:
+def required_parameters(target: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters of a callable that have no default.
 
-    >>> needed(lambda path, seed=0: path)
+    >>> required_parameters(lambda path, seed=0: path)
     ['path']
     """
     found = signature(target)
@@ -139,12 +139,12 @@ def signature(target: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def takes_anything(found: inspect.Signature) -> bool:
+def has_var_keyword(found: inspect.Signature) -> bool:
     """Return True if a signature has a **kwargs parameter."""
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
-def said(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
@@ -170,7 +170,7 @@ _QUIET = (
 )
 
 
-def where() -> str:
+def user_location() -> str:
     """Return "file:line" of the innermost user frame of the current stack, or "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,10 +1,10 @@
 """Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
 Copies have real or meta tensors. Unlike `copy.deepcopy`, functions that capture the model or its tensors, in
-closures, defaults, partials or hooks, are rebound to the copy. Every hook of this package is an `Attached` object
+closures, defaults, partials or hooks, are rebound to the copy. Every hook of this package is an `PrunerHook` object
 or a method of one, so that it can be found and removed, also in copies. Example inputs are passed as by `call`: a
 tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and any other value one
-argument. Models and inputs are not changed, except by `without_attached`.
+argument. Models and inputs are not changed, except by `remove_pruner_hooks`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def meta_copy(model: Model) -> Model:
     device(type='meta')
     """
     # Includes tensors stored as plain attributes, which `Module.to` would not move.
-    return _copied(model, {id(t): _meta_twin(t) for t in held_tensors(model)})
+    return _copied(model, {id(t): _meta_twin(t) for t in all_tensors(model)})
 
 
 def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
@@ -46,11 +46,11 @@ def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Mode
     >>> real_copy(nn.Linear(2, 3)).out_features
     3
     """
-    computed = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
+    computed = {id(t): t.detach().clone() for t in all_tensors(model) if not t.is_leaf}
     return _copied(model, computed | dict(instead or {}))
 
 
-def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+def all_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield all tensors of a model: parameters, buffers, and plain attributes, also inside containers."""
     for module in model.modules():
         for held in vars(module).values():
@@ -65,7 +65,7 @@ def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
     made = copy.deepcopy(model, twins)
     for old, new in zip(model.modules(), made.modules(), strict=False):
         new.training = old.training  # copying a torch.fx.GraphModule loses it
-    members = {id(module) for module in model.modules()} | {id(tensor) for tensor in held_tensors(model)}
+    members = {id(module) for module in model.modules()} | {id(tensor) for tensor in all_tensors(model)}
     binding = _Binding(members, twins)
     for module in made.modules():
         for name, held in vars(module).items():
@@ -165,12 +165,12 @@ def _contents(cell: CellType) -> Any:
     return None if cell == CellType() else cell.cell_contents
 
 
-class Attached:
+class PrunerHook:
     """Base class of all hooks that this package adds to a model."""
 
 
-def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], Any, Attached]]:
-    """Yield every hook of this package: its module, the dict that stores it, its key, and its `Attached` object.
+def pruner_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], Any, PrunerHook]]:
+    """Yield every hook of this package: its module, the dict that stores it, its key, and its `PrunerHook` object.
 
     A `forward` set on an instance, which overrides that of the class, counts as a hook; its dict is `__dict__`.
     """
@@ -181,23 +181,23 @@ def attached_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any]
             places.append((module.__dict__, "forward"))
         for table, key in places:
             owner = getattr(table[key], "__self__", table[key])
-            if isinstance(owner, Attached):
+            if isinstance(owner, PrunerHook):
                 yield module, table, key, owner
 
 
-def check_unattached(model: nn.Module) -> None:
+def check_no_pruner_hooks(model: nn.Module) -> None:
     """Raise a PruningError if `model` is not an nn.Module or already has hooks of this package."""
     check_model(model)
-    if any(attached_hooks(model)):
+    if any(pruner_hooks(model)):
         raise PruningError(
             "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is "
-            "gone, take its gates off with sbf_pruner.utils.without_attached(model)"
+            "gone, take its gates off with sbf_pruner.utils.remove_pruner_hooks(model)"
         )
 
 
-def without_attached(model: nn.Module) -> nn.Module:
+def remove_pruner_hooks(model: nn.Module) -> nn.Module:
     """Remove all hooks of this package from a model, in place, and return the model."""
-    for module, table, key, _ in list(attached_hooks(model)):
+    for module, table, key, _ in list(pruner_hooks(model)):
         del table[key]
         module._forward_hooks_always_called.pop(key, None)
         module._forward_hooks_with_kwargs.pop(key, None)
@@ -238,26 +238,26 @@ def map_tensors(inputs: Any, fn: Callable[[Tensor], Any]) -> Any:
     return pytree.tree_map_only(Tensor, fn, inputs)
 
 
-def one_more(inputs: Any) -> Any:
+def with_extra_sample(inputs: Any) -> Any:
     """Append a copy of the first sample to every input tensor."""
     return map_tensors(inputs, lambda t: _tiled(t, [len(t) + 1, *t.shape[1:]]) if t.dim() else t)
 
 
-def other_sizes(inputs: Any) -> Iterator[Any]:
+def resized_inputs(inputs: Any) -> Iterator[Any]:
     """Yield inputs with one more sample and other spatial sizes, tiled from the given ones.
 
     The first inputs are not square. Small sizes grow by about a third and large ones shrink, which takes less time;
     sizes divisible by a large power of two stay so. The second inputs have twice or half the size. Nothing is
     yielded if no tensor has more than two dimensions.
 
-    >>> [list(x.shape) for x in other_sizes(torch.zeros(2, 3, 64, 64))]
+    >>> [list(x.shape) for x in resized_inputs(torch.zeros(2, 3, 64, 64))]
     [[3, 3, 96, 128], [3, 3, 128, 128]]
-    >>> [list(x.shape) for x in other_sizes(torch.zeros(1, 3, 224, 224))]
+    >>> [list(x.shape) for x in resized_inputs(torch.zeros(1, 3, 224, 224))]
     [[2, 3, 160, 128], [2, 3, 112, 112]]
     """
     if any(isinstance(t, Tensor) and t.dim() > 2 for t in pytree.tree_leaves(inputs)):
         for change in (_changed, _doubled):
-            yield map_tensors(one_more(inputs), partial(_resized, change=change))
+            yield map_tensors(with_extra_sample(inputs), partial(_resized, change=change))
 
 
 _SMALL = 128  # pixels along a side
@@ -298,10 +298,10 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
+def random_inputs(like: Any, batch: int, seed: int = 0) -> Any:
     """Return random inputs with `batch` samples, shaped like `like`: normal values, zeros for integer dtypes.
 
-    >>> [tuple(t.shape) for t in made_up_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
+    >>> [tuple(t.shape) for t in random_inputs((torch.zeros(1, 3, 8), torch.ones(1, dtype=torch.int64)), 5)]
     [(5, 3, 8), (5,)]
     """
     generator = torch.Generator().manual_seed(seed)
@@ -318,7 +318,7 @@ def made_up_inputs(like: Any, batch: int, seed: int = 0) -> Any:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable garbage collection in the block or the decorated function.
 
     A full collection visits everything torch has imported, which takes longer than tracing most networks, and the

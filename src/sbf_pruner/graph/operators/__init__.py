@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ...errors import PruningError, nearest
+from ...errors import PruningError, suggestion
 from ..nodes import Grid, Grids, Node, Source, along
 from ..records import STALE, Op, Value
 from .layers import (
@@ -32,11 +32,10 @@ from .pointwise import (
     clamp_max,
     clamp_min,
     comparison,
+    empty_result,
     filled,
     hardtanh,
-    nothing_seen,
     opaque,
-    pole,
     power,
     prelu,
     product,
@@ -45,6 +44,7 @@ from .pointwise import (
     root,
     softmax,
     threshold,
+    undefined_at_zero,
     unpooled,
     zero_kept,
     zero_lost,
@@ -72,7 +72,7 @@ def build_node(op: Op, grids: Grids) -> Node:
         grids.setdefault(value, _first_grid(value))
     rule = rule_of(op) or opaque
     try:
-        node = rule(op, grids) if not _gives_nothing(op) else nothing_seen(op, grids)
+        node = rule(op, grids) if not _is_empty(op) else empty_result(op, grids)
     except Exception as error:
         if op.name in _BUILT_IN:
             raise
@@ -84,7 +84,7 @@ def build_node(op: Op, grids: Grids) -> Node:
     return node
 
 
-def _gives_nothing(op: Op) -> bool:
+def _is_empty(op: Op) -> bool:
     outputs = [value for value in op.outputs if value is not None]
     return bool(outputs) and all(0 in value.shape for value in outputs)
 
@@ -128,7 +128,7 @@ RULES: dict[str, Rule] = {
         "addcmul",
     ),
     **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log_sigmoid_forward"),
-    **_rows(pole, "log log2 rsqrt reciprocal"),
+    **_rows(undefined_at_zero, "log log2 rsqrt reciprocal"),
     **_rows(comparison, "eq ne lt le gt ge"),
     **_rows(zero_lost, "rsub logical_not"),
     **_rows(zero_made, "zeros_like"),
@@ -182,7 +182,20 @@ _BUILT_IN = frozenset(RULES)
 
 POINTWISE = frozenset(
     (
-        *(addition, choice, clamp, clamp_max, clamp_min, comparison, filled, hardtanh, pole, power, prelu, product),
+        *(
+            addition,
+            choice,
+            clamp,
+            clamp_max,
+            clamp_min,
+            comparison,
+            filled,
+            hardtanh,
+            undefined_at_zero,
+            power,
+            prelu,
+            product,
+        ),
         *(quotient, restrided, root, softmax, threshold, unpooled, zero_kept, zero_lost, zero_made),
     )
 )
@@ -223,5 +236,5 @@ def register_rule(operator: str, rule: str | Rule) -> None:
     if f"{space}.{name}" in _BUILT_IN:
         raise PruningError(f"{operator} has a rule already")
     if isinstance(rule, str) and rule not in NAMED:
-        raise PruningError(f"no rule is called {rule!r}; {nearest(rule, NAMED)}")
+        raise PruningError(f"no rule is called {rule!r}; {suggestion(rule, NAMED)}")
     RULES[f"{space}.{name}"] = NAMED[rule] if isinstance(rule, str) else rule

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..layer_nodes import Contract, Norm, Product
+from ..layer_nodes import LayerNode, Norm, Product
 from ..nodes import Grids, Node, Opaque, Source, along
 from ..records import Op, Value
 from .movement import moved
@@ -21,7 +21,7 @@ def _contract(
     out = op.outputs[0]
     assert out is not None
     grids[out] = along(1, out.shape)
-    return Contract(
+    return LayerNode(
         op,
         grids,
         x=x,

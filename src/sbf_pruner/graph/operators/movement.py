@@ -18,7 +18,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..layer_nodes import Norm
-from ..nodes import Boundary, Elementwise, Grid, Grids, Halves, Located, Map, Node, Opaque, Sampled, Source, Sum
+from ..nodes import (
+    Boundary,
+    ChannelMove,
+    Elementwise,
+    Grid,
+    Grids,
+    Halves,
+    Located,
+    Node,
+    Opaque,
+    Sampled,
+    Source,
+    Sum,
+)
 from ..records import Op, Value
 
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
@@ -46,7 +59,7 @@ def _map(op: Op, grids: Grids, operands: Sequence[Value], labels: Sequence[Any])
     outputs = [v for v in op.outputs if v is not None]
     for value, table in zip(outputs, labels, strict=True):
         grids[value] = tuple(table.shape)
-    kind = Located if op.name in _LOCATING and len(outputs) > 1 else Map
+    kind = Located if op.name in _LOCATING and len(outputs) > 1 else ChannelMove
     return kind(op, grids, tuple(operands), tuple(np.asarray(t, np.int64) for t in labels))
 
 
@@ -145,7 +158,7 @@ def padded(op: Op, grids: Grids) -> Node:
     return _map(op, grids, [x], [np.pad(numbers, widths, constant_values=-1)])
 
 
-class Joined:
+class MergedDimensions:
     """Track dimensions in which a reshape merged channels with pixels, and check how they are split again.
 
     The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
@@ -163,7 +176,7 @@ class Joined:
 
     def holds(self, node: Node) -> bool:
         """Record what a node does to merged dimensions; return False if that depends on the image size."""
-        if isinstance(node, Map):
+        if isinstance(node, ChannelMove):
             return self._moved(node)
         if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
             for value in self._channels.keys() & set(node.inputs):
@@ -171,7 +184,7 @@ class Joined:
                 self._channels |= dict.fromkeys(same, self._channels[value])
         return True
 
-    def _moved(self, node: Map) -> bool:
+    def _moved(self, node: ChannelMove) -> bool:
         grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
         if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
             return True

@@ -22,7 +22,7 @@ def opaque(op: Op, grids: Grids) -> Node:
     return Opaque(op, grids, f"{op.name} at {op.where} is not known; tell what it does with sbf.register_rule")
 
 
-def nothing_seen(op: Op, grids: Grids) -> Node:
+def empty_result(op: Op, grids: Grids) -> Node:
     """Opaque node for an empty result (no detections, say), which does not show how channels pass."""
     return Opaque(op, grids, f"{op.name} at {op.where} gives nothing for the example inputs")
 
@@ -70,7 +70,7 @@ def zero_lost(op: Op, grids: Grids) -> Node:
     return elementwise(op, grids, "never")
 
 
-def pole(op: Op, grids: Grids) -> Node:
+def undefined_at_zero(op: Op, grids: Grids) -> Node:
     """Elementwise with f(0) infinite or NaN: logarithms and reciprocals."""
     return elementwise(op, grids, "never", poles=op.inputs)
 
@@ -169,7 +169,7 @@ def power(op: Op, grids: Grids) -> Node:
     if len(op.inputs) > 1 or op.args[0] is not op.inputs[0] or exponent is None:
         return elementwise(op, grids, "never")
     if exponent < 0:
-        return pole(op, grids)
+        return undefined_at_zero(op, grids)
     return elementwise(op, grids, "any" if exponent > 0 else "never", 0 < exponent < 1)
 
 

@@ -7,9 +7,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "batches": (
             "Augment",
-            "Resident",
+            "DeviceBatches",
             "Split",
-            "Stream",
+            "LazySplit",
         ),
         "cifar10": (
             "Archive",
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "datasets": (
             "Data",
-            "Feed",
+            "RunBatches",
             "SOURCES",
             "batches_of",
             "load_data",
@@ -33,7 +33,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "register",
         ),
         "images": (
-            "Loaded",
+            "LoaderBatches",
             "View",
             "read_picture",
         ),

@@ -1,9 +1,9 @@
 """Splits of a data set, and batches of normalized float images made from them.
 
-A split is held in memory (`Split`) or read on demand (`Stream`). `Resident` keeps a `Split` on the device and makes
-each batch there with a few tensor operations, without worker processes; `images.Loaded` reads a `Stream`. The
-contents of an epoch depend only on the seed and the number of the epoch, and random numbers are drawn on the CPU,
-so an epoch can be repeated after a resume and on any device.
+A split is held in memory (`Split`) or read on demand (`LazySplit`). `DeviceBatches` keeps a `Split` on the
+device and makes each batch there with a few tensor operations, without worker processes; `images.LoaderBatches`
+reads a `LazySplit`. The contents of an epoch depend only on the seed and the number of the epoch, and random
+numbers are drawn on the CPU, so an epoch can be repeated after a resume and on any device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ...errors import DataError
-from ...graph.tracer import same_chance
-from ...utils.distributed import Team
+from ...graph.tracer import fixed_seed
+from ...utils.distributed import DistributedContext
 from ...utils.user_code import failing_line
 
 
@@ -46,7 +46,7 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class LazySplit:
     """Rows of a map-style dataset of (image, label) pairs, read on demand."""
 
     dataset: Dataset[Any]
@@ -63,7 +63,7 @@ class Stream:
     """True if the dataset accepts (row, window) as an index and then reads a part of the image"""
 
     @classmethod
-    def of(cls, dataset: Dataset[Any], where: str) -> Stream:
+    def of(cls, dataset: Dataset[Any], where: str) -> LazySplit:
         """Wrap all rows of a user's dataset; `where` names it in error messages.
 
         Reads the first item to find the shape and dtype of the images. Raises a DataError if that fails, or if the
@@ -76,7 +76,7 @@ class Stream:
             )
         try:
             count = len(dataset)  # type: ignore[arg-type]
-            with same_chance(nn.Identity()):  # Leave the user's random number generators as they are.
+            with fixed_seed(nn.Identity()):  # Leave the user's random number generators as they are.
                 item = dataset[0] if count else None
         except Exception as error:
             raise DataError(f"{where}: its first item cannot be read: {failing_line(error)}") from error
@@ -88,7 +88,7 @@ class Stream:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, chosen: Tensor | slice) -> Stream:
+    def __getitem__(self, chosen: Tensor | slice) -> LazySplit:
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
 
@@ -151,7 +151,7 @@ class Augment:
     scale: float = 1.0
 
 
-class How(TypedDict, total=False):
+class BatchOptions(TypedDict, total=False):
     """Keyword arguments that all kinds of batches accept."""
 
     device: torch.device | str
@@ -171,7 +171,7 @@ class Batches(ABC):
 
     def __init__(
         self,
-        split: Split | Stream,
+        split: Split | LazySplit,
         batch_size: int,
         mean: Sequence[float],
         std: Sequence[float],
@@ -212,7 +212,7 @@ class Batches(ABC):
         found.batch_size, found.augment = batch_size, augment
         return found
 
-    def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
+    def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
         """Yield the part of each batch of an epoch that belongs to a rank, from batch number `first` on."""
         for images, labels in self.epoch(index, first):
             yield team.part(images), team.part(labels)
@@ -277,11 +277,16 @@ class Batches(ABC):
         return (images - self.mean) / self.std if self.mean.numel() else images
 
 
-class Resident(Batches):
+class DeviceBatches(Batches):
     """Batches of images that are kept on the device."""
 
     def __init__(
-        self, split: Split, batch_size: int, mean: Sequence[float], std: Sequence[float], **how: Unpack[How]
+        self,
+        split: Split,
+        batch_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        **how: Unpack[BatchOptions],
     ) -> None:
         super().__init__(split, batch_size, mean, std, **how)
         self.images = split.images.to(self.device)

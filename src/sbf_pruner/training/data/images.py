@@ -1,9 +1,10 @@
 """Folders of image files, and batches of images that are read on demand.
 
-`Pictures` reads files all at once or one by one with the same function, so both give the same pixels. `Loaded`
-reads any `Stream` in worker processes (torch's `DataLoader`) while the network trains. The images of a batch and
-the windows that are read of them depend only on the seed and the number of the epoch, not on the number of workers.
-An item that cannot be read raises a one-sentence `DataError` instead of a traceback from a worker.
+`Pictures` reads files all at once or one by one with the same function, so both give the same pixels.
+`LoaderBatches` reads any `LazySplit` in worker processes (torch's `DataLoader`) while the network trains. The
+images of a batch and the windows that are read of them depend only on the seed and the number of the epoch, not on
+the number of workers. An item that cannot be read raises a one-sentence `DataError` instead of a traceback from a
+worker.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ...errors import DataError, PruningError, nearest
-from ...graph.tracer import same_chance
-from ...utils.distributed import Team
-from ...utils.formatting import some
-from .batches import Batch, Batches, How, Split, Stream, check_item, wrong_label
+from ...errors import DataError, PruningError, suggestion
+from ...graph.tracer import fixed_seed
+from ...utils.distributed import DistributedContext
+from ...utils.formatting import first_names
+from .batches import Batch, Batches, BatchOptions, LazySplit, Split, check_item, wrong_label
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -86,11 +87,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         pixels = read_picture(self.files[row], self.view, window)
         return torch.from_numpy(pixels), self.labels[row]
 
-    def stream(self) -> Stream:
-        """Return a `Stream` that reads the images on demand."""
+    def stream(self) -> LazySplit:
+        """Return a `LazySplit` that reads the images on demand."""
         shape = (self.view.channels, self.view.size, self.view.size)
         rows, labels = torch.arange(len(self)), torch.tensor(self.labels)
-        return Stream(self, rows, shape, labels, windows=True)
+        return LazySplit(self, rows, shape, labels, windows=True)
 
     def split(self) -> Split:
         """Read all images now."""
@@ -108,7 +109,7 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
     """
     for folder in subfolders(root):
         if folder not in classes:
-            raise DataError(f"{root / folder}: train has no class {folder!r}; {nearest(folder, classes)}")
+            raise DataError(f"{root / folder}: train has no class {folder!r}; {suggestion(folder, classes)}")
     found = [
         (path, label)
         for label, name in enumerate(classes)
@@ -123,7 +124,7 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
         _log.warning("%s: %d files are not read (%s)", root, len(found) - len(files), ", ".join(others))
     filled = {label for _, label in files}
     if root.name != "train" and (missing := [name for label, name in enumerate(classes) if label not in filled]):
-        _log.warning("%s holds no images of %s", root, some(missing, 3))
+        _log.warning("%s holds no images of %s", root, first_names(missing, 3))
     for label, name in enumerate(classes):
         for inner in subfolders(root / name) if (root / name).is_dir() else ():
             raise DataError(
@@ -150,7 +151,7 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
     try:
         with Image.open(path) as image:
             # Pillow would clip pixels of more than eight bits at white.
-            shown = Image.fromarray(_lowered(np.asarray(image))) if image.mode.startswith("I") else image
+            shown = Image.fromarray(_to_8_bit(np.asarray(image))) if image.mode.startswith("I") else image
             box = view.box(*image.size) if window is None else view.window(*image.size, window)
             if "transparency" in image.info:  # Pillow would warn about every such image.
                 shown = shown.convert("RGBA")
@@ -161,7 +162,7 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
     return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
 
 
-def _lowered(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+def _to_8_bit(pixels: NDArray[Any]) -> NDArray[np.uint8]:
     """Convert 16-bit pixels to 8 bits."""
     if not (pixels.min() >= 0 and pixels.max() < 2**16):
         raise ValueError("its pixels have more than 16 bits")
@@ -172,32 +173,32 @@ Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, or a row and 
 Chance = int  # seed of the random numbers that are drawn while an item is read
 
 
-class Loaded(Batches):
+class LoaderBatches(Batches):
     """Batches of images that are read on demand by `workers` processes, or by this process (0)."""
 
     def __init__(
         self,
-        stream: Stream,
+        stream: LazySplit,
         batch_size: int,
         mean: Sequence[float],
         std: Sequence[float],
         *,
         workers: int = 0,
-        **how: Unpack[How],
+        **how: Unpack[BatchOptions],
     ) -> None:
         super().__init__(stream, batch_size, mean, std, **how)
         self.stream, self.workers = stream, workers
 
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
-        return self._read(index, Team(), first)
+        return self._read(index, DistributedContext(), first)
 
-    def parts(self, index: int, team: Team, first: int = 0) -> Iterator[Batch]:
+    def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
         # Mixup blends images of the whole batch, so every rank has to read all of it.
         if self.augment and self.augment.mixup:
             return super().parts(index, team, first)
         return self._read(index, team, first)
 
-    def _read(self, index: int, team: Team, first: int) -> Iterator[Batch]:
+    def _read(self, index: int, team: DistributedContext, first: int) -> Iterator[Batch]:
         """Yield the batches of an epoch, or the part of each that belongs to a rank."""
         drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
         starts = range(first * self.batch_size, len(self) * self.batch_size, self.batch_size)
@@ -244,14 +245,14 @@ class Loaded(Batches):
             raise DataError(f"images cannot be read beside training ({reason}); set data.workers=0") from error
 
     @staticmethod
-    def _checked(read: Batch | DataError, team: Team) -> Batch:
+    def _checked(read: Batch | DataError, team: DistributedContext) -> Batch:
         if isinstance(read, DataError):
             read.alone = not team.alone  # Ranks read different items, so only this one has the error.
             raise read
         return read
 
 
-def sample(stream: Stream, most: int, seed: int) -> Tensor:
+def sample(stream: LazySplit, most: int, seed: int) -> Tensor:
     """Return the images of up to `most` evenly spaced rows; their random transforms depend on the seed alone."""
     found = _Reading(stream).__getitems__([(row, seed % 2**32) for row in stream.spread(most)])
     if isinstance(found, DataError):
@@ -262,7 +263,7 @@ def sample(stream: Stream, most: int, seed: int) -> Tensor:
 class _Reading(Dataset[Any]):
     """Dataset that reads whole batches of a stream, and returns a DataError for one that cannot be read."""
 
-    def __init__(self, stream: Stream, num_classes: int = 0) -> None:
+    def __init__(self, stream: LazySplit, num_classes: int = 0) -> None:
         self.stream, self.num_classes = stream, num_classes  # 0: any labels
 
     def __getitems__(self, keys: Sequence[tuple[Key, Chance]]) -> Batch | DataError:
@@ -271,7 +272,7 @@ class _Reading(Dataset[Any]):
             items = []
             for key, chance in keys:
                 row = key if isinstance(key, int) else key[0]
-                with same_chance(nn.Identity(), chance):
+                with fixed_seed(nn.Identity(), chance):
                     image, label = self.stream.dataset[key]
                 self._check(image, label, row)
                 items.append((image.detach(), int(label)))

@@ -7,20 +7,20 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "captured": (
             "CapturedEngine",
-            "Counters",
+            "BatchCounters",
             "make_engine",
         ),
         "convolutions": (
             "TunableConvolutions",
-            "keep",
-            "recall",
+            "store_choice",
+            "load_choice",
         ),
-        "cuda_graphs": ("own_code",),
+        "cuda_graphs": ("copy_function",),
         "eager": (
             "Average",
-            "Descent",
+            "WeightTrainer",
             "Engine",
-            "Tally",
+            "EpochResult",
             "Teacher",
             "make_optimizer",
             "restore_optimizer",

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...pruner import Pruner
-from ...scores.gates import Folded
-from ...utils.distributed import Team
-from ..data.batches import Batches, Resident
-from ..device import Machine
+from ...scores.gates import LeafGates
+from ...utils.distributed import DistributedContext
+from ..data.batches import Batches, DeviceBatches
+from ..device import ComputeConfig
 from .convolutions import TunableConvolutions
-from .cuda_graphs import Changed, Evaluation, Step, Work, compiled
-from .eager import BEGINNING, Average, Begun, Engine, Tally, Teacher
+from .cuda_graphs import Evaluation, StateSnapshot, Step, Work, compile_copy
+from .eager import EPOCH_START, Average, Engine, EpochProgress, EpochResult, Teacher
 
 Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # (images, loss, outputs) -> the loss to train on
 
@@ -42,7 +42,7 @@ class CapturedEngine(Engine):
         network: nn.Module,
         device: torch.device | str,
         pruner: Pruner | None = None,
-        team: Team | None = None,
+        team: DistributedContext | None = None,
         dtype: torch.dtype = torch.bfloat16,
         order: torch.memory_format = torch.channels_last,
     ) -> None:
@@ -50,12 +50,12 @@ class CapturedEngine(Engine):
         super().__init__(network, device, pruner, team, dtype if self._fast else torch.float32, order)
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
-        self._counters = Counters(self.network)
+        self._counters = BatchCounters(self.network)
         if self._fast:  # These settings are global; the caller restores them (own_arithmetic).
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
-            self._loss = compiled(self._plain_loss, options=OPTIONS)
+            self._loss = compile_copy(self._plain_loss, options=OPTIONS)
             if order == torch.channels_last:  # TunableConvolutions computes in this memory format.
                 self._tunable = TunableConvolutions(self.network, dtype)
         self._steps: dict[Any, Step] = {}
@@ -71,8 +71,8 @@ class CapturedEngine(Engine):
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
-        begun: Begun = BEGINNING,
-    ) -> Tally:
+        begun: EpochProgress = EPOCH_START,
+    ) -> EpochResult:
         self.network.train()
         if optimizer not in self._steps:
             folded, scored = self._folded(), self._scored()
@@ -83,7 +83,7 @@ class CapturedEngine(Engine):
             if scored is not None and scored.optimizer is not None:
                 optimizers.append(scored.optimizer)
                 more += _score_tensors(scored)
-            changed = Changed(self.network, optimizers, more)
+            changed = StateSnapshot(self.network, optimizers, more)
             self._steps.clear()  # Free the memory of an old graph before the new one is captured.
             self._steps[optimizer] = Step(batches, work, changed, self.sums, rate, self._inside(folded), self.team)
         tally = self._steps[optimizer].epoch(epoch, rates, self.after_step, begun)
@@ -91,28 +91,28 @@ class CapturedEngine(Engine):
         return tally
 
     def score_epoch(
-        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
-    ) -> Tally:
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
+    ) -> EpochResult:
         assert self.pruner is not None and self.pruner.optimizer is not None
         self.network.train()
         optimizer = self.pruner.optimizer
         if optimizer not in self._steps:
             folded = self._folded()
             assert folded is not None
-            changed = Changed(self.network, [optimizer], _score_tensors(self.pruner))
+            changed = StateSnapshot(self.network, [optimizer], _score_tensors(self.pruner))
             work = self._score_work(folded, self._taught(teacher))
             self._steps.clear()
             self._steps[optimizer] = Step(batches, work, changed, self.sums, None, self._inside(folded), self.team)
         return self._steps[optimizer].epoch(epoch, after_step=self.after_step, begun=begun)
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches) -> Tally:
+    def evaluate(self, batches: Batches) -> EpochResult:
         # Captured evaluation reads images in order and pads the last batch, which would change norms that use batch
         # statistics.
-        resident = isinstance(batches, Resident) and batches.augment is None
+        resident = isinstance(batches, DeviceBatches) and batches.augment is None
         if not resident or _looks_at_batches(self.network):
             return super().evaluate(batches)
-        assert isinstance(batches, Resident)
+        assert isinstance(batches, DeviceBatches)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
         if gates != self._evaluated_with:  # A captured graph does not follow a change of the mode of the gates.
@@ -121,11 +121,11 @@ class CapturedEngine(Engine):
             self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
         return self._evaluations[batches].run()
 
-    def _folded(self) -> Folded | None:
-        return None if self.pruner is None else Folded(self.network, self.pruner.gates)
+    def _folded(self) -> LeafGates | None:
+        return None if self.pruner is None else LeafGates(self.network, self.pruner.gates)
 
-    def _inside(self, folded: Folded | None) -> _Dressed:
-        return _Dressed([part for part in (self._tunable, folded, self._counters) if part is not None])
+    def _inside(self, folded: LeafGates | None) -> _CombinedContext:
+        return _CombinedContext([part for part in (self._tunable, folded, self._counters) if part is not None])
 
     def _taught(self, teacher: Teacher | None) -> Taught:
         """Return a function that adds the distillation loss of a teacher to a loss.
@@ -140,15 +140,15 @@ class CapturedEngine(Engine):
             return self._answers(teacher, images)
 
         if self._fast:
-            answers = compiled(answers, options=OPTIONS)
-            mixed = compiled(mixed)
+            answers = compile_copy(answers, options=OPTIONS)
+            mixed = compile_copy(mixed)
         return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
 
     def _weight_work(
         self,
         optimizer: torch.optim.Optimizer,
         label_smoothing: float,
-        folded: Folded | None,
+        folded: LeafGates | None,
         taught: Taught,
         average: Average | None,
         scored: Pruner | None,
@@ -179,7 +179,7 @@ class CapturedEngine(Engine):
 
         return work
 
-    def _score_work(self, folded: Folded, taught: Taught) -> Work:
+    def _score_work(self, folded: LeafGates, taught: Taught) -> Work:
         pruner = self.pruner
         assert pruner is not None
 
@@ -206,13 +206,13 @@ class CapturedEngine(Engine):
         return F.cross_entropy(outputs, labels, reduction="none"), outputs
 
 
-class _Dressed:
+class _CombinedContext:
     """Several context managers combined into one that can be entered repeatedly."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts, self._stack = parts, ExitStack()
 
-    def __enter__(self) -> _Dressed:
+    def __enter__(self) -> _CombinedContext:
         with ExitStack() as entered:  # If a part fails, this exits those before it.
             for part in self.parts:
                 entered.enter_context(part)
@@ -234,7 +234,7 @@ def _looks_at_batches(network: nn.Module) -> bool:
 
 
 def make_engine(
-    network: nn.Module, machine: Machine, pruner: Pruner | None = None, team: Team | None = None
+    network: nn.Module, machine: ComputeConfig, pruner: Pruner | None = None, team: DistributedContext | None = None
 ) -> Engine:
     """Return the engine that `machine` selects, for a network on its device."""
     kind = CapturedEngine if machine.captured else Engine
@@ -244,7 +244,7 @@ def make_engine(
 _COUNTER = "num_batches_tracked"
 
 
-class Counters:
+class BatchCounters:
     """Context in which batch norms do not count batches, and `count` increments all their counters at once.
 
     A compiled step would otherwise increment every `num_batches_tracked` with a kernel of its own: 55 of the 311
@@ -252,7 +252,7 @@ class Counters:
     detect running statistics that lag.
 
     >>> norm = nn.BatchNorm2d(1)
-    >>> with Counters(norm) as counters:
+    >>> with BatchCounters(norm) as counters:
     ...     _ = norm(torch.zeros(2, 1, 1, 1))
     ...     counters.count()
     >>> norm.num_batches_tracked
@@ -270,7 +270,7 @@ class Counters:
         ]
         self._counts = {module: module.num_batches_tracked for module in self.modules}
 
-    def __enter__(self) -> Counters:
+    def __enter__(self) -> BatchCounters:
         for module in self.modules:
             module.__dict__[_COUNTER] = None  # An instance attribute is found before the buffer of the same name.
         return self

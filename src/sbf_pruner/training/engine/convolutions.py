@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ...errors import RunError
-from ...utils.files import replacing
-from ...utils.user_model import Attached
+from ...utils.files import atomic_path
+from ...utils.user_model import PrunerHook
 
 
-def recall(question: str) -> str | None:
+def load_choice(question: str) -> str | None:
     """Return the answer that an earlier process stored for a question, if any.
 
     Each answer is a small file in the cache folder of torch's compiler. Stored answers keep runs that start
@@ -38,9 +38,9 @@ def recall(question: str) -> str | None:
     return None
 
 
-def keep(question: str, answer: str) -> None:
+def store_choice(question: str, answer: str) -> None:
     """Store an answer for later processes; do nothing if the cache folder is not writable."""
-    with suppress(OSError, RunError), replacing(_place(question)) as path:
+    with suppress(OSError, RunError), atomic_path(_place(question)) as path:
         path.write_text(f"{question}\n{answer}\n", "utf-8")
 
 
@@ -101,7 +101,7 @@ class TunableConvolutions:
             torch.index_select(self._plain, 0, self._places, out=self._turned)
 
 
-class _Tuned(Attached):
+class _Tuned(PrunerHook):
     """Replaces the forward of one convolution.
 
     This is no partial function, because the compiler writes down the values that it guards on, and would print the

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PruningError, RunError
-from ...utils.distributed import Team
-from ..data.batches import Batch, Batches, Resident
-from .eager import BEGINNING, AfterStep, Begun, Tally, hits
+from ...utils.distributed import DistributedContext
+from ..data.batches import Batch, Batches, DeviceBatches
+from .eager import EPOCH_START, AfterStep, EpochProgress, EpochResult, count_correct
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
@@ -62,7 +62,7 @@ def _captured(once: Callable[[], None], before_each: Callable[[], Any]) -> torch
     return graph
 
 
-class Changed:
+class StateSnapshot:
     """Snapshot of all tensors that a step changes, to undo its warm-up runs."""
 
     def __init__(
@@ -100,20 +100,20 @@ class Step:
         self,
         batches: Batches,
         work: Work,
-        changed: Changed,
+        changed: StateSnapshot,
         sums: Tensor,
         rate: Tensor | None = None,
         inside: AbstractContextManager[Any] | None = None,
-        team: Team | None = None,
+        team: DistributedContext | None = None,
     ) -> None:
-        self.work, self.rate, self.team = work, rate, team or Team()
+        self.work, self.rate, self.team = work, rate, team or DistributedContext()
         self.inside = inside or nullcontext()
         device, self.steps = batches.device, len(batches)
         self.seen = self.steps * batches.each
         self.rates = torch.zeros(self.steps, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums = sums
-        kind = Laid if isinstance(batches, Resident) else Handed
+        kind = OnDeviceBatch if isinstance(batches, DeviceBatches) else StaticBatch
         self.images = kind(batches, self.at, self.team)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
@@ -126,8 +126,8 @@ class Step:
         index: int,
         rates: Sequence[float] = (),
         after_step: AfterStep | None = None,
-        begun: Begun = BEGINNING,
-    ) -> Tally:
+        begun: EpochProgress = EPOCH_START,
+    ) -> EpochResult:
         """Run the steps of an epoch, or those that are left after `begun`.
 
         The host synchronizes only to read the three sums at the end, and for whatever `after_step` does.
@@ -145,16 +145,16 @@ class Step:
                 if after_step is not None:
                     after_step(step, self.steps)
         self.images.look_ahead(index + 1)  # Runs on the CPU while the device is busy.
-        self.team.add_up(self.sums)
+        self.team.all_reduce_sum(self.sums)
         loss, hits, penalty = (self.sums / self.seen).tolist()
-        return Tally(loss, 100 * hits, penalty)
+        return EpochResult(loss, 100 * hits, penalty)
 
     def _once(self) -> None:
         if self.rate is not None:
             self.rate.copy_(self.rates.index_select(0, self.at)[0])
         images, labels = self.images.batch()
         loss, outputs, penalty = self.work(images, labels)
-        told = hits(outputs, labels).double()
+        told = count_correct(outputs, labels).double()
         self.sums += torch.stack([loss.double() * len(labels), told, penalty.double() * len(labels)])
         self.at += 1
 
@@ -167,12 +167,12 @@ class Evaluation:
 
     def __init__(
         self,
-        batches: Resident,
+        batches: DeviceBatches,
         judge: Judge,
         inside: AbstractContextManager[Any] | None = None,
-        team: Team | None = None,
+        team: DistributedContext | None = None,
     ) -> None:
-        self.batches, self.judge, self.team = batches, judge, team or Team()
+        self.batches, self.judge, self.team = batches, judge, team or DistributedContext()
         self.inside = inside or nullcontext()
         self.count = batches.count
         rows = torch.arange(len(batches) * min(batches.batch_size, self.count), device=batches.device)
@@ -184,16 +184,16 @@ class Evaluation:
             with self.inside:
                 self.graph = capture(self._once, self.at.zero_)
 
-    def run(self) -> Tally:
+    def run(self) -> EpochResult:
         """Return loss and accuracy over all images."""
         self.at.zero_()
         self.sums.zero_()
         with self.inside:  # Entering recomputes the gated parameters.
             for _ in range(len(self.rows)):
                 self._once() if self.graph is None else self.graph.replay()
-        self.team.add_up(self.sums)
+        self.team.all_reduce_sum(self.sums)
         loss, hits = (self.sums / self.count).tolist()
-        return Tally(loss, 100 * hits)
+        return EpochResult(loss, 100 * hits)
 
     @torch.no_grad()
     def _once(self) -> None:
@@ -211,16 +211,16 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-class Laid:
+class OnDeviceBatch:
     """Batches that a captured step makes itself, from images on the device.
 
     The random choices of an epoch are in fixed buffers on the device, and `at` selects those of the current step.
     """
 
-    def __init__(self, batches: Batches, at: Tensor, team: Team) -> None:
-        assert isinstance(batches, Resident)
+    def __init__(self, batches: Batches, at: Tensor, team: DistributedContext) -> None:
+        assert isinstance(batches, DeviceBatches)
         self.batches, self.at, self.team = batches, at, team
-        self.take = compiled(batches.take) if batches.device.type == "cuda" else batches.take
+        self.take = compile_copy(batches.take) if batches.device.type == "cuda" else batches.take
         self.drawn = {name: choice.to(batches.device) for name, choice in self._draw(0).items()}
         self.next: tuple[int, dict[str, Tensor]] | None = None
 
@@ -252,13 +252,13 @@ class Laid:
         }
 
 
-class Handed:
+class StaticBatch:
     """Batches that are copied into two fixed buffers on the device before each step.
 
     A captured step reads these buffers, so their addresses never change.
     """
 
-    def __init__(self, batches: Batches, at: Tensor, team: Team) -> None:
+    def __init__(self, batches: Batches, at: Tensor, team: DistributedContext) -> None:
         self.batches, self.team = batches, team
         rows = len(team.part(torch.arange(batches.each)))
         blended = batches.augment is not None and batches.augment.mixup > 0
@@ -290,25 +290,25 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def compiled(function: Callable[Given, Result], **settings: Any) -> Callable[Given, Result]:
+def compile_copy(function: Callable[Given, Result], **settings: Any) -> Callable[Given, Result]:
     """Compile a copy of a function or bound method.
 
     torch stores compiled code with the code object of a function. Two networks in one process, with different hooks
     and gates, would share it: the second could run what was compiled for the first, and after eight networks
     nothing would be compiled any more. A copy has its own code object.
     """
-    return cast("Callable[Given, Result]", torch.compile(own_code(function), **settings))
+    return cast("Callable[Given, Result]", torch.compile(copy_function(function), **settings))
 
 
-def own_code(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def copy_function(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Return a copy of a function or bound method with its own code object.
 
     >>> def double(x): return 2 * x
-    >>> own_code(double)(3), own_code(double).__code__ is double.__code__
+    >>> copy_function(double)(3), copy_function(double).__code__ is double.__code__
     (6, False)
     """
     if isinstance(function, MethodType):
-        return MethodType(own_code(function.__func__), function.__self__)
+        return MethodType(copy_function(function.__func__), function.__self__)
     assert isinstance(function, FunctionType)
     own = FunctionType(
         function.__code__.replace(),

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from ...pruner import Pruner
 from ...scores.norm_statistics import fresh_statistics
 from ...scores.penalty import for_this_device
-from ...utils.distributed import Team
+from ...utils.distributed import DistributedContext
 from ..data.batches import Batches
-from ..device import lay_out
+from ..device import to_memory_format
 from ..sections import OptimizerConfig
 
 AfterStep = Callable[[int, int], None]  # called with the number of steps done and of all steps of the epoch
 
 
 @dataclass(frozen=True)
-class Begun:
+class EpochProgress:
     """The part of a training epoch that was done before the run was interrupted."""
 
     steps: int = 0
@@ -41,11 +41,11 @@ class Begun:
     """states of torch's random number generators, of the CPU and of the GPU in use"""
 
 
-BEGINNING = Begun()
+EPOCH_START = EpochProgress()
 
 
 @dataclass(frozen=True)
-class Tally:
+class EpochResult:
     """Result of an epoch: mean loss without the penalty, accuracy in percent, and mean penalty of the scores."""
 
     loss: float
@@ -61,10 +61,10 @@ class Tally:
 class Engine:
     """Runs epochs of one network on one device.
 
-    >>> from ..data.batches import Resident
+    >>> from ..data.batches import DeviceBatches
     >>> from ..data.batches import Split
     >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(Resident(two, 2, [0.0], [1.0])).accuracy
+    >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(DeviceBatches(two, 2, [0.0], [1.0])).accuracy
     50.0
     """
 
@@ -73,14 +73,14 @@ class Engine:
         network: nn.Module,
         device: torch.device | str = "cpu",
         pruner: Pruner | None = None,
-        team: Team | None = None,
+        team: DistributedContext | None = None,
         dtype: torch.dtype = torch.float32,
         order: torch.memory_format = torch.channels_last,
     ) -> None:
-        self.network = lay_out(network.to(device), order)
+        self.network = to_memory_format(network.to(device), order)
         self.device, self.dtype, self.order = torch.device(device), dtype, order
         self.pruner = pruner
-        self.team = team or Team.present()
+        self.team = team or DistributedContext.present()
         """ranks that share every batch"""
         self.after_step: AfterStep | None = None
         self.before_evaluation_batch: Callable[[], None] | None = None
@@ -96,8 +96,8 @@ class Engine:
         label_smoothing: float = 0.0,
         teacher: Teacher | None = None,
         average: Average | None = None,
-        begun: Begun = BEGINNING,
-    ) -> Tally:
+        begun: EpochProgress = EPOCH_START,
+    ) -> EpochResult:
         """Train the weights for one epoch, or for what is left of it; `rates` holds the learning rate of each step.
 
         Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
@@ -131,8 +131,8 @@ class Engine:
         return sums.tally(self.team)
 
     def score_epoch(
-        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: Begun = BEGINNING
-    ) -> Tally:
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
+    ) -> EpochResult:
         """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
         pruner = self.pruner
         assert pruner is not None
@@ -152,7 +152,7 @@ class Engine:
         return sums.tally(self.team)
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches) -> Tally:
+    def evaluate(self, batches: Batches) -> EpochResult:
         """Return loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(torch.zeros_like(self.sums))
@@ -205,10 +205,11 @@ class Engine:
         return outputs.float() if lower else outputs
 
 
-def hits(outputs: Tensor, labels: Tensor) -> Tensor:
+def count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
     """Count the images that are classified correctly; a blended image belongs to its most probable class.
 
-    >>> hits(torch.eye(3), torch.tensor([0, 1, 1])), hits(torch.eye(2), torch.tensor([[0.6, 0.4], [0.7, 0.3]]))
+    >>> soft = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
+    >>> count_correct(torch.eye(3), torch.tensor([0, 1, 1])), count_correct(torch.eye(2), soft)
     (tensor(2), tensor(1))
     """
     return (outputs.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)).sum()
@@ -217,7 +218,7 @@ def hits(outputs: Tensor, labels: Tensor) -> Tensor:
 class _Sums:
     """Running sums of loss, hits and penalty on the device; loss and penalty are weighted by batch size."""
 
-    def __init__(self, held: Tensor, begun: Begun = BEGINNING, batches: Batches | None = None) -> None:
+    def __init__(self, held: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
         self.held = held.copy_(torch.tensor(begun.sums, dtype=held.dtype))
         self.seen = 0 if batches is None else begun.steps * batches.each
 
@@ -225,21 +226,21 @@ class _Sums:
         count = len(labels)
         # In float32 the product with a batch size of 24 would be rounded.
         self.held[0] += count * loss.detach().double()
-        self.held[1] += hits(outputs, labels)
+        self.held[1] += count_correct(outputs, labels)
         if penalty is not None:
             self.held[2] += count * penalty.detach().double()
         self.seen += count
 
-    def tally(self, team: Team) -> Tally:
+    def tally(self, team: DistributedContext) -> EpochResult:
         seen = torch.tensor(self.seen, device=self.held.device)
-        team.add_up(self.held)
-        team.add_up(seen)
+        team.all_reduce_sum(self.held)
+        team.all_reduce_sum(seen)
         loss, hits, penalty = (self.held / seen.clamp(min=1)).tolist()
-        return Tally(loss, 100 * hits, penalty)
+        return EpochResult(loss, 100 * hits, penalty)
 
 
 @dataclass
-class Descent:
+class WeightTrainer:
     """Optimizer of a phase and, if the recipe asks for it, the moving average of what it trains."""
 
     optimizer: torch.optim.Optimizer
@@ -252,7 +253,7 @@ class Descent:
         config: OptimizerConfig,
         optimizer: dict[str, Any] | None = None,
         average: dict[str, Any] | None = None,
-    ) -> Descent:
+    ) -> WeightTrainer:
         """Create both for a new phase or, with the two states of a checkpoint, for one that is resumed."""
         made = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
         if optimizer is not None:

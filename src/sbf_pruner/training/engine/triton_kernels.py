@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .convolutions import keep, recall
+from .convolutions import load_choice, store_choice
 
 Candidate = TypeVar("Candidate")
 Work = Callable[[], Tensor]
@@ -64,10 +64,10 @@ class Choices(Generic[Candidate]):
         place = f"{torch.cuda.get_device_name(x.device)}, torch {torch.__version__}, triton {triton.__version__}"
         layer = f"{self._source} on {place}: {tuple(x.shape)} {x.dtype} to {filters}"
         known = {str(way): way for way in works}
-        remembered = recall(layer)
+        remembered = load_choice(layer)
         if remembered not in known:
             remembered = str(quickest(works))
-            keep(layer, remembered)
+            store_choice(layer, remembered)
         return known[remembered]
 
 
@@ -115,7 +115,7 @@ _LARGEST = 128 * 128  # elements of the product that a program can hold in regis
 _SMALL = 64 * 64  # this many need only half of the registers
 
 
-class Way(NamedTuple):
+class KernelConfig(NamedTuple):
     """Configuration of the kernel: rows of the window per program, pipeline stages of its loads, and programs.
 
     `programs` is the number per multiprocessor, over all rows of the window.
@@ -126,11 +126,11 @@ class Way(NamedTuple):
     programs: int
 
 
-LIBRARY = Way(0, 0, 0)
+LIBRARY = KernelConfig(0, 0, 0)
 CHOICES = Choices(LIBRARY, __file__)
 
 
-def ways(x: Tensor, filters: int) -> list[Way]:
+def candidate_configs(x: Tensor, filters: int) -> list[KernelConfig]:
     """Return the configurations to try: all rows of the window in one program where that fits, else one per row.
 
     Data that is loaded ahead is held in shared memory. Other loads go through the L1 cache, which overlapping
@@ -140,8 +140,12 @@ def ways(x: Tensor, filters: int) -> list[Way]:
     if row > _LARGEST or not _small_enough(x, filters):
         return [LIBRARY]
     if whole > _LARGEST:
-        return [LIBRARY, Way(1, 1, 1), Way(1, 3, 1)]
-    return [LIBRARY, Way(3, 1, 4), Way(3, 3, 2)] if whole <= _SMALL else [LIBRARY, Way(3, 1, 2), Way(3, 3, 1)]
+        return [LIBRARY, KernelConfig(1, 1, 1), KernelConfig(1, 3, 1)]
+    return (
+        [LIBRARY, KernelConfig(3, 1, 4), KernelConfig(3, 3, 2)]
+        if whole <= _SMALL
+        else [LIBRARY, KernelConfig(3, 1, 2), KernelConfig(3, 3, 1)]
+    )
 
 
 @triton.jit
@@ -207,7 +211,7 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     compute it, including the library's, and selects the fastest one that agrees with the library.
     """
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    works = {way: partial(compute, x, dy, way) for way in ways(x, dy.shape[1])}
+    works = {way: partial(compute, x, dy, way) for way in candidate_configs(x, dy.shape[1])}
     return works[CHOICES.choose(x, dy.shape[1], works)]()
 
 
@@ -216,7 +220,7 @@ def _(x: Tensor, dy: Tensor) -> Tensor:
     return _empty(x, dy)
 
 
-def compute(x: Tensor, dy: Tensor, way: Way) -> Tensor:
+def compute(x: Tensor, dy: Tensor, way: KernelConfig) -> Tensor:
     """Compute the weight gradient with a given configuration; `x` and `dy` are channels_last."""
     images, channels, height, width = x.shape
     filters, result = dy.shape[1], _empty(x, dy)
