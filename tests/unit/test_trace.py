@@ -583,3 +583,21 @@ def test_an_attribute_that_is_called_like_a_table_of_hooks_need_be_none() -> Non
     net.feature_hooks = []  # type: ignore[assignment]
     assert list(trace(net, torch.rand(1, 3, 8, 8)).layers) == ["0"]
     assert list(trace(torch.fx.symbolic_trace(net), torch.rand(1, 3, 8, 8)).layers) == ["0"]
+
+
+def test_a_trace_on_real_tensors_draws_no_random_numbers_of_the_users():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            if float(x.sum()) > 1e9:  # cannot be traced on meta tensors
+                return x
+            return self.conv(x) * torch.tensor([2.0])
+
+    state = torch.get_rng_state()
+    model = Scaled()
+    torch.set_rng_state(state)
+    trace(model, torch.ones(1, 3, 4, 4))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -168,7 +168,10 @@ def warmed_copy(model: nn.Module, example_inputs: Any) -> nn.Module:
 
 def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Raise a TraceError if a tensor that the forward makes from Python numbers differs for other inputs."""
-    noise = map_tensors(example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone())
+    with fixed_seed(model):
+        noise = map_tensors(
+            example_inputs, lambda t: t + torch.rand_like(t) if t.is_floating_point() else t.clone()
+        )
     again = _record_copy(model, real_copy(model), noise, False, found.training)
     for (line, one), (_, other) in zip(found.literals, again.literals, strict=False):
         if not same_numbers(one, other):
