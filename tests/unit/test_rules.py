@@ -452,6 +452,7 @@ def test_a_rule_can_be_a_function(squash):
         ("squash", "zero_kept", "an operator is named namespace::name, like aten::relu, not 'squash'"),
         ("a::b.c", "zero_kept", "an operator is named namespace::name, like aten::relu, not 'a::b.c'"),
         ("aten::relu", "zero_lost", "aten::relu has a rule already"),
+        ("aten::relu_", "zero_lost", "aten::relu_ has a rule already"),
         ("tests_rules::squash", "zero_keep", "no rule is called 'zero_keep'; did you mean 'zero_kept'?"),
     ],
 )

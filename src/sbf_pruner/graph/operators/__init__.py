@@ -74,7 +74,7 @@ def build_node(op: Op, grids: Grids) -> Node:
     try:
         node = rule(op, grids) if not _is_empty(op) else empty_result(op, grids)
     except Exception as error:
-        if op.name in _BUILT_IN:
+        if _is_built_in(op.name):
             raise
         raise PruningError(
             f"the rule that was registered for {op.name} does not fit it at {op.where} ({error}); register another"
@@ -180,6 +180,11 @@ RULES: dict[str, Rule] = {
 
 _BUILT_IN = frozenset(RULES)
 
+
+def _is_built_in(name: str) -> bool:
+    return name in _BUILT_IN or name.removesuffix("_") in _BUILT_IN
+
+
 POINTWISE = frozenset(
     (
         *(
@@ -233,7 +238,7 @@ def register_rule(operator: str, rule: str | Rule) -> None:
     space, _, name = operator.replace("::", ".").partition(".")
     if not (space and name) or "." in name:
         raise PruningError(f"an operator is named namespace::name, like aten::relu, not {operator!r}")
-    if f"{space}.{name}" in _BUILT_IN:
+    if _is_built_in(f"{space}.{name}"):
         raise PruningError(f"{operator} has a rule already")
     if isinstance(rule, str) and rule not in NAMED:
         raise PruningError(f"no rule is called {rule!r}; {suggestion(rule, NAMED)}")
