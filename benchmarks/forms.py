@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from speed import PLAN, resnet50, resnet56
 
 from sbf_pruner.compare import Subject
 from sbf_pruner.measurement import measure
-from sbf_pruner.runtimes import FORMS, CapturedNetwork, make_forms, make_runner, min_times
+from sbf_pruner.runtimes import RUNTIMES, CapturedNetwork, make_forms, make_runner, min_times
 from sbf_pruner.utils import median_ratio, time_interleaved, torch_threads
 
 NETWORKS = {"resnet56": (resnet56, (1, 64)), "resnet50": (resnet50, (8,))}
@@ -34,22 +33,18 @@ TRIAL = 5.0  # seconds in which the dense network's form is chosen
 def forms_of(subject: Subject, target: str, batch: int, threads: int, rounds: int) -> dict[str, Any]:
     """One runtime and batch: milliseconds of all, and how much faster than dense each form of the compact is."""
     inputs = subject.inputs(batch)
-    named = {str(form): form for form in FORMS[target]}
-    with tempfile.TemporaryDirectory() as folder:
-        calls: dict[str, dict[str, Any]] = {}
-        macs = {}
-        for side, network in (("dense", subject.dense), ("compact", subject.compact)):
-            made = make_forms(CapturedNetwork(network, subject.example), named)
-            calls[side] = {
-                name: make_runner(form, inputs, target, threads, Path(folder) / f"{side}-{index}.onnx")
-                for index, (name, form) in enumerate(made.items())
-            }
-            macs |= {name: measure(form, subject.example).macs for name, form in made.items()}
-        tried = min_times(calls["dense"], TRIAL)
-        dense = min(tried, key=tried.__getitem__)
-        # The network as it was saved stands beside its forms.
-        as_saved = make_runner(subject.compact, inputs, target, threads, Path(folder) / "saved.onnx")
-        taken = time_interleaved({"dense": calls["dense"][dense], "as saved": as_saved, **calls["compact"]}, rounds)
+    named = {str(form): form for form in RUNTIMES[target].forms}
+    calls: dict[str, dict[str, Any]] = {}
+    macs = {}
+    for side, network in (("dense", subject.dense), ("compact", subject.compact)):
+        made = make_forms(CapturedNetwork(network, subject.example), named)
+        calls[side] = {name: make_runner(form, inputs, target, threads) for name, form in made.items()}
+        macs |= {name: measure(form, subject.example).macs for name, form in made.items()}
+    tried = min_times(calls["dense"], TRIAL)
+    dense = min(tried, key=tried.__getitem__)
+    # The network as it was saved is timed beside its forms.
+    as_saved = make_runner(subject.compact, inputs, target, threads)
+    taken = time_interleaved({"dense": calls["dense"][dense], "as saved": as_saved, **calls["compact"]}, rounds)
     return {
         "target": target,
         "batch": batch,

@@ -35,7 +35,7 @@ from sbf_pruner.models import resolve
 from sbf_pruner.training import LatencyTarget, pruner_options
 from sbf_pruner.utils import busy_cores
 
-RUNTIMES = ("onnxruntime", "torch")
+RUNTIMES = ("onnxruntime", "eager")
 TARGETS = (0.6, 0.4)
 HALF = 0.5
 WITHIN = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 from saving import origin
 
 NONE = "Not measured yet."
-NAMES = {"onnxruntime": "ONNX Runtime", "torch": "torch"}
+NAMES = {"onnxruntime": "ONNX Runtime", "eager": "eager"}
 
 
 def latency(result: dict[str, Any] | None) -> str:

@@ -185,7 +185,7 @@ def test_resuming_a_finished_run_says_so(here: Path, capsys: pytest.CaptureFixtu
 def test_a_time_that_was_missed_is_a_code_of_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny.toml", "--quiet"]) == 0
     path = here / "runs/tiny-seed0/summary.json"
-    asked = {"asked": 0.5, "foretold": 0.5, "runtime": "torch", "batch": 1, "way": "filters"}
+    asked = {"asked": 0.5, "foretold": 0.5, "runtime": "eager", "batch": 1, "way": "filters"}
     for measured, code in ((0.52, 0), (0.6, 1), (None, 0)):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"latency": {**asked, "measured": measured}}))
         for words in ([], ["--json"]):
@@ -607,11 +607,11 @@ def test_latency_measures_and_its_table_serves_a_run(
 ) -> None:
     monkeypatch.setenv("SBF_CACHE", str(here / "cache"))
     monkeypatch.setattr("sbf_pruner.measurement.stopwatch.BESIDE", 0.1)
-    words = ["latency", "tiny.toml", "--runtime", "torch", "--batch", "4", "--threads", "1"]
+    words = ["latency", "tiny.toml", "--runtime", "eager", "--batch", "4", "--threads", "1"]
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[0].split()[:3] == ["cut", "for", "real"]
-    assert "foretold by a fit to the others" in said.out and "ms in torch, batch 4, 1 thread" in said.out
+    assert "foretold by a fit to the others" in said.out and "ms in eager, batch 4, 1 thread" in said.out
     assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
     # A second time all is known.
     assert main([*words, "--json", "--quiet"]) == 0
@@ -651,7 +651,7 @@ def test_a_run_says_what_it_lacks_for_its_time_before_it_trains(
 BAD_LATENCY = {
     "runtime": (
         ["resnet20", "--runtime", "onnx"],
-        "--runtime: none is called 'onnx'; known: onnxruntime, torch, compile, cuda",
+        "--runtime: none is called 'onnx'; known: eager, compile, onnxruntime, eager:cuda",
     ),
     "batch": (["resnet20", "--batch", "0"], "--batch must be at least 1"),
     "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),

@@ -136,7 +136,7 @@ def test_a_method_says_the_same_of_a_network_on_the_gpu(name: str) -> None:
 def test_a_clock_for_the_gpu_foretells_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     model = load_or_calibrate(
-        resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), conditions_here("cuda", 256, 1)
+        resolve("resnet20").eval(), torch.zeros(1, 3, 32, 32), conditions_here("eager:cuda", 256, 1)
     )
     assert 0 < model.dense_seconds < 0.1
     assert model.ratio({}) == pytest.approx(1.0)

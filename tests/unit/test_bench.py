@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,12 @@ from torch import nn
 
 from sbf_pruner.cli import bench_lines
 from sbf_pruner.compare import (
-    BENCH_RUNTIMES,
     LAYERS,
     REST,
     BenchOptions,
-    BenchTarget,
     Subject,
-    Unavailable,
     bench,
     dissect,
-    outputs,
     page_faults,
     read_settings,
     resolve_subject,
@@ -33,7 +30,7 @@ from sbf_pruner.errors import PruningError
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
 from sbf_pruner.plan import Plan
-from sbf_pruner.runtimes import FORMS, CapturedNetwork, Form
+from sbf_pruner.runtimes import RUNTIMES, CapturedNetwork, Form, Placement, Unavailable, outputs
 from sbf_pruner.surgery import extract
 from sbf_pruner.utils import call, timing
 from zoo import ZOO
@@ -44,7 +41,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def less_work() -> Iterator[None]:
     """Two forms, tried less long, of networks captured once: that all are right is tested where they are made."""
-    some = {runtime: (forms[0], forms[-1]) for runtime, forms in FORMS.items()}
+    some = {name: replace(row, forms=(row.forms[0], row.forms[-1])) for name, row in RUNTIMES.items()}
     captured: dict[int, CapturedNetwork] = {}
 
     def capture(model: nn.Module, example: Any) -> CapturedNetwork:
@@ -54,7 +51,7 @@ def less_work() -> Iterator[None]:
         return captured[id(model)]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(bench, "FORMS", some)
+        patched.setattr(bench, "RUNTIMES", some)
         patched.setattr(bench, "TRIAL", 0.05)
         patched.setattr(bench, "CapturedNetwork", capture)
         yield
@@ -86,7 +83,7 @@ def test_every_combination_is_timed_and_computes_what_the_saved_network_does(res
         assert record["difference"] < 1e-5
         assert record["speedup"]["n"] == record["dense_ms"]["n"] == 6
         assert record["speedup"]["low"] <= record["speedup"]["median"] <= record["speedup"]["high"]
-        tried, known = record["tried_ms"], {str(form) for form in FORMS[record["runtime"]]}
+        tried, known = record["tried_ms"], {str(form) for form in RUNTIMES[record["runtime"]].forms}
         assert (
             1 <= len(tried["dense"]) <= len(tried["compact"]) == 2 and {*tried["dense"], *tried["compact"]} <= known
         )
@@ -170,15 +167,15 @@ def test_a_compiler_that_fails_is_one_line(subject: Subject, monkeypatch: pytest
         return run
 
     monkeypatch.setattr(torch, "compile", broken)
-    with pytest.raises(Unavailable) as caught:
-        BENCH_RUNTIMES["compile"].prepare(subject.compact, BenchTarget(CPU, 1, subject.example))(subject.example)
+    with pytest.raises(PruningError) as caught:
+        RUNTIMES["compile"].prepare(subject.compact, Placement(CPU, 1, subject.example))(subject.example)
     assert str(caught.value) == "torch.compile failed here (RuntimeError: No working C++ compiler found)"
 
 
 @pytest.mark.slow
 def test_the_compiled_network_computes_the_same(subject: Subject) -> None:
-    form = CapturedNetwork(subject.compact, subject.example).form(FORMS["compile"][0])
-    bind = BENCH_RUNTIMES["compile"].prepare(form, BenchTarget(CPU, 1, subject.example))
+    form = CapturedNetwork(subject.compact, subject.example).form(RUNTIMES["compile"].forms[0])
+    bind = RUNTIMES["compile"].prepare(form, Placement(CPU, 1, subject.example))
     for batch in (1, 3):
         inputs = subject.inputs(batch)
         with torch.inference_mode():
@@ -310,7 +307,7 @@ def test_a_network_by_name_with_a_plan(tmp_path: Path) -> None:
     assert subject.compact.layer1[0].conv1.out_channels == 2
     assert outputs(lambda: call(subject.compact, subject.inputs(4)))[0].shape == (4, 3)
     assert not subject.dense.training and not subject.compact.training
-    assert BENCH_RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
+    assert RUNTIMES.keys() == {"eager", "compile", "onnxruntime", "openvino"}
     assert resolve("resnet20").training
 
 

@@ -13,8 +13,7 @@ import sbf_pruner as sbf
 from cases import leaves, random_plans, snapshot
 from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import BRANCHES, CapturedNetwork, Form, choose, groups, min_times
-from sbf_pruner.runtimes import forms as choosing
+from sbf_pruner.runtimes import BRANCHES, CapturedNetwork, Form, choice, choose, groups, min_times
 from sbf_pruner.utils import call
 from shares import mostly_slow
 from zoo import ZOO, Block, fresh_inputs, randomise
@@ -183,14 +182,14 @@ def test_a_layer_of_one_filter_beside_a_parameter_of_its_own():
     assert_forms_equal(sbf.extract(model, inputs, one, graph), inputs)
 
 
-# -- choosing ------------------------------------------------------------------------------------------------
+# -- choice ------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_is_chosen_from_the_times(monkeypatch):
     _, small, image = halved()
     forms = [Form("zeros", 4), Form("gather"), Form("add")]
     monkeypatch.setattr(
-        choosing, "min_times", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
+        choice, "min_times", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
     )
     chosen = choose(small, image, "eager", batch=2, threads=1, forms=forms)
     assert chosen.form == Form("gather")  # the first of two that are as fast
@@ -206,7 +205,7 @@ def test_those_far_behind_drop_out():
     def timed(name, seconds):
         def run():
             calls[name] += 1
-            choosing.time.sleep(seconds)
+            choice.time.sleep(seconds)
 
         return run
 

@@ -13,7 +13,7 @@ from clocks import work
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import lay_out, trace
 from sbf_pruner.measurement import (
-    RUNTIMES,
+    LAYER_TIMERS,
     Conditions,
     LayerSpec,
     PlanTimer,
@@ -30,19 +30,19 @@ from sbf_pruner.measurement import (
 )
 from sbf_pruner.models import resnet20
 from sbf_pruner.plan import Plan
-from sbf_pruner.runtimes import FORMS, CapturedNetwork, make_runner
+from sbf_pruner.runtimes import LATENCY_RUNTIMES, RUNTIMES, CapturedNetwork, make_runner
 from sbf_pruner.surgery import extract
 from sbf_pruner.training import settings
 from sbf_pruner.utils import random_inputs, synchronizer
 
 IMAGE = torch.zeros(1, 3, 16, 16)
-TORCH = Conditions("torch", 2, 1, {"cpu": "an abacus"})
+TORCH = Conditions("eager", 2, 1, {"cpu": "an abacus"})
 
 
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "torch", "compile"])
+@pytest.mark.parametrize("runtime", ["onnxruntime", "eager", "compile"])
 @pytest.mark.parametrize(
     "site",
     [
@@ -211,9 +211,9 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 def test_only_the_same_machine_with_the_same_versions_measures_the_same():
-    mine = conditions_here("torch", 4, 1)
-    assert comparable_conditions(mine, conditions_here("torch", 4, 1)) and json.dumps(dict(mine.machine))
-    assert not comparable_conditions(mine, conditions_here("torch", 8, 1)) and not comparable_conditions(
+    mine = conditions_here("eager", 4, 1)
+    assert comparable_conditions(mine, conditions_here("eager", 4, 1)) and json.dumps(dict(mine.machine))
+    assert not comparable_conditions(mine, conditions_here("eager", 8, 1)) and not comparable_conditions(
         mine, TORCH
     )
     lacking = Conditions("onnxruntime", 4, 1, {**mine.machine, "onnxruntime": None})
@@ -230,25 +230,26 @@ def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
 
 
 def test_a_recipe_knows_the_runtimes_there_are():
-    assert settings()["latency.runtime"].choices == tuple(RUNTIMES)
-    assert {row.target for row in RUNTIMES.values()} <= set(FORMS)
-    assert all(set(row.joins) == {"zeros", "moves"} for row in RUNTIMES.values())
+    assert settings()["latency.runtime"].choices == LATENCY_RUNTIMES
+    predicted = {name: row.joins for name, row in RUNTIMES.items() if row.joins is not None}
+    assert predicted.keys() == LAYER_TIMERS.keys() == {name.partition(":")[0] for name in LATENCY_RUNTIMES}
+    assert all(set(joins) == {"zeros", "moves"} for joins in predicted.values())
 
 
 NO_GPU = (
-    "this machine has no cuda device that torch can use; measure on one that has \\(sbf latency --runtime cuda "
-    "--out FILE\\) and give the file \\(latency.table\\)"
+    "this machine has no cuda device that torch can use; measure on one that has \\(sbf latency "
+    "--runtime eager:cuda --out FILE\\) and give the file \\(latency.table\\)"
 )
 
 
 def test_without_a_gpu_there_is_no_time_on_one_and_one_sentence_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    place = conditions_here("cuda", 4, 1)
+    place = conditions_here("eager:cuda", 4, 1)
     assert (
         place.machine["gpu"] is None and place.machine["cuda"] is None and not comparable_conditions(place, place)
     )
-    with pytest.raises(PruningError, match=rf"in cuda, batch 4, 1 thread, and cannot be: {NO_GPU}$"):
+    with pytest.raises(PruningError, match=rf"in eager:cuda, batch 4, 1 thread, and cannot be: {NO_GPU}$"):
         load_or_calibrate(resnet20(), IMAGE, place)
     assert list(tmp_path.iterdir()) == []
 
@@ -258,12 +259,12 @@ def test_a_gpu_is_told_by_its_name_its_driver_and_its_arithmetic(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    mine = conditions_here("cuda", 4, 1)
+    mine = conditions_here("eager:cuda", 4, 1)
     assert mine.machine["gpu"] == "a GPU" and mine.machine["cuda"] == "13.0" and mine.machine["dtype"] == "float32"
-    assert comparable_conditions(mine, conditions_here("cuda", 4, 1))
+    assert comparable_conditions(mine, conditions_here("eager:cuda", 4, 1))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert conditions_here("cuda", 4, 1).machine["dtype"] == "float32, convolutions in tf32"
-    assert not comparable_conditions(mine, conditions_here("cuda", 4, 1))
+    assert conditions_here("eager:cuda", 4, 1).machine["dtype"] == "float32, convolutions in tf32"
+    assert not comparable_conditions(mine, conditions_here("eager:cuda", 4, 1))
 
 
 @pytest.fixture(scope="module")
@@ -274,24 +275,16 @@ def deployable():
     return CapturedNetwork(extract(resnet20(), IMAGE, Plan.from_masks(graph.settle(keep)), graph), IMAGE)
 
 
-@pytest.mark.parametrize("form", FORMS["eager"], ids=str)
-def test_a_pass_elsewhere_has_all_of_the_network_there_and_waits(form, deployable, monkeypatch, tmp_path):
+@pytest.mark.parametrize("form", RUNTIMES["eager"].forms, ids=str)
+def test_a_pass_on_another_device_runs_there_and_waits(form, deployable, monkeypatch):
     made = deployable.form(form)
     waited = []
-    monkeypatch.setattr("sbf_pruner.runtimes.forms.synchronizer", lambda device: lambda: waited.append(device))
-    run = make_runner(made, torch.rand(4, 3, 16, 16), "eager", 1, tmp_path / "x.onnx", "meta")
-    held = [getattr_of(made, node.target) for node in made.graph.nodes if node.op == "get_attr"]
-    assert held and {tensor.device.type for tensor in held} == {"meta"}
+    monkeypatch.setattr("sbf_pruner.runtimes.table.synchronizer", lambda device: lambda: waited.append(device))
+    run = make_runner(made, torch.rand(4, 3, 16, 16), "eager", 1, "meta")
     given = [part for node in made.graph.nodes for part in (*node.args, *node.kwargs.values())]
     assert not any(isinstance(part, torch.device) for part in given)
     found = run()
     assert found.device.type == "meta" and found.shape == (4, 10) and waited == ["meta"]
-
-
-def getattr_of(network, target):
-    for name in target.split("."):
-        network = getattr(network, name)
-    return network
 
 
 def test_on_a_gpu_the_clock_is_read_when_all_is_done(monkeypatch):
@@ -322,7 +315,7 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
 # -- whole networks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("runtime", ["onnxruntime", "eager"])
 def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
     found = PlanTimer(net, torch.zeros(1, 3, 24, 24), conditions_here(runtime, 16, 1)).interval(
@@ -336,7 +329,7 @@ def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
 def test_calibrating_for_real_gives_a_clock_that_knows_its_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SBF_CACHE", str(tmp_path))
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
-    model = load_or_calibrate(net, IMAGE, conditions_here("torch", 8, 1))
+    model = load_or_calibrate(net, IMAGE, conditions_here("eager", 8, 1))
     assert model.dense_seconds > 0 and model.calibration["mean_error"] >= 0
     assert [one["way"] for one in model.calibration["networks"]] == ["filters"] * 3
     assert Predictor(model.graph, model.table, 8).seconds(lay_out(model.graph, {})) > 0

@@ -206,7 +206,7 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
 
 def test_on_another_machine_nothing_is_timed():
     clock = clock_of(trace(resnet20(), IMAGE))
-    for runtime in ("torch", "cuda", "one that is not known here"):
+    for runtime in ("eager", "eager:cuda", "one that is not known here"):
         clock.conditions = replace(clock.conditions, runtime=runtime)
         assert make_plan_timer(clock, resnet20(), IMAGE) is None
 

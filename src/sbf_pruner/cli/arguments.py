@@ -142,7 +142,7 @@ def _add_latency(commands: _Commands) -> None:
         "--runtime",
         default="onnxruntime",
         metavar="NAME",
-        help="onnxruntime, torch, compile or cuda (onnxruntime)",
+        help="eager, compile or onnxruntime; eager:cuda or compile:cuda on a GPU (onnxruntime)",
     )
     latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
     latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")

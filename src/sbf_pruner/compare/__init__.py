@@ -34,11 +34,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "plan_runs",
             "rank_methods",
         ),
-        "runtimes": (
-            "BENCH_RUNTIMES",
-            "BenchTarget",
-            "Unavailable",
-            "outputs",
-        ),
     },
 )

@@ -26,10 +26,11 @@ from ..errors import PruningError, suggestion
 from ..measurement.calibration import choose_coupling, conditions_here, load_or_calibrate
 from ..measurement.counts import Latency, measure
 from ..measurement.latency_model import LatencyModel
-from ..measurement.runtimes import RUNTIMES
 from ..models import resolve
 from ..plan import Plan
-from ..runtimes.forms import FORMS, CapturedNetwork, make_forms, min_times
+from ..runtimes.choice import min_times
+from ..runtimes.forms import CapturedNetwork, make_forms
+from ..runtimes.table import RUNTIMES, Bound, Pass, Placement, Unavailable, latency_runtime, outputs
 from ..surgery.extract import extract
 from ..training.data.datasets import load_data
 from ..training.recipe import bundled_recipes, load_recipe
@@ -46,7 +47,6 @@ from ..utils.timing import (
 from ..utils.user_code import TRUSTED
 from ..utils.user_model import call, map_tensors, random_inputs
 from .bench_advice import Part, advise, dissect
-from .runtimes import BENCH_RUNTIMES, BenchTarget, Bound, Pass, Unavailable, outputs
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class BenchOptions:
     """Options of a benchmark; raises a PruningError if one is invalid."""
 
     batches: tuple[int, ...] = (1, 64)
-    runtimes: tuple[str, ...] = tuple(BENCH_RUNTIMES)
+    runtimes: tuple[str, ...] = tuple(RUNTIMES)
     devices: tuple[str, ...] = ("cpu",)
     pairs: int | None = None
     """None: as many as fit into about 20 seconds, at least 10 and at most 100."""
@@ -114,8 +114,8 @@ class BenchOptions:
             if not numbers or any(number is not None and number < 1 for number in numbers):
                 raise PruningError(f"{flag} must be at least 1")
         for name in self.runtimes:
-            if name not in BENCH_RUNTIMES:
-                raise PruningError(f"--runtimes: none is called {name!r}; {suggestion(name, BENCH_RUNTIMES)}")
+            if name not in RUNTIMES:
+                raise PruningError(f"--runtimes: none is called {name!r}; {suggestion(name, RUNTIMES)}")
 
 
 def read_settings(
@@ -130,7 +130,7 @@ def read_settings(
         sizes = tuple(dict.fromkeys(int(word) for word in batches.split(",")))
     except ValueError:
         raise PruningError(f"--batch {batches!r}: write numbers with commas between them, such as 1,64") from None
-    asked = BENCH_RUNTIMES if runtimes is None else (word.strip() for word in runtimes.split(","))
+    asked = RUNTIMES if runtimes is None else (word.strip() for word in runtimes.split(","))
     names = tuple(dict.fromkeys(asked))
     gpu = torch.cuda.is_available()
     if device == "cuda" and not gpu:
@@ -144,7 +144,7 @@ _PASSES = 3  # passes in which page faults are counted
 
 def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
     """Describe the machine: processor, versions, threads, load before any timing, and allocator settings."""
-    packages = dict.fromkeys(package for name in runtimes for package in BENCH_RUNTIMES[name].packages)
+    packages = dict.fromkeys(package for name in runtimes for package in RUNTIMES[name].packages)
     return {
         **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
         **{name: found for name in packages if (found := version_of(name)) is not None},
@@ -171,7 +171,6 @@ SECONDS = 20.0  # approximate seconds for the pairs of one combination, unless t
 FEWEST, MOST = 10, 100  # pairs
 
 Report = Callable[[str], None]
-LIKE = {"openvino": "onnxruntime"}  # runtimes that use the forms of another
 
 
 def run_bench(subject: Subject, settings: BenchOptions, report: Report = lambda line: None) -> dict[str, Any]:
@@ -203,7 +202,7 @@ class _Bench:
             for runtime in self.settings.runtimes:
                 try:
                     measured += self._measured(runtime, torch.device(device))
-                except Unavailable as error:
+                except PruningError as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
         if not measured:
@@ -228,14 +227,14 @@ class _Bench:
 
     def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
         """Time one runtime on one device, with all batch sizes."""
-        if device.type not in BENCH_RUNTIMES[runtime].devices:
+        if device.type not in RUNTIMES[runtime].devices:
             raise Unavailable("timed on the CPU alone")
-        place = BenchTarget(device, torch.get_num_threads(), self.subject.example)
+        place = Placement(device, torch.get_num_threads(), self.subject.example)
         ready: dict[str, dict[str, Bound]] = {"dense": {}, "compact": {}}
         for side, held in ready.items():
             for name, network in self._candidates(side, runtime).items():
                 self.report(f"{runtime}, {device}: making the {side} network ready ({name})")
-                held[name] = BENCH_RUNTIMES[runtime].prepare(network, place)
+                held[name] = RUNTIMES[runtime].prepare(network, place)
         found = []
         for batch in self.settings.batches:
             self.report(f"{runtime}, {device}: batch {batch}")
@@ -277,7 +276,7 @@ class _Bench:
         """Profile an eager pass of both networks on the CPU, operator by operator."""
         self.report(f"looking where a pass of batch {batch} spends its time")
         inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]
-        form = FORMS["eager"][0]
+        form = RUNTIMES["eager"].forms[0]
         return {side: dissect(source.form(form), inputs, names) for side, source in self.sources.items()}
 
     def _candidates(self, side: str, runtime: str) -> Mapping[str, nn.Module]:
@@ -285,7 +284,7 @@ class _Bench:
         if self.as_it_is:
             return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
         if (side, runtime) not in self.forms:
-            forms = {str(form): form for form in FORMS[LIKE.get(runtime, runtime)]}
+            forms = {str(form): form for form in RUNTIMES[runtime].forms}
             self.forms[side, runtime] = make_forms(self.sources[side], forms)
         return self.forms[side, runtime]
 
@@ -321,8 +320,7 @@ class LatencyOptions:
     """Measure again what is in the cache."""
 
     def __post_init__(self) -> None:
-        if self.runtime not in RUNTIMES:
-            raise PruningError(f"--runtime: none is called {self.runtime!r}; {suggestion(self.runtime, RUNTIMES)}")
+        latency_runtime(self.runtime, "--runtime")
         for flag, number in (("--batch", self.batch), ("--threads", self.threads)):
             if number is not None and number < 1:
                 raise PruningError(f"{flag} must be at least 1")

@@ -29,13 +29,13 @@ from ..graph.cost import lay_out
 from ..measurement.calibration import conditions_here, measure_latency_model
 from ..measurement.counts import measure
 from ..measurement.latency_model import LatencyModel
-from ..measurement.runtimes import RUNTIMES
 from ..plan import Plan
 from ..report.comparison import Point, accuracy_plot, plot_as_svg
 from ..report.html import Figure, concat, element, tick
 from ..report.page import HEADLINE, figure_parts, page
 from ..report.run_data import Record
 from ..report.run_data import read_run as read_records
+from ..runtimes.table import LATENCY_RUNTIMES, latency_runtime
 from ..surgery.extract import extract
 from ..training.data.batches import Batches
 from ..training.data.datasets import RunBatches, load_data
@@ -182,8 +182,8 @@ class FrontierOptions:
             raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
         if self.of != "latency" and self.measures:
             raise PruningError("--runtime and --batch say whose time --of latency means; leave them out")
-        if self.runtime is not None and self.runtime not in RUNTIMES:
-            raise PruningError(f"--runtime: none is called {self.runtime!r}; {suggestion(self.runtime, RUNTIMES)}")
+        if self.runtime is not None:
+            latency_runtime(self.runtime, "--runtime")
         if self.batch is not None and self.batch < 1:
             raise PruningError(f"--batch counts the samples of a pass: give at least 1, not {self.batch}")
         if not self.at:
@@ -321,7 +321,7 @@ class _Sweep:
         if asked.of == "latency":
             raise RunError(
                 f"the run in {self.scored.folder.path} has no clock, because it was asked for no time; have one "
-                f"measured here with --runtime ({', '.join(RUNTIMES)}) and --batch"
+                f"measured here with --runtime ({', '.join(LATENCY_RUNTIMES)}) and --batch"
             )
         return None
 

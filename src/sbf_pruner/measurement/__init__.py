@@ -39,8 +39,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "round_up",
             "measured_widths",
         ),
-        "runtimes": ("RUNTIMES",),
         "stopwatch": (
+            "LAYER_TIMERS",
             "PlanTimer",
             "layer_seconds",
             "passes",

@@ -32,6 +32,7 @@ from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import lay_out
 from ..graph.nodes import Mask
 from ..plan import Plan
+from ..runtimes.table import RUNTIMES, latency_runtime
 from ..surgery.extract import extract
 from ..utils.files import user_cache, write_text
 from ..utils.timing import busy_cores, torch_threads
@@ -49,7 +50,6 @@ from .latency_model import (
     signature,
 )
 from .latency_table import LayerSpec, Table, Widths
-from .runtimes import RUNTIMES
 from .stopwatch import passes, rehearse, time_against_dense, time_layers
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, kept in the networks that the model is fitted to
@@ -143,7 +143,8 @@ class Timer:
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
         held = self.conditions
-        forms = {f"{join} {form}": form for join, group in RUNTIMES[held.runtime].joins.items() for form in group}
+        joins = RUNTIMES[latency_runtime(held.runtime)[0]].joins or {}
+        forms = {f"{join} {form}": form for join, group in joins.items() for form in group}
         return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
 
 
@@ -208,7 +209,8 @@ BUSY = 0.5  # cores that other processes keep busy: above this, timings are unre
 
 def conditions_here(runtime: str, batch: int, threads: int) -> Conditions:
     """Return the conditions of a measurement on this machine."""
-    return Conditions(runtime, batch, threads, RUNTIMES[runtime].facts())
+    name, device = latency_runtime(runtime)
+    return Conditions(runtime, batch, threads, RUNTIMES[name].facts(device))
 
 
 def comparable_conditions(one: Conditions, other: Conditions) -> bool:

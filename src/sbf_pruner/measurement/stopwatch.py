@@ -25,14 +25,15 @@ from torch.nn import functional
 from ..errors import PruningError
 from ..plan import Plan
 from ..runtimes.capture import first_line
-from ..runtimes.forms import FORMS, CapturedNetwork, Form, make_forms, make_runner, min_times
+from ..runtimes.choice import min_times
+from ..runtimes.forms import CapturedNetwork, Form, make_forms
 from ..runtimes.onnx import import_onnxruntime, session_options
+from ..runtimes.table import RUNTIMES, latency_runtime, make_runner
 from ..surgery.extract import extract
 from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
 from ..utils.user_model import random_inputs
 from .latency_model import Conditions
 from .latency_table import LayerSpec, Widths
-from .runtimes import RUNTIMES
 
 TURNS = 7
 AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once
@@ -46,19 +47,17 @@ Measured = dict[Widths, float]
 def time_layers(runtime: str, site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
     """Return the seconds of a layer at each of the widths."""
     found: Measured = {}
+    name, device = latency_runtime(runtime)
     for start in range(0, len(widths), AT_ONCE):
         some = widths[start : start + AT_ONCE]
-        if runtime == "onnxruntime":
-            found |= _in_onnxruntime(site, some, batch, threads)
-        else:
-            found |= _in_torch(site, some, batch, RUNTIMES[runtime].device)
+        found |= LAYER_TIMERS[name](site, some, batch, threads, device)
     return found
 
 
 # -- torch -------------------------------------------------------------------------------------------------
 
 
-def _in_torch(site: LayerSpec, widths: Sequence[Widths], batch: int, device: str) -> Measured:
+def _in_torch(site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int, device: str) -> Measured:
     with torch.device(device):
         calls = {pair: _call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
@@ -93,7 +92,7 @@ def _last(tensor: Tensor) -> Tensor:
 # -- ONNX Runtime ------------------------------------------------------------------------------------------
 
 
-def _in_onnxruntime(site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int) -> Measured:
+def _in_onnxruntime(site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int, device: str) -> Measured:
     runtime = import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         sessions = {pair: _session(runtime, _model(site, *pair), threads, folder, pair) for pair in widths}
@@ -139,6 +138,10 @@ def _session(runtime: Any, model: bytes, threads: int, folder: str, pair: Widths
     options.enable_profiling = True
     options.profile_file_prefix = f"{folder}/{pair[0]}-{pair[1]}"
     return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+# How single layers are timed. For torch.compile, layers are timed in eager mode, and calibration corrects the rest.
+LAYER_TIMERS = {"eager": _in_torch, "compile": _in_torch, "onnxruntime": _in_onnxruntime}
 
 
 def _fed(session: Any, batch: int) -> dict[str, Any]:
@@ -201,22 +204,17 @@ TRIAL = 2.0  # seconds for trying the forms of one network
 
 def all_forms(runtime: str) -> dict[str, Form]:
     """Return every form that `sbf bench` and `sbf export` try."""
-    return {str(form): form for form in FORMS[RUNTIMES[runtime].target]}
+    return {str(form): form for form in RUNTIMES[latency_runtime(runtime)[0]].forms}
 
 
 def passes(
     network: nn.Module, example: Any, forms: Mapping[str, Form], runtime: str, batch: int, threads: int
 ) -> dict[str, Pass]:
     """Return functions that run a network once, by form; forms that give equal networks appear once."""
-    held = RUNTIMES[runtime]
-    held.check_device()
+    kind, device = latency_runtime(runtime)
     made = make_forms(CapturedNetwork(network, example), forms)
     inputs = random_inputs(example, batch)
-    with tempfile.TemporaryDirectory() as folder:
-        return {
-            name: make_runner(network_, inputs, held.target, threads, Path(folder) / f"{place}.onnx", held.device)
-            for place, (name, network_) in enumerate(made.items())
-        }
+    return {name: make_runner(form, inputs, kind, threads, device) for name, form in made.items()}
 
 
 def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:

@@ -36,10 +36,10 @@ from ..measurement.calibration import (
     measure_latency_model,
 )
 from ..measurement.latency_model import LatencyModel, from_dict, read_model
-from ..measurement.runtimes import RUNTIMES
 from ..measurement.stopwatch import PlanTimer
 from ..plan import Plan
 from ..pruner import Pruner
+from ..runtimes.table import LATENCY_RUNTIMES
 from ..utils.files import read_text, write_text
 from ..utils.user_model import real_copy
 from .recipe import Recipe
@@ -212,7 +212,7 @@ def check_measurable(clock: LatencyModel, network: nn.Module, images: Tensor) ->
 
 def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> PlanTimer | None:
     held = clock.conditions
-    if held.runtime not in RUNTIMES or not comparable_conditions(
+    if held.runtime not in LATENCY_RUNTIMES or not comparable_conditions(
         held, conditions_here(held.runtime, held.batch, held.threads)
     ):
         return None

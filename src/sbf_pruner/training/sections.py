@@ -257,7 +257,7 @@ class LatencyConfig(Section):
         default="onnxruntime",
         metadata=setting_field(
             "what runs the network: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
-            choices=("onnxruntime", "torch", "compile", "cuda"),
+            choices=("eager", "compile", "onnxruntime", "eager:cuda", "compile:cuda"),
         ),
     )
     batch: int = field(default=64, metadata=setting_field("samples in a pass", least=1))
