@@ -996,7 +996,7 @@ def test_a_run_killed_in_its_first_epoch_begins_again_with_the_weights_it_had(
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("sbf_pruner.training.run.Epochs.run", killed)
+        patch.setattr("sbf_pruner.training.run.EpochRunner.run", killed)
         fit(model(), recipe(), run=tmp_path / "run")
     result = fit(model(seed=5), recipe(), run=tmp_path / "run", resume=True)
     assert all(map(torch.equal, weights(result), weights(straight)))
