@@ -112,3 +112,15 @@ def foreign_copy(folder: Path, to: Path, **summary: Any) -> Path:
     recipe = (to / "recipe.toml").read_text()
     (to / "recipe.toml").write_text(re.sub(r'"([^"\n]*)"', lambda text: json.dumps(hostile(text[1])), recipe))
     return to
+
+
+ASKED: dict[str, Any] = {"budget": {"macs": 0.5}, "dense_control": False}
+
+
+def ranked_run(folder: Path, method: str, seed: int = 0, **more: Any) -> Result:
+    """Train a small run whose filters `method` chooses, to half of the MACs unless `changes` says otherwise."""
+    torch.manual_seed(seed)
+    changes = {**ASKED, **more.pop("changes", {})}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
+        return fit(Small(), small_recipe(method=method, **changes), run=folder, **more)

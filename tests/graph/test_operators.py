@@ -290,7 +290,7 @@ def test_unknown_operators_say_why_they_block(name):
     function, operator, reason = OPAQUE[name]
     _, nodes, _, _ = run(function, A)
     node = next(n for n in nodes if n.blocks)
-    assert re.fullmatch(rf"aten\.{operator} at test_rules\.py:\d+ {reason}", node.blocks)
+    assert re.fullmatch(rf"aten\.{operator} at test_operators\.py:\d+ {reason}", node.blocks)
 
 
 # -- reshapes that mix channels with pixels ---------------------------------------------------------------
@@ -367,7 +367,7 @@ def reshaped(function, pixels=(4, 4)):
 def test_a_reshape_that_mixes_channels_with_pixels_leaves_its_layer_alone(function, pixels):
     said = reshaped(function, pixels).skipped["one"]
     assert re.fullmatch(
-        r"aten\.\w+ at test_rules\.py:\d+ mixes channels with pixels, differently at every image size", said
+        r"aten\.\w+ at test_operators\.py:\d+ mixes channels with pixels, differently at every image size", said
     )
 
 
@@ -424,7 +424,7 @@ def test_an_unknown_operator_stops_only_what_touches_it(squash):
     graph = trace(model, inputs)
     assert list(graph.layers) == ["one", "three"]
     assert re.fullmatch(
-        r"tests_rules\.squash at test_rules\.py:\d+ is not known; tell what it does with sbf\.register_rule",
+        r"tests_rules\.squash at test_operators\.py:\d+ is not known; tell what it does with sbf\.register_rule",
         graph.skipped["two"],
     )
     small = extract(model, inputs, Plan({"one": [1, 4], "three": [0]}))

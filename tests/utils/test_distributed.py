@@ -111,7 +111,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from sbf_pruner import Pruner
-    from test_team import check_team, score, scored_net
+    from test_distributed import check_team, score, scored_net
 
     dist.init_process_group("gloo")
     check_team()
@@ -168,7 +168,7 @@ def test_an_item_that_another_process_cannot_read_is_told(tmp_path: Path) -> Non
     sys.path.insert(0, str(folder))
     os.chdir(folder)
     from sbf_pruner.cli import main
-    from test_team import SHORT
+    from test_distributed import SHORT
 
     own = ["data.name=bad_items:datasets", "data.workers=0", "data.batch_size=4", f"seed={folder.name}"]
     code = main(["run", "digits", "--quiet", *(word for each in SHORT + own for word in ("--set", each))])
@@ -214,7 +214,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
     from sbf_pruner.errors import Stopped
     from sbf_pruner.training import RunFolder, load_recipe
     from sbf_pruner.training.run import Run
-    from test_team import SHORT, plain_net
+    from test_distributed import SHORT, plain_net
 
     def run(name, **options):
         def report(record):

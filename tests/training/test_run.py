@@ -1230,7 +1230,7 @@ class Asking(nn.Module):
 
 def test_a_network_that_cannot_be_cut_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     refused(
-        r"cannot run with fewer channels at test_loop\.py:\d+ .*; leave the layers that feed it alone",
+        r"cannot run with fewer channels at test_run\.py:\d+ .*; leave the layers that feed it alone",
         tmp_path,
         Asking(),
     )

@@ -594,7 +594,7 @@ def test_filters_that_are_normalised_by_each_other_are_left_alone(function, oper
     if operator:
         reason = pruner.graph.skipped["1"]
         assert re.fullmatch(
-            rf"aten\.{operator} at test_surgery\.py:\d+, which computes its weight, mixes .*", reason
+            rf"aten\.{operator} at test_extract\.py:\d+, which computes its weight, mixes .*", reason
         )
     for kept in ([0, 2], [4], [0, 1, 2, 3, 4]):
         pruner.gate(Plan(dict.fromkeys(pruner.graph.layers, kept)))

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_method_runs import ranked_run
 from torch import Tensor, nn
 
 import sbf_pruner as sbf
+from runs import ranked_run
 from sbf_pruner.budget import Selector
 from sbf_pruner.criteria import (
     Agent,

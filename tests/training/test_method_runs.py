@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runs import EPOCHS, Small, small_recipe
+from runs import ASKED, EPOCHS, Small, ranked_run, small_recipe
 from sbf_pruner.cli import summary_lines
 from sbf_pruner.criteria import Subject, l1_norm
 from sbf_pruner.errors import PruningError, RecipeError
@@ -20,19 +20,9 @@ from sbf_pruner.report import read_run
 from sbf_pruner.training import Recipe, Result, fit, load_checkpoint, run
 from shares import mostly_slow
 
-ASKED: dict[str, Any] = {"budget": {"macs": 0.5}, "dense_control": False}
-
 
 class Killed(BaseException):
     """Not an Exception: nothing may catch it on the way."""
-
-
-def ranked_run(folder: Path, method: str, seed: int = 0, **more: Any) -> Result:
-    torch.manual_seed(seed)
-    changes = {**ASKED, **more.pop("changes", {})}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbf_pruner.training.recording.TIMED_SECONDS", 0.0)  # nobody looks at the latency here
-        return fit(Small(), small_recipe(method=method, **changes), run=folder, **more)
 
 
 def records(result: Result) -> list[dict[str, Any]]:

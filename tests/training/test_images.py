@@ -435,7 +435,7 @@ def test_items_of_another_kind_than_the_first_are_told() -> None:
         with pytest.raises(DataError, match=said):
             list(batches_of(data.train, 4, data, workers=0).epoch(0))
     wrong: dict[str, Any] = {
-        r"data, train: its first item cannot be read: test_loaded.py:\d+ .*KeyError": Failing(4),
+        r"data, train: its first item cannot be read: test_images.py:\d+ .*KeyError": Failing(4),
         r"data, train: a DataLoader is no map-style dataset": DataLoader(Shades(4)),
         r"own, test: either train or test is uint8, and not both; give one type": Fades(4),
     }

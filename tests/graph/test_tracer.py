@@ -75,12 +75,12 @@ def test_module_calls_know_what_went_in_and_out():
 def test_operators_know_their_line():
     (conv, relu) = record(Forward(lambda conv, x: F.relu(conv(x))), IMAGE).ops
     assert conv.where == relu.where
-    assert conv.where.startswith("test_trace.py:")
+    assert conv.where.startswith("test_tracer.py:")
 
 
 def test_where_no_line_is_the_users_it_is_the_one_that_asked():
     graph = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 8, 8))
-    assert re.fullmatch(r"aten.sigmoid at test_trace.py:\d+ turns a removed channel .*", graph.skipped["0"])
+    assert re.fullmatch(r"aten.sigmoid at test_tracer.py:\d+ turns a removed channel .*", graph.skipped["0"])
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -439,7 +439,7 @@ def test_a_weight_that_the_forward_assigns_is_a_computed_one():
     """Its filters cannot be cut: they are computed anew in every call."""
     net = nn.Sequential(nn.Conv2d(3, 6, 1), Merging(), nn.Conv2d(5, 2, 1))
     skipped = trace(net, IMAGE).skipped
-    line = r"test_trace\.py:\d+"
+    line = r"test_tracer\.py:\d+"
     assert re.fullmatch(
         rf"aten\.convolution at {line}, which computes its weight, mixes its filters", skipped["1.merged"]
     )
@@ -467,7 +467,7 @@ def test_layers_that_feed_another_head_in_training_are_left_alone():
     graph = trace(Heads(function), IMAGE)
     assert set(graph.layers) == {"stem"}
     assert re.fullmatch(
-        r"in training mode alone it feeds test_trace\.py:\d+, and both modes cannot be followed at once",
+        r"in training mode alone it feeds test_tracer\.py:\d+, and both modes cannot be followed at once",
         graph.skipped["body"],
     )
 
@@ -512,7 +512,7 @@ def test_layers_that_feed_another_function_in_training_are_left_alone(name, turn
     if turned:
         net = by_mode(lambda x: x, ANOTHER[name])
     assert re.fullmatch(
-        r"in training mode alone it feeds test_trace\.py:\d+, .*", trace(net, IMAGE).skipped["stem"]
+        r"in training mode alone it feeds test_tracer\.py:\d+, .*", trace(net, IMAGE).skipped["stem"]
     )
 
 
