@@ -24,7 +24,7 @@ from ..utils.user_model import check_model, gc_disabled
 from .channel_graph import ChannelGraph, Layer, Site
 from .gate_sites import GateSites
 from .layer_nodes import LAYERS, LayerNode, Norm, Product, weight_owner
-from .nodes import Boundary, ChannelMove, Elementwise, Located, Sampled, Sum
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Located, Sampled, Sum
 from .records import Value
 from .tracer import record
 from .wiring import NodeBuilder, without_batch
@@ -268,7 +268,11 @@ class _LayerFinder:
                     back += [(node.blocks, v) for v in node.outputs]
                 elif node.blocks:
                     return node.blocks
-                elif isinstance(node, Elementwise) and node.zero == "any" and not gone.issuperset(node.inputs):
+                elif (
+                    isinstance(node, Elementwise)
+                    and node.alive_if is Alive.ANY
+                    and not gone.issuperset(node.inputs)
+                ):
                     if self._is_all_that_is_learned(node, gone):
                         return "its filters are the network's outputs, but for what they are added to"
                     continue  # the other operand keeps the channel; the removed one adds nothing to it

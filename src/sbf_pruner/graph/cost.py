@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from .channel_graph import ChannelGraph, Layer
 from .layer_nodes import LayerNode, Norm, Product, weight_owner
 from .layout import solve_layout, vanished
-from .nodes import Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
+from .nodes import Alive, Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
 from .records import Op, Trace, Value
 
 
@@ -270,7 +270,7 @@ class FilterCosts:
         for place in {self.maker[value] for value in died}:
             # At other nodes a channel dies because the same channel of the input died, so need changes nothing.
             node = self.graph.nodes[place]
-            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.zero != "any")
+            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.alive_if is not Alive.ANY)
             if product or (isinstance(node, Boundary) and node.layer):
                 heappush(todo, -place)
         for place in {reader for value in died for reader in self.readers[value]}:

@@ -12,7 +12,7 @@ import numpy as np
 from ..modules import GatePoint
 from .channel_graph import Site
 from .layer_nodes import LayerNode, Norm
-from .nodes import Boundary, ChannelMove, Elementwise, Node, channel_dim
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, channel_dim
 from .records import Value
 from .wiring import NodeBuilder
 
@@ -96,7 +96,7 @@ class GateSites:
             if isinstance(node, Boundary):
                 place = isinstance(self.net.modules[node.module], GatePoint) and node.dim == edges[0].dim
                 return node if place and not node.layer else None
-            if not (isinstance(node, Elementwise) and node.zero == "any"):
+            if not (isinstance(node, Elementwise) and node.alive_if is Alive.ANY):
                 return None
         return None
 
@@ -109,7 +109,7 @@ class GateSites:
             if isinstance(node, Norm):
                 return self._norms.get(id(node))
             edge = isinstance(node, Boundary) and node.labels is None
-            passes = isinstance(node, Elementwise) and node.zero == "any" and len(node.inputs) == 1
+            passes = isinstance(node, Elementwise) and node.alive_if is Alive.ANY and len(node.inputs) == 1
             same = isinstance(node, ChannelMove) and self.net.grids[node.outputs[0]] == self.net.grids[value]
             identity = isinstance(node, ChannelMove) and same and _is_identity(node)
             if not (edge or passes or identity):

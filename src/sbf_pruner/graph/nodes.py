@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache, cached_property, reduce
 
 import numpy as np
@@ -262,22 +263,23 @@ class Source(Node):
         return
 
 
+class Alive(Enum):
+    """When a channel of the result of an elementwise operator is alive, that is, may be non-zero."""
+
+    ANY = "if any operand is (a sum)"
+    ALL = "if all operands are (a product)"
+    QUOTIENT = "if the first operand is, or any other is zero"
+    FIRST = "if the first operand is (a masked tensor)"
+    OTHERS = "if any operand but the first is (torch.where)"
+    ALWAYS = "always, because the result is never zero (a sigmoid)"
+    NEVER = "never, because the result is always zero"
+
+
 @dataclass
 class Elementwise(Node):
-    """An operator that works element by element, with broadcasting.
+    """An operator that works element by element, with broadcasting."""
 
-    `zero` says when a channel of the result is alive:
-
-    - "any": if any operand is (sums);
-    - "all": if all operands are (products);
-    - "first": if the first operand is, or any other is zero (quotients);
-    - "whatever": if the first operand is, whatever the others are (a mask);
-    - "rest": if any operand but the first is (`torch.where`);
-    - "never": always, because the result is never zero (a sigmoid);
-    - "always": never, because the result is always zero.
-    """
-
-    zero: str = "any"
+    alive_if: Alive = Alive.ANY
     steep: bool = False  # the gradient at zero is infinite or NaN, so no operand may be a removed channel
     poles: tuple[Value, ...] = ()  # operands, such as divisors, whose zero gives infinity or NaN
     insists: bool = False  # needs `avoiding` even if the result is unused: a NaN stays NaN behind a closed gate
@@ -287,9 +289,9 @@ class Elementwise(Node):
         return self.op.inputs
 
     def __post_init__(self) -> None:
-        if self.zero == "never":
+        if self.alive_if is Alive.ALWAYS:
             self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
-        if self.steep or (self.poles and self.zero == "never"):
+        if self.steep or (self.poles and self.alive_if is Alive.ALWAYS):
             self.blocks = self.at_zero
 
     @property
@@ -311,28 +313,28 @@ class Elementwise(Node):
 
         That is so if another operand is in `gone` (removed), or alone decides whether the result is zero.
         """
-        if self.zero == "whatever":
+        if self.alive_if is Alive.FIRST:
             return self.operands[0] is not constant
-        if self.zero == "first":
+        if self.alive_if is Alive.QUOTIENT:
             return self.operands[0] in gone and self.operands[0] is not constant
-        if self.zero == "rest":
+        if self.alive_if is Alive.OTHERS:
             return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
-        return self.zero == "all" and self.outputs[0] in gone
+        return self.alive_if is Alive.ALL and self.outputs[0] in gone
 
     def push(self, flow: Flow) -> None:
         masks = [flow.alive[v] for v in self.operands]
-        if self.zero == "never" or not masks:
+        if self.alive_if is Alive.ALWAYS or not masks:
             alive = np.ones((), bool)
-        elif self.zero == "always":
+        elif self.alive_if is Alive.NEVER:
             alive = np.zeros((), bool)
-        elif self.zero == "all":
+        elif self.alive_if is Alive.ALL:
             alive = reduce(np.logical_and, masks)
-        elif self.zero == "whatever":
+        elif self.alive_if is Alive.FIRST:
             alive = masks[0]
-        elif self.zero == "first":
+        elif self.alive_if is Alive.QUOTIENT:
             alive = reduce(np.logical_or, [masks[0], *(~m for m in masks[1:])])
         else:
-            alive = reduce(np.logical_or, masks[1:] if self.zero == "rest" else masks)
+            alive = reduce(np.logical_or, masks[1:] if self.alive_if is Alive.OTHERS else masks)
         for value in self.outputs:
             flow.alive[value] = shrink(alive, self.grids[value])
 

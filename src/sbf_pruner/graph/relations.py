@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .layer_nodes import LayerNode, Norm, Product
-from .nodes import Boundary, ChannelMove, Elementwise, Mask, Node
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Mask, Node
 from .records import Value
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
-_MEETING = {"any": ADD, "all": MULTIPLY, "first": MULTIPLY}
+_MEETING = {Alive.ANY: ADD, Alive.ALL: MULTIPLY, Alive.QUOTIENT: MULTIPLY}
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Relations:
             ]
             if computed.intersection(node.inputs):  # stored tensors alone are no layer's filters
                 computed.update(node.outputs)
-            if len(met) > 1 and isinstance(node, Elementwise) and node.zero in _MEETING:
-                meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.zero])
+            if len(met) > 1 and isinstance(node, Elementwise) and node.alive_if in _MEETING:
+                meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.alive_if])
             elif len(met) > 1 and isinstance(node, Product) and all(map(node.ends, met)):
                 meetings.setdefault(self.streams.of(node.left), set()).add(MULTIPLY)
             elif len(met) > 1 and isinstance(node, ChannelMove):

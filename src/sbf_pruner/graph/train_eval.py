@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .layer_nodes import BATCH_NORMS, LAYERS, weight_owner
-from .nodes import Elementwise
+from .nodes import Alive, Elementwise
 from .operators import POINTWISE, build_node, rule_of
 from .records import Op, Trace, Value
 
@@ -178,11 +178,15 @@ class _Reading:
         """Return the operand whose channels the result has, zero in the same places; random factors are ignored."""
         rule = rule_of(op)
         node = build_node(op, {}) if rule in POINTWISE else None
-        if not isinstance(node, Elementwise) or node.steep or node.zero not in ("any", "all", "first"):
+        if (
+            not isinstance(node, Elementwise)
+            or node.steep
+            or node.alive_if not in (Alive.ANY, Alive.ALL, Alive.QUOTIENT)
+        ):
             return None
-        scales = self._chance if node.zero != "any" else set()
+        scales = self._chance if node.alive_if is not Alive.ANY else set()
         operands = dict.fromkeys(value for value in op.inputs if value not in scales)
-        if len(operands) != 1 or (node.zero == "first" and op.inputs[0] not in operands):
+        if len(operands) != 1 or (node.alive_if is Alive.QUOTIENT and op.inputs[0] not in operands):
             return None
         (operand,) = operands
         return operand if all(v.shape == operand.shape for v in node.outputs) else None

@@ -20,7 +20,7 @@ from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import FilterCosts
 from ..graph.layer_nodes import LayerNode, Norm
-from ..graph.nodes import ChannelMove, Elementwise, Node, Opaque
+from ..graph.nodes import Alive, ChannelMove, Elementwise, Node, Opaque
 from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY, Relations
 from ..measurement.counts import Measurement, measure
@@ -135,7 +135,7 @@ def _parameters(module: nn.Module | None) -> int:
 
 LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"
 INPUT, OUTPUT, GATE, JOINT, OPAQUE = "input", "output", "gate", "joint", "opaque"
-_SIGNS = {"any": ("+", ADD), "all": ("\u00d7", MULTIPLY), "first": ("÷", "divide"), "never": ("*", "combine")}
+_SIGNS = {Alive.ANY: ("+", ADD), Alive.ALL: ("\u00d7", MULTIPLY), Alive.QUOTIENT: ("÷", "divide")}
 
 
 @dataclass(eq=False)
@@ -253,8 +253,8 @@ class _BoxBuilder:
 
     def _meeting(self, node: Node, sources: list[Box]) -> Box:
         group = self.relations.group_of(node.outputs[0]) if node.outputs else None
-        zero = node.zero if isinstance(node, Elementwise) else ""
-        label, verb = _SIGNS.get(zero, ("*", "combine"))
+        rule = node.alive_if if isinstance(node, Elementwise) else Alive.ALWAYS
+        label, verb = _SIGNS.get(rule, ("*", "combine"))
         if isinstance(node, ChannelMove):
             label, verb = "concat", CONCATENATE
         tip = [f"{verb} at {node.op.where}" if node.op.where else verb]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..layer_nodes import LayerNode, Norm, Product
-from ..nodes import Grids, Node, Opaque, Source, along
+from ..nodes import Alive, Grids, Node, Opaque, Source, along
 from ..records import Op, Value
 from .movement import moved
 from .pointwise import elementwise, opaque
@@ -97,7 +97,7 @@ def weight_norm(op: Op, grids: Grids) -> Node:
     dim = int(op.number(2, "dim", 0) or 0)
     if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
         return opaque(op, grids)
-    return elementwise(op, grids, "any")
+    return elementwise(op, grids, Alive.ANY)
 
 
 def group_norm(op: Op, grids: Grids) -> Node:
