@@ -242,8 +242,18 @@ def _set_statistics(norm: nn.Module, inputs: tuple[Tensor]) -> None:
 # -- one process per model --------------------------------------------------------------------------------
 
 Row = dict[str, Any]
-# The rooms whose change can change a result.
-ROOMS = ("graph", "surgery", "plan", "layers", "attached", "inputs", "errors", "pruner", "scoring", "measuring")
+# The parts of the package whose change can change a result.
+PARTS = (
+    "graph",
+    "surgery",
+    "scores",
+    "plan",
+    "modules",
+    "errors",
+    "pruner",
+    "measurement/counts",
+    "utils/user_model",
+)
 MEMORY = 18 * 2**30
 _forked = multiprocessing.get_context("fork")  # libraries are imported once
 
@@ -251,7 +261,7 @@ _forked = multiprocessing.get_context("fork")  # libraries are imported once
 def source_version() -> str:
     """A short hash of the source that the results depend on."""
     package = Path(sbf_pruner.__file__).parent
-    files = [p for room in ROOMS for p in (sorted((package / room).rglob("*.py")) or [package / f"{room}.py"])]
+    files = [p for part in PARTS for p in (sorted((package / part).rglob("*.py")) or [package / f"{part}.py"])]
     return hashlib.sha256(b"\0".join(p.read_bytes() for p in files)).hexdigest()[:12]
 
 
