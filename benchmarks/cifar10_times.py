@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from jobs import read_runs
 from latency import timed_pairs
-from saving import save_result
 
+from saving import save_result
 from sbf_pruner import Plan
 from sbf_pruner.graph import trace
 from sbf_pruner.measurement import PlanTimer, comparable_conditions, conditions_here, read_model

@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from saving import save_result
-
 import sbf_pruner as sbf
+from saving import save_result
 from sbf_pruner.training import build_dense
 
 SEEDS = tuple(range(6))

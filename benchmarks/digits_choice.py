@@ -11,9 +11,8 @@ import sys
 import tempfile
 from typing import Any
 
-from saving import held, held_runs, save_result
-
 import sbf_pruner as sbf
+from saving import held, held_runs, save_result
 from sbf_pruner.training import build_dense
 
 PENALTIES = (6e-4, 1.2e-3, 2.4e-3, 4.8e-3)

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from anatomy import dissect
 from limits import gather
-from saving import save_result
 from torch import Tensor, nn
 
+from saving import save_result
 from sbf_pruner import Plan, Pruner, measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training import ComputeConfig, OptimizerConfig

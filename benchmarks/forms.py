@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from saving import save_result
 from speed import PLAN, resnet50, resnet56
 
+from saving import save_result
 from sbf_pruner.compare import Subject
 from sbf_pruner.measurement import measure
 from sbf_pruner.runtimes import RUNTIMES, CapturedNetwork, make_forms, make_runner, min_times

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from limits import gather
 from resnet50 import ResNet50
-from saving import save_result
 from torch import nn
 
+from saving import save_result
 from sbf_pruner import Plan, Pruner, extract, measure
 
 LIMITS = {"score_step_time": ("most", 1.0), "scores_memory": ("most", 1.01), "extracted_speedup": ("least", 1.4)}

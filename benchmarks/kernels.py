@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from saving import save_result
 from torch import Tensor
 
+from saving import save_result
 from sbf_pruner.training.engine import seconds, triton_kernels
 
 DENSE = [(256, 3, 16, 32, 32), (256, 16, 16, 32, 32), (256, 32, 32, 16, 16), (256, 64, 64, 8, 8)]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from quiet import wait
-from saving import save_result
 
+from saving import save_result
 from sbf_pruner import Budget, Plan, Pruner
 from sbf_pruner.budget import Constraints, Selector
 from sbf_pruner.graph import ChannelGraph, network_cost, trace

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from cifar10_tables import accuracy_of, machines, removed_of
-from saving import origin
 
+from saving import origin
 from sbf_pruner.criteria import METHODS
 
 Runs = list[dict[str, Any]]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from saving import held, held_runs, save_result
 
 import sbf_pruner as sbf
+from saving import held, held_runs, save_result
 from sbf_pruner.compare import plan_runs
 from sbf_pruner.criteria import METHODS, OWN
 from sbf_pruner.training.data import load_cifar10

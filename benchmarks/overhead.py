@@ -15,9 +15,9 @@ import statistics
 import sys
 
 import torch
-from saving import save_result
 from torch import nn
 
+from saving import save_result
 from sbf_pruner import Plan, Pruner
 from sbf_pruner.measurement import saved_activations
 from sbf_pruner.models import resolve

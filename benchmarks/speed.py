@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from quiet import QUIET, wait
 from resnet50 import ResNet50
-from saving import RESULTS, save_result
 from torch import nn
 
+from saving import RESULTS, save_result
 from sbf_pruner import Plan, Pruner, extract
 from sbf_pruner.cli import bench_lines
 from sbf_pruner.compare import BenchOptions, Subject, run_bench

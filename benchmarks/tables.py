@@ -21,8 +21,9 @@ from glance import glance
 from latency_tables import equal_macs, latency
 from method_tables import cifar10_methods, few_methods, methods
 from reference_tables import public_names, recipe_settings
-from saving import origin
 from target_tables import cifar10_latency, cifar10_targets, targets, tuning
+
+from saving import origin
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

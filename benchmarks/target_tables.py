@@ -10,6 +10,7 @@ import statistics
 from typing import Any
 
 from cifar10_tables import NONE, accuracy_of, machines
+
 from saving import origin
 
 WORDS = {"macs": "MACs", "params": "parameters"}

@@ -13,9 +13,8 @@ import sys
 import tempfile
 from typing import Any
 
-from saving import held, held_runs, save_result
-
 import sbf_pruner as sbf
+from saving import held, held_runs, save_result
 from sbf_pruner.training import build_dense
 
 SEEDS = (0, 1, 2)

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import tables
-from saving import held_runs, save_result
 from torch.torch_version import TorchVersion
 
+from saving import held_runs, save_result
 from sbf_pruner.utils import version_of
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from saving import held, held_runs, save_result
-
 import sbf_pruner as sbf
+from saving import held, held_runs, save_result
 from sbf_pruner.training import build_dense
 
 SEEDS = range(5)

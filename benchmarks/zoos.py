@@ -31,12 +31,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from saving import RESULTS, save_result
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 import sbf_pruner
+from saving import RESULTS, save_result
 
 # What the plain convolutional families are called in the two zoos; a later match wins.
 FAMILIES = {
