@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Each name is imported on first use, so that `sbf --help` does not import torch.
-_ROOMS = {
+_MODULES = {
     "Budget": "budget.targets",
     "Plan": "plan",
     "Pruner": "pruner",
@@ -53,8 +53,8 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    if name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,45 @@
+"""What every criterion must fulfill: the budget is met, the cut is exact, the result loads, and a killed run resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sbf_pruner as sbf
+from runs import Small, ranked_run
+from sbf_pruner.criteria import METHODS, OWN
+from sbf_pruner.training import run
+
+ALL = [OWN, *METHODS]
+
+
+class Killed(BaseException):
+    """Not an Exception, so that nothing catches it."""
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_every_criterion_keeps_the_contract(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SAVING_SHARE", 1e9)  # a checkpoint after every epoch
+    whole = ranked_run(tmp_path / "whole", method)
+    dense, pruned = (whole.summary[side]["macs"] for side in ("dense", "pruned"))
+    assert pruned <= 0.5 * dense, "the budget is met"
+    assert whole.summary["cut_error"] <= 1e-12, "the extracted network equals the gated one"
+
+    images = torch.rand(3, 1, 8, 8)
+    loaded = sbf.load(whole.folder, Small).eval()
+    with torch.no_grad():  # not equal to the bit, because the memory format of the weights differs
+        torch.testing.assert_close(loaded(images), whole.model.eval()(images), rtol=1e-5, atol=1e-5)
+
+    def kill(record: dict[str, Any]) -> None:
+        if record["done"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        ranked_run(tmp_path / "run", method, report=kill)
+    resumed = ranked_run(tmp_path / "run", method, seed=9, resume=True)
+    assert resumed.plan == whole.plan
+    for name in ("model.safetensors", "plan.json"):
+        assert (resumed.folder / name).read_bytes() == (whole.folder / name).read_bytes()
