@@ -94,7 +94,8 @@ def _note(row: dict[str, Any]) -> str:
 def _kind(reason: str) -> str:
     """A reason without the line and the layer it speaks of."""
     reason = re.sub(r" at [\w.]+:\d+", "", reason)
-    return _plain(re.sub(r"(shares its weight with|is also held in) [\w.]+", r"\1 another", reason))
+    another = r"(shares its weight with|is also held in|is also referenced by the attribute) [\w.]+"
+    return _plain(re.sub(another, r"\1 another", reason))
 
 
 def _plain(text: str) -> str:

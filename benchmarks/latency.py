@@ -1,4 +1,4 @@
-"""The claim of `--target latency`: a time asked for is the time delivered, on the machine that was measured.
+"""The claim of `--target latency`: the pruned network meets it, on the machine that was measured.
 
 ResNet-56 (3x32x32, batch 64) for 0.6 and 0.4 of the dense network's time, in ONNX Runtime and in torch: landed,
 really cut, corrected as a run corrects, and then timed anew, dense and compact in turns, at least 100 pairs.  Time

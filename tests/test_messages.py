@@ -58,7 +58,7 @@ def test_not_a_model():
 def test_a_class_or_a_number_in_the_place_of_a_model(takes):
     with says(PruningError, "a model is an nn.Module, not int; pass the network itself"):
         takes(3, IMAGE)
-    with says(PruningError, "a model is an nn.Module, not the class of one; make one first: ReadsItsLayer(...)"):
+    with says(PruningError, "a model is an nn.Module instance, not a class; create one first: ReadsItsLayer(...)"):
         takes(ReadsItsLayer, IMAGE)
 
 
@@ -80,8 +80,8 @@ def test_wrapped():
 def test_untraceable():
     with says(
         TraceError,
-        "at zoo.py:{line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made "
-        "from values?), so what it depends on cannot be followed; keep that step in torch",
+        "at zoo.py:{line} a tensor was not computed by torch operators from the inputs (NumPy, or a list made "
+        "from values?), so its dependencies cannot be traced; keep that step in torch",
     ):
         trace(*REFUSED["Untraceable"]())
 
@@ -158,7 +158,8 @@ def test_a_lazy_module_that_has_not_run(norm):
 def test_scripted():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.ReLU()), nn.Conv2d(4, 2, 1))
     with says(
-        PruningError, "1 is scripted and cannot be cut; prune what was scripted, then compile or export that"
+        PruningError,
+        "1 is scripted and cannot be pruned; prune the module before scripting it, then compile or export it",
     ):
         trace(model, IMAGE)
 
@@ -188,8 +189,8 @@ class Held(nn.Module):
 def test_a_function_bound_to_the_one_model():
     with says(
         TraceError,
-        "at test_messages.py:{line} a copy of the model reads conv.weight of the model itself: a function that it "
-        "holds is bound to the one model, by an object or a global name; make it a method",
+        "at test_messages.py:{line} a function in a copy of the model still uses conv.weight of the original, to "
+        "which it is bound by an object or a global name; make it a method",
     ):
         trace(Held(lambda model: Caller(lambda x: model.conv(x))), IMAGE)
 
@@ -197,8 +198,8 @@ def test_a_function_bound_to_the_one_model():
 def test_a_model_that_cannot_be_copied():
     with says(
         TraceError,
-        "the model cannot be copied (cannot pickle '_thread.lock' object); keep what cannot be copied outside of "
-        "it",
+        "the model cannot be copied (cannot pickle '_thread.lock' object); keep objects that cannot be copied "
+        "outside the model",
     ):
         trace(Held(lambda _: threading.Lock()), IMAGE)
 
@@ -206,8 +207,8 @@ def test_a_model_that_cannot_be_copied():
 def test_inputs_in_an_object():
     with says(
         TraceError,
-        "the example inputs hold a SimpleNamespace, which is not looked into for tensors; let the model take "
-        "tensors, or tuples, lists and dicts of them",
+        "the example inputs contain a SimpleNamespace, which is not searched for tensors; make the inputs of "
+        "the model tensors, or tuples, lists and dicts of them",
     ):
         trace(nn.Conv2d(3, 4, 1), SimpleNamespace(image=IMAGE))
 
@@ -228,8 +229,8 @@ def test_a_line_of_training_that_counts_on_a_width():
         PruningError,
         "in training mode the network cannot run with fewer channels: at test_messages.py:{line} (`x = x * "
         "torch.rand(1, 4, 1, 1)`) RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at "
-        "non-singleton dimension 1; let that line follow the width of its input, or leave the layers that feed it "
-        "out of the plan",
+        "non-singleton dimension 1; make that line use the number of channels of its input, or leave the layers "
+        "that feed it out of the plan",
     ):
         extract(Noisy(), IMAGE, Plan({"conv": [0, 1, 2]}))
 
@@ -250,8 +251,9 @@ def test_a_number_of_one_mode_that_depends_on_a_width(mode):
 
     with says(
         PruningError,
-        f"in {mode} mode the network does something else with fewer channels, at test_messages.py:{{line}} "
-        "(aten.mul); let that line look at no width, or leave the layers that feed it out of the plan",
+        f"in {mode} mode the network computes something else with fewer channels, at test_messages.py:{{line}} "
+        "(aten.mul); make that line independent of the number of channels, or leave the layers that feed it out of "
+        "the plan",
     ):
         extract(Scaled(), IMAGE, Plan({"conv": [0, 1, 2]}))
 
@@ -263,8 +265,8 @@ def test_a_hook_that_was_added_since():
     net[0].register_forward_hook(lambda module, given, result: result.exp())
     with says(
         PruningError,
-        "the model runs aten.exp at test_messages.py:{line}, which it did not when it was traced; take off what "
-        "was added since (a hook?), or trace it anew: a new pruner takes over the scores with load_state_dict()",
+        "the model runs aten.exp at test_messages.py:{line}, which it did not when it was traced; remove what "
+        "was added since (a hook?), or create a new pruner and load the scores into it with load_state_dict()",
     ):
         pruner.extract()
 
@@ -289,15 +291,18 @@ def test_unknown_name_to_ignore():
         ({"round_to": {"44": 2}}, "round_to: no layer is called '44'; did you mean '4'?"),
         (
             {"min_filters": {"0": 2, "4": 1, "*": 3}},
-            "min_filters: '0' counts for no layer, because those behind it match all of its layers, and the last "
-            "that matches counts; put it behind them",
+            "min_filters: '0' never applies, because later patterns match all its layers and the last match wins; "
+            "move it after them",
         ),
         ({"min_filters": {"4": -1}}, "min_filters['4']: a layer cannot keep -1 filters; give 0 or more"),
         ({"min_filters": {"4": 0.5}}, "min_filters['4'] counts filters; give a whole number, not 0.5"),
-        ({"max_removed": {"4": 2}}, "max_removed['4'] is the part that may go, from 0 to 1, not 2"),
-        ({"round_to": {"4": 0}}, "round_to['4']: widths are multiples of a number from 1 on, not of 0"),
-        ({"round_to": {4: 2}}, 'round_to: layers are told by their names, not by int; give {"layer1.*": ...}'),
-        ({"round_to": 0}, "round_to: widths are multiples of a number from 1 on, not of 0"),
+        (
+            {"max_removed": {"4": 2}},
+            "max_removed['4'] is the fraction of filters that may be removed, from 0 to 1, not 2",
+        ),
+        ({"round_to": {"4": 0}}, "round_to['4']: widths must be multiples of a number of at least 1, not of 0"),
+        ({"round_to": {4: 2}}, 'round_to: keys must be layer name patterns, not int; give {"layer1.*": ...}'),
+        ({"round_to": 0}, "round_to: widths must be multiples of a number of at least 1, not of 0"),
     ],
     ids=str,
 )
@@ -314,13 +319,13 @@ def test_a_limit_for_a_layer_that_is_left_alone():
         Pruner(*plain(), ignore=["4"], max_removed={"4": 0.5})
 
 
-# -- a time asked for --------------------------------------------------------------------------------------
+# -- a latency target --------------------------------------------------------------------------------------
 
 
 def test_a_time_without_a_clock():
     with says(
         PruningError,
-        "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` and give "
+        "a latency target needs the measured times of the layers; measure them with `sbf latency --out` and give "
         "the file (clock=, or latency.table in a recipe)",
     ):
         Pruner(*plain(), budget=Budget(latency=0.5))
@@ -345,8 +350,8 @@ def test_a_time_no_network_takes():
     model, inputs = plain()
     with says(
         PruningError,
-        "the target of 1,000 ms (0.0039%) cannot be met: the smallest network that may be left takes 11,600,000 ms "
-        "(44.5%); ask for more, or let more layers be pruned",
+        "the target of 1,000 ms (0.0039%) cannot be met: the smallest possible network takes 11,600,000 ms "
+        "(44.5%); raise the target, or allow more layers to be pruned",
     ):
         Pruner(model, inputs, budget=Budget(latency=1e6), clock=clock_of(trace(model, inputs)))
 
@@ -355,18 +360,21 @@ def test_a_time_no_network_takes():
 def test_a_time_has_a_unit(text):
     with says(
         PruningError,
-        f"target {text!r}: write a part such as latency=0.5 or latency=50%, or a number such as latency=5ms",
+        f"target {text!r}: write a fraction such as latency=0.5 or latency=50%, or a number such as latency=5ms",
     ):
         Budget.parse([text])
 
 
 def test_a_time_too_short():
-    with says(PruningError, "target 'latency=1us': no network runs in a microsecond; ask for more time"):
+    with says(PruningError, "target 'latency=1us': no network runs in a microsecond; give a longer time"):
         Budget.parse(["latency=1us"])
 
 
 def test_no_branches_to_keep_whole():
-    with says(PruningError, "couple: there are no residual branches to keep or drop as a whole; couple nothing"):
+    with says(
+        PruningError,
+        'couple: "blocks" needs residual blocks that can be pruned, and the model has none; use "none"',
+    ):
         Pruner(*plain(), couple="blocks")
 
 
@@ -470,8 +478,8 @@ def test_a_layer_that_is_left_alone():
 def test_cut():
     with says(
         PlanError,
-        "the plan cuts the input from the output: 4 would keep no filter and nothing leads around; keep at "
-        "least one filter there",
+        "the plan disconnects the output from the input: 4 would keep no filter, and there is no shortcut "
+        "around; keep at least one filter there",
     ):
         extract(*plain(), Plan({"4": []}))
 
@@ -480,8 +488,8 @@ def test_cut_although_no_layer_is_empty():
     model, inputs = ZOO["GatedUnit"]()
     with says(
         PlanError,
-        "the plan cuts the input from the output: both.0 would keep no filter that leads on and nothing leads "
-        "around; keep others there",
+        "the plan disconnects the output from the input: both.0 would keep only filters that reach no output, "
+        "and there is no shortcut around; keep others there",
     ):
         extract(model, inputs, Plan({"both.0": [0, 1, 2, 3]}))
 
@@ -491,8 +499,8 @@ def test_nothing_to_divide_by():
     where = re.fullmatch(r"(aten\.div at zoo\.py:\d+) has no value .*", trace(model, inputs).skipped["below"])
     with says(
         PlanError,
-        f"the plan leaves {where.group(1)} a zero, where it has no value: inner would keep no filter and nothing "
-        "leads around; keep at least one filter there",
+        f"the plan makes an input of {where.group(1)} zero, where it has no value: inner would keep no filter, and "
+        "there is no shortcut around; keep at least one filter there",
     ):
         extract(model, inputs, Plan({"inner": []}))
 
@@ -505,7 +513,7 @@ def test_not_json():
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes(b"\xff\xfe\x00")
-    with says(PlanError, f"{path} is no plan: it is not even text; name a JSON file of one"):
+    with says(PlanError, f"{path} is not a plan, because it is not a text file; name the JSON file of a plan"):
         Plan.load(path)
 
 
@@ -550,8 +558,8 @@ class ReadsItsLayer(nn.Module):
 def test_a_network_that_cannot_do_without_a_layer():
     with says(
         PruningError,
-        "the network cannot run with fewer channels at test_messages.py:{line} (aten.div), even with all those "
-        "it sees there; leave the layers that feed it alone (ignore)",
+        "the network cannot run with fewer channels at test_messages.py:{line} (aten.div), even if that "
+        "operator keeps all its channels; exclude the layers that feed it (ignore)",
     ):
         extract(ReadsItsLayer(), IMAGE, Plan({"branch.0": []}))
 
@@ -564,8 +572,8 @@ def test_two_pruners():
     Pruner(model, inputs)
     with says(
         PruningError,
-        "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is gone, "
-        "take its gates off with sbf_pruner.utils.remove_pruner_hooks(model)",
+        "the model already has a pruner, or is a copy of a model that had one; detach() that pruner first, or, if "
+        "it no longer exists, remove its gates with sbf_pruner.utils.remove_pruner_hooks(model)",
     ):
         Pruner(model, inputs)
 
@@ -616,7 +624,7 @@ def test_a_frontier_of_a_run_in_its_cycles(tmp_path):
     folder = began(tmp_path / "run", 12)
     with says(
         RunError,
-        f"the run in {folder.path} has come to epoch 12, and its scores are ready after 25; let it go on "
+        f"the run in {folder.path} has reached epoch 12, but its scores are ready after 25; continue it "
         "(sbf run ... --resume)",
     ):
         run_frontier(folder.path)
@@ -626,8 +634,8 @@ def test_a_frontier_of_an_older_run(tmp_path):
     folder = began(tmp_path / "run", 40)
     with says(
         RunError,
-        f"the run in {folder.path} has no checkpoints/scored.safetensors: an older version made it, or the file "
-        "was left behind when it was moved; put the file back, or begin a run in another folder (--run)",
+        f"the run in {folder.path} has no checkpoints/scored.safetensors: it was made by an older version, or "
+        "moved without this file; put the file back, or begin a run in another folder (--run)",
     ):
         run_frontier(folder.path)
 
@@ -647,7 +655,7 @@ def test_layers_are_ignored_by_their_names():
 
 def test_scores_are_given_by_layer():
     pruner = Pruner(small_net(), IMAGE, budget=Budget(macs=0.5))
-    with says(PruningError, "scores are wanted by layer, {name: one for each filter}, not as list"):
+    with says(PruningError, "scores must be a dict {layer name: one number per filter}, not list"):
         pruner.rank([1.0] * 8)
 
 
@@ -656,7 +664,7 @@ def test_a_parameter_that_came_after_the_trace():
     pruner = Pruner(model, IMAGE)
     pruner.gate(Plan({"0": [0, 1]}))
     model[0].bias = nn.Parameter(torch.zeros(8))
-    with says(PruningError, "0.bias was not there when the model was traced; make the pruner anew"):
+    with says(PruningError, "0.bias did not exist when the model was traced; create a new pruner"):
         pruner.extract()
 
 

@@ -254,7 +254,7 @@ def test_without_script_the_figures_and_the_tables_are_there(browser: Any, folde
 
 def test_runs_side_by_side(visit: Open, comparison: Path, run: Run) -> None:
     page = visit(comparison)
-    assert page.locator("h1").inner_text() == "2 runs beside each other"
+    assert page.locator("h1").inner_text() == "2 runs compared"
     assert visible(page, "#against-macs circle") == visible(page, "#against-params circle") == 4
     assert page.locator("#table tbody tr").count() == 2
     page.locator("#against-macs circle").nth(1).hover()

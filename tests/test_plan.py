@@ -87,5 +87,7 @@ def test_what_is_not_a_list_of_filter_numbers_is_refused(bad):
 
 
 def test_a_later_plan_must_fit_what_the_first_one_leaves():
-    with pytest.raises(PlanError, match="a: the later plan keeps filter 3, but this one leaves 2; make it for the"):
+    with pytest.raises(
+        PlanError, match="a: the later plan keeps filter 3, but this one keeps 2 filters; make the later"
+    ):
         Plan({"a": [1, 4]}).then(Plan({"a": [0, 3]}))

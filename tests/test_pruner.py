@@ -283,7 +283,7 @@ def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
             "has 16 filters to prune in conv1 where the model has 0; load it",
         ),
         ({"ignore": ["conv1"]}, {}, "has 0 filters to prune in conv1 where the model has 16"),
-        ({}, {"blocks": True}, "the state was saved with blocks=False; make the pruner so, too"),
+        ({}, {"blocks": True}, "the state was saved with blocks=False; create the pruner with blocks=False"),
         ({"blocks": True}, {}, "the state was saved with blocks=True"),
         (
             {},
@@ -377,7 +377,7 @@ def test_a_model_that_changed_shape_is_told_so_where_it_did() -> None:
     model = network()
     pruner = Pruner(model, IMAGES)
     model.fc = nn.Linear(64, 3)
-    sentence = "fc.weight was 10x64 when the model was traced and is 3x64 now; make the pruner anew"
+    sentence = "fc.weight was 10x64 when the model was traced and is 3x64 now; create a new pruner"
     with pytest.raises(PruningError, match=sentence):
         pruner.extract()
     with pytest.raises(PruningError, match=sentence), pruner.scoring():
@@ -393,7 +393,7 @@ def test_a_gate_that_went_with_its_module_is_missed_and_a_new_pruner_takes_over(
     pruner.gate(half(pruner))
     nn.SyncBatchNorm.convert_sync_batchnorm(model)  # what is inside is exchanged in place
     with (
-        pytest.raises(PruningError, match="bn1 was replaced after the pruner was made"),
+        pytest.raises(PruningError, match="bn1 was replaced after the pruner was created"),
         pruner.gated(),
     ):
         pass
@@ -424,7 +424,7 @@ def test_a_gate_that_is_lost_is_missed_in_every_phase_and_by_extract(change: str
     pruner.gate(half(pruner))
     LOSSES[change](model)
     for phase in (pruner.scoring, pruner.gated):
-        with pytest.raises(PruningError, match=f"bn1 {change} after the pruner was made"), phase():
+        with pytest.raises(PruningError, match=f"bn1 {change} after the pruner was created"), phase():
             pass
     with pytest.raises(PruningError, match=f"bn1 {change} after .* load the state_dict"):
         pruner.extract()
@@ -588,7 +588,7 @@ def test_a_model_takes_one_pruner_and_a_step_belongs_into_a_phase() -> None:
     model = network()
     pruner = Pruner(model, IMAGES)
     for taken in (model, copy.deepcopy(model)):
-        with pytest.raises(PruningError, match=r"or is a copy of one that had; detach\(\) that one first"):
+        with pytest.raises(PruningError, match=r"or is a copy of a model that had one; detach\(\) that pruner"):
             Pruner(taken, IMAGES)
     with pytest.raises(PruningError, match="scoring"):
         pruner.step()
@@ -602,7 +602,7 @@ def test_a_score_phase_holds_no_other_and_nothing_is_extracted_in_it() -> None:
     with pruner.scoring():
         with pytest.raises(PruningError, match="a score phase is already under way"), pruner.scoring():
             pass
-        with pytest.raises(PruningError, match=r"extract\(\) belongs behind .* whose end sets the gates"):
+        with pytest.raises(PruningError, match=r"call extract\(\) after .* whose end sets the gates"):
             pruner.extract()
         score_steps(pruner, 1)  # it goes on
     assert all(p.requires_grad for p in pruner.extract().parameters())
@@ -738,7 +738,7 @@ CALLS = {
 def test_what_sets_the_gates_is_refused_while_scores_are_learned(name: str) -> None:
     pruner = Pruner(network(), IMAGES, budget=Budget(macs=0.5))
     with pruner.scoring():
-        with pytest.raises(PruningError, match=rf"{name}\(\) belongs behind `with pruner.scoring\(\):`"):
+        with pytest.raises(PruningError, match=rf"call {name}\(\) after the `with pruner.scoring\(\):`"):
             CALLS[name](pruner)
         assert pruner.model(IMAGES).requires_grad, "the scores still hear of the task"
     CALLS[name](pruner)
@@ -757,7 +757,7 @@ def test_an_earlier_backward_can_be_forgotten() -> None:
 def test_layers_are_not_ignored_in_a_graph_that_is_there() -> None:
     model = network()
     graph = trace(model, IMAGES)
-    with pytest.raises(PruningError, match="ignore is for tracing"):
+    with pytest.raises(PruningError, match="ignore has no effect on graph"):
         Pruner(model, IMAGES, graph=graph, ignore=["conv1"])
 
 
@@ -791,7 +791,7 @@ def scored_for(budget: Budget | None, caplog: pytest.LogCaptureFixture, **more: 
 def test_a_budget_met_by_scores_that_hardly_moved_is_told(caplog: pytest.LogCaptureFixture) -> None:
     half = Budget(macs=0.5)
     scored_for(half, caplog)
-    assert "no score has moved further than" in caplog.text and "give a speed" in caplog.text
+    assert "no score has moved further than" in caplog.text and "set speed" in caplog.text
     for budget, more in ((half, {"speed": 0.3}), (None, {})):
         scored_for(budget, caplog, **more)
         assert not caplog.text

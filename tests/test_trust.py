@@ -143,11 +143,11 @@ def test_nothing_is_imported_from_inside_a_run_even_if_it_is_trusted(
         text = (finished / "recipe.toml").read_text()
         (run / "recipe.toml").write_text(text.replace("runs:Small", f"{name}:build"))
         assert main(words) == 2
-        assert "lies in the folder of a run, from which nothing is imported" in capsys.readouterr().err
+        assert "is in the folder of a run, from which nothing is imported" in capsys.readouterr().err
     (run / "recipe.toml").write_text((finished / "recipe.toml").read_text().replace("runs:Small", "evil:build"))
     monkeypatch.chdir(run)
     assert main(["bench", ".", "--trust"]) == 2
-    assert f"{run}/evil.py lies in the folder of a run" in capsys.readouterr().err
+    assert f"{run}/evil.py is in the folder of a run" in capsys.readouterr().err
     assert not list(here.rglob("*sprung"))
     monkeypatch.chdir(here)
     assert build_network("evil:build", {}, Origin(True, (run,)))  # that of the current directory

@@ -160,12 +160,12 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     lines += ["## Loading", "", *_loading(run, sizes), "", "## Form", "", _form(facts), ""]
     lines += ["## Recipe", "", "```toml", recipe.to_toml().strip(), "```", "", "## Limits", ""]
     lines += [
-        f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of {recipe.data.name}; nothing "
-        "is known about other images.",
+        f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of "
+        f"{recipe.data.name}; accuracy on other images was not measured.",
         *_inference_only_note(sizes),
-        "- The form was chosen on one machine; on another one, a different form may be faster. What it computes is "
-        "the same.",
-        "- The checksums in `export.json` tell a damaged file, not a forged folder.",
+        "- The form was chosen on one machine; on another one, a different form may be faster. The "
+        "results are the same.",
+        "- The checksums in `export.json` detect damaged files; they do not protect against tampering.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -303,8 +303,8 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
         raise RunError(f"{folder} is the run itself; name another folder (--to)")
     if Path.cwd().is_relative_to(folder.resolve()):  # The current directory would be moved away.
         raise RunError(
-            f"{folder} is or holds the folder you are in, and an export takes the place of a whole one; "
-            "name another one, which may be new (--to)"
+            f"{folder} is or contains the current folder, and an export replaces the whole folder; name "
+            "another one, which may be new (--to)"
         )
     if folder.is_symlink():
         raise RunError(f"{folder} is a link, and an export replaces a whole folder; name that folder itself (--to)")

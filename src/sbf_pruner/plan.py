@@ -95,8 +95,8 @@ class Plan:
             mine = self.keep.get(name)
             if mine is not None and kept and max(kept) >= len(mine):
                 raise PlanError(
-                    f"{name}: the later plan keeps filter {max(kept)}, but this one leaves {len(mine)}; make it "
-                    "for the network that this plan gives"
+                    f"{name}: the later plan keeps filter {max(kept)}, but this one keeps {len(mine)} filters; "
+                    "make the later plan for the network that this plan gives"
                 )
             keep[name] = tuple(kept) if mine is None else tuple(mine[i] for i in kept)
         return Plan(keep)
@@ -127,7 +127,9 @@ class Plan:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise PlanError(f"{path} is no plan: it is not even text; name a JSON file of one") from None
+            raise PlanError(
+                f"{path} is not a plan, because it is not a text file; name the JSON file of a plan"
+            ) from None
         return cls.from_json(text)
 
 

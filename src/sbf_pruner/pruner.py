@@ -55,7 +55,7 @@ def prunable_graph(
     """
     found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if graph is not None and ignore:
-        raise PruningError("ignore is for tracing, and graph was traced before; give it to trace() instead")
+        raise PruningError("ignore has no effect on graph, which is already traced; pass ignore to trace() instead")
     if not found.layers:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
         raise PruningError(f"no layer of the model can be pruned ({reasons})")
@@ -114,7 +114,7 @@ def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any,
         while _note(find_fixed_sizes(model, example_inputs, Plan.from_masks(landing.masks), graph), graph):
             landing = choose()
     except PruningError as error:
-        _log.warning("what is left when the network is cut may be more than was asked for: %s", error)
+        _log.warning("a trial extraction failed, so the extracted network may exceed the budget: %s", error)
     return landing
 
 
@@ -184,7 +184,7 @@ class GatedModel:
 
     def _check_settled(self, call: str) -> None:
         if self.gates.soft.requires_grad:
-            raise PruningError(f"{call}() belongs behind `with pruner.scoring():`, whose end sets the gates")
+            raise PruningError(f"call {call}() after the `with pruner.scoring():` block, whose end sets the gates")
 
 
 class Pruner(GatedModel):
@@ -391,7 +391,7 @@ class Pruner(GatedModel):
         """
         self._check_ready("rank")
         if self.aim.limits is None:
-            raise PruningError("scores from elsewhere do not say how many filters stay; give the pruner a budget")
+            raise PruningError("rank() needs a budget to know how many filters to keep; give the pruner a budget")
         values = normalize_scores(scores, self.filters)
         # In float64: stored scores may be float32, in which neighboring scores can become equal.
         landing = self._landed(values)

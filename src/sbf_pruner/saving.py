@@ -69,7 +69,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
     """
     path = Path(folder)
     if not path.is_dir():
-        raise RunError(f"{path} is no folder; give that of a run, of an export, or one that save wrote")
+        raise RunError(f"{path} is not a folder; give the folder of a run or an export, or one that save wrote")
     exported = (path / MANIFEST).is_file()
     if build is None:
         if not exported:
@@ -103,7 +103,9 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
         model = _extract_or_explain(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
     _fill(model, tensors, path / MODEL)
     if written.get("wiring", wiring(model)) != wiring(model):
-        raise RunError(f"{path / MODEL}: on zeros its channels meet differently than when it was cut; {_INPUTS}")
+        raise RunError(
+            f"{path / MODEL}: tracing with zeros gives another channel structure than when it was pruned; {_INPUTS}"
+        )
     return model
 
 
@@ -115,8 +117,8 @@ def _extract_or_explain(model: nn.Module, inputs: Any, plan: Plan, path: Path, *
             raise
         reason = str(error).partition("; ")[0]
         raise RunError(
-            f"{path}: the network that build() makes cannot be cut on zeros ({reason}); build the one that was "
-            f"pruned, or, if it goes by the values it sees, {_INPUTS}"
+            f"{path}: the network that build() makes cannot be pruned when traced with zeros ({reason}); build "
+            f"the one that was pruned, or, if its control flow depends on input values, {_INPUTS}"
         ) from error
 
 
@@ -499,7 +501,7 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     for config in ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json"):
         tensors = _parsed(records, config, path).get("config", {})
         if not isinstance(tensors, dict):
-            raise _Refused(path, f"its {config.rpartition('/')[2]} names no tensors")
+            raise _Refused(path, f"its {config.rpartition('/')[2]} lists no tensors")
         for name, entry in tensors.items():
             pickled = not isinstance(entry, Mapping) or entry.get("use_pickle") is not False
             if pickled or not _NAME.fullmatch(name) or not re.fullmatch(r"\w+", str(entry.get("path_name"))):
@@ -536,7 +538,7 @@ def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> 
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} in it is no name")
+                raise ValueError(f"{name!r} in it is not a valid name")
             if name in ("metadata", "guards_code", "custom_obj_values", "extra_files") and inner:
                 raise ValueError(f"it has {name}, which no network needs")
             _check(inner, expressions, name, depth + 1)
@@ -552,7 +554,7 @@ def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> 
         kinds["torch_version"] = lambda text: bool(_VERSION.fullmatch(text))
         if not kinds.get(key, lambda text: bool(_NAME.fullmatch(text)))(value):
             if key == "target":
-                raise ValueError(f"{value[:80]!r} is not one of the operators that are read")
+                raise ValueError(f"{value[:80]!r} is not one of the allowed operators")
             raise ValueError(f"its {key or 'text'} is {value[:60]!r}")
 
 

@@ -180,10 +180,12 @@ def test_limits_by_layer_hold_in_any_network(name):
 
 def test_the_smallest_network_and_its_refusal_know_the_limits(graph):
     guards = Constraints(max_removed={"layer1.*": 0.0})
-    told = r'or loosen the guards \(max_removed = {"layer1.\*" = 0}\), which contradict it'
+    told = r'or loosen the constraints \(max_removed = {"layer1.\*" = 0}\), which contradict it'
     with pytest.raises(PruningError, match=told) as caught:
         Selector(graph, Budget(macs=0.1), guards)
-    smallest = float(re.search(r"left has ([\d,]+) macs", str(caught.value))[1].replace(",", ""))
+    smallest = float(
+        re.search(r"smallest possible network has ([\d,]+) macs", str(caught.value))[1].replace(",", "")
+    )
     aim = Selector(graph, Budget(macs=smallest), guards)
     for seed in range(2):
         landing = aim.choose(scores(graph, seed))

@@ -243,7 +243,7 @@ def test_a_budget_for_everything_keeps_everything(graph):
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_network():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4 * 196, 2))
-    told = r"the target of 18 params \(1\.0%\) cannot be met: the smallest network that may be left has 42\d params"
+    told = r"the target of 18 params \(1\.0%\) cannot be met: the smallest possible network has 42\d params"
     with pytest.raises(PruningError, match=told):
         Pruner(net, IMAGE, budget=Budget(params=0.01))
 
@@ -251,9 +251,11 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_network():
 @pytest.mark.parametrize("guards", [Constraints(), Constraints(round_to=4), Constraints(min_filters=2)])
 def test_the_smallest_size_is_come_to_whatever_the_scores_say(graph, guards):
     # The best filters of layers that are added up are not the same ones, so together they make a wider stream.
-    with pytest.raises(PruningError, match="the smallest network that may be left has") as caught:
+    with pytest.raises(PruningError, match="the smallest possible network has") as caught:
         Selector(graph, Budget(macs=2), guards)
-    smallest = float(re.search(r"left has ([\d,]+) macs", str(caught.value))[1].replace(",", ""))
+    smallest = float(
+        re.search(r"smallest possible network has ([\d,]+) macs", str(caught.value))[1].replace(",", "")
+    )
     aim = Selector(graph, Budget(macs=smallest), guards)
     for seed in range(3):
         assert aim.choose(scores(graph, seed)).usage["macs"] == smallest
@@ -285,7 +287,9 @@ def test_the_figure_of_a_refusal_can_be_asked_for(name):
     net = resnet20()
     with pytest.raises(PruningError, match="cannot be met") as caught:
         Pruner(net, IMAGE, budget=Budget(**{name: 2}))
-    amount, part = re.search(r"left has ([\d,]+) \w+ \(([\d.]+%)\)", str(caught.value)).groups()
+    amount, part = re.search(
+        r"smallest possible network has ([\d,]+) \w+ \(([\d.]+%)\)", str(caught.value)
+    ).groups()
     for asked in (amount.replace(",", ""), part):
         pruner = Pruner(net, IMAGE, budget=Budget(**{name: asked}))
         pruner.land()
@@ -293,7 +297,7 @@ def test_the_figure_of_a_refusal_can_be_asked_for(name):
 
 
 def test_guards_that_contradict_the_budget_are_named(graph):
-    with pytest.raises(PruningError, match=r"or loosen the guards \(min_filters = 12\), which contradict it"):
+    with pytest.raises(PruningError, match=r"or loosen the constraints \(min_filters = 12\), which contradict it"):
         Selector(graph, Budget(macs=0.1), Constraints(min_filters=12))
 
 
@@ -367,7 +371,7 @@ def test_a_budget_refuses_what_the_command_refuses_in_the_same_words(name, writt
 @pytest.mark.parametrize("given", [None, [0.5], {}])
 def test_a_budget_of_something_else_is_one_sentence(given):
     with pytest.raises(
-        PruningError, match=r"^size: what to keep is a part \(0.5\) or a number above 1 \(1MB\), not "
+        PruningError, match=r"^size: give a fraction to keep \(0.5\) or an amount above 1 \(1MB\), not "
     ):
         Budget(size=given)
 
@@ -419,7 +423,7 @@ def test_a_budget_is_kept_whatever_the_code_insists_on(insists, seed):
 
 @pytest.mark.parametrize("part", [0.0, -1.0, float("nan")])
 def test_a_budget_leaves_something(part):
-    with pytest.raises(PruningError, match="macs: what to keep is a part"):
+    with pytest.raises(PruningError, match="macs: give a fraction to keep"):
         Budget(macs=part)
 
 
@@ -455,7 +459,9 @@ def test_where_all_scores_are_equal_all_layers_lose_alike():
 
 
 def test_nobody_is_told_to_ask_for_more_than_there_is(graph):
-    with pytest.raises(PruningError, match=r"100\.0%\); loosen the guards \(max_removed = 0\), which contradict"):
+    with pytest.raises(
+        PruningError, match=r"100\.0%\); loosen the constraints \(max_removed = 0\), which contradict"
+    ):
         Selector(graph, Budget(macs=0.5), Constraints(max_removed=0.0))
 
 
@@ -744,7 +750,9 @@ def test_a_pruner_keeps_the_file_within_the_size_asked_for(asked, tmp_path):
     if asked == "smallest":
         with pytest.raises(PruningError, match="cannot be met") as caught:
             Pruner(net, images, budget=Budget(size=0.001))
-        asked = float(re.search(r"left has ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+        asked = float(
+            re.search(r"smallest possible network has ([\d,]+) bytes", str(caught.value))[1].replace(",", "")
+        )
     budget = Budget(size=asked)
     pruner = Pruner(net, images, budget=budget)
     with torch.no_grad():

@@ -62,15 +62,17 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
         "batch 1, operator by operator on the CPU: of 6 ms the MACs do not explain 3",
         "  100 %: layers too narrow to be quick: 0.8 GMAC/s against 2 when dense, 1 of 1 with a width that is no "
         "multiple of 4; worst body.0 (16x32 to 16x13: 4 to 5 ms)",
-        "what helps: whole branches removed rather than a little of each (scores.blocks=true), or filters kept in "
-        "multiples (guards.round_to=8)",
+        "what helps: whole branches removed instead of some filters of each (scores.blocks=true), or filters "
+        "kept in multiples (guards.round_to=8)",
     ]
     cause, helps = advise(weak, {1: sides(layers=2.0, moves=3.0)}, 2.0, QUIET)[2:]
-    assert cause == "  100 %: 1 moves of channels, where layers that meet keep different filters"
+    assert cause == "  100 %: 1 channel remaps, where layers that meet keep different filters"
     assert helps == "what helps: the same filters kept in all layers that meet (guards.couple)"
     cause, helps = advise(weak, {1: sides(layers=2.0, rest=2.0)}, 2.0, QUIET)[2:]
     assert cause.startswith("  100 %: additions, activations and pooling")
-    assert helps == "what helps: channels that all layers of a stream drop (guards.couple), or fewer blocks"
+    assert helps == (
+        "what helps: the same channels removed in all layers of a stream (guards.couple), or fewer blocks"
+    )
 
 
 def test_the_larger_cause_comes_first_and_small_ones_are_left_out() -> None:
@@ -92,8 +94,8 @@ def test_a_pass_that_does_not_grow_with_the_batch_is_all_start() -> None:
     assert fixed_share(small, large) == pytest.approx(0.95)
     found = advise([small, large], {}, 2.0, QUIET)
     assert found[1:] == [
-        "the start of operators, whatever the batch: 95 % of eager, batch 1 (1.00x)",
-        "what helps: larger batches, fewer blocks, or a runtime that joins operators (compile, onnxruntime)",
+        "operator launch overhead, independent of the batch size: 95 % of eager, batch 1 (1.00x)",
+        "what helps: larger batches, fewer blocks, or a runtime that fuses operators (compile, onnxruntime)",
     ]
     large["compact_ms"] = {"median": 128.0}
     assert fixed_share(small, large) == 0.0

@@ -64,7 +64,7 @@ def test_all_that_may_be_equal_is_equal(root: Path) -> None:
         cells = (f"digits-{one['method']}", "2", f"{one['mean']:.2f} %", f"{one['deviation']:.2f}")
         first, *rest = (f">{cell}</t" for cell in cells)
         assert first in page and "<td" + "d><td".join(rest) in page
-    assert "4 runs beside each other" in page and "digits-taylor, seed 3" in page
+    assert "4 runs compared" in page and "digits-taylor, seed 3" in page
 
 
 def test_what_is_there_is_not_trained_again(
@@ -123,7 +123,7 @@ def test_a_comparison_is_extended(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert found == [("l1", 3), *((method, seed) for method in ("sbf", "taylor") for seed in (0, 3))]
     (added,) = (run for run in result["runs"] if run["method"] == "l1")
     assert added["dense_from"] == str(here / "sbf-seed3") and len(result["dense_accuracy"]) == 2
-    assert "5 runs beside each other" in (here / "comparison.html").read_text()
+    assert "5 runs compared" in (here / "comparison.html").read_text()
     words[words.index("macs=0.5")] = "macs=0.6"  # is another comparison
     words[words.index("l1")] = "l2"
     assert main(words) == 0
@@ -139,8 +139,9 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_the_first_run(
     monkeypatch.setattr("sbf_pruner.criteria.taylor.first_order", lame)
     assert main(compare(tmp_path / "run")) == 2
     assert capsys.readouterr().err == (
-        "sbf: method taylor cannot judge this network (ZeroDivisionError: no such thing); give it pairs of inputs "
-        "and labels as in training, or choose a method that needs weights alone, such as l1\n"
+        "sbf: method taylor cannot rank the filters of this network (ZeroDivisionError: no such thing); "
+        "give it pairs of inputs and labels as in training, or choose a method that needs weights alone, such "
+        "as l1\n"
     )
     assert not (tmp_path / "run").exists()
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_reached_is_listed_with_the_smallest_there_is(folder: Pat
         assert 0.001 < smallest["left"][of] < 0.5 and 0 < smallest["filters"] < 10
         lines = frontier_lines(found)
         assert any(line.split() == ["0.1", "%", *"------", "cannot", "be", "reached"] for line in lines)
-        assert any(line.startswith("the smallest there is") for line in lines)
+        assert any(line.startswith("the smallest possible") for line in lines)
     assert run_frontier(folder, trusting(at=("0.001",)))["said"] == "None of these sizes can be reached."
 
 
@@ -204,24 +204,22 @@ def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -
 def test_times_as_text_and_drawn(timed: Path) -> None:
     found = run_frontier(timed, trusting("latency", ("0.8", "0.01")))
     lines = frontier_lines(found)
-    assert lines[0].startswith("target, time") and "time, foretold" in lines[0]
+    assert lines[0].startswith("target, time") and "time, predicted" in lines[0]
     assert any(line.split() == ["1", "%", *"--------", "cannot", "be", "reached"] for line in lines)
     assert (
-        "times are foretold for torch, batch 1, 1 thread, an abacus (off by 4.0% on average, 10.0% at most)"
+        "times are predicted for torch, batch 1, 1 thread, an abacus (off by 4.0% on average, 10.0% at most)"
         in lines
     )
     cut = (found["dense"], found["own"], found["points"][0])
     best = max(p["accuracy"] for p in cut)
     least = min(p["left"]["latency"] for p in cut if p["accuracy"] >= best - 1)
-    assert f"takes {100 * least:.0f} % of the dense network's time, as foretold" in found["said"]
+    assert f"takes {100 * least:.0f} % of the dense network's time, as predicted" in found["said"]
     found["clock"]["measured"] = 0.71
     assert frontier_lines(found)[-3].endswith("; the run's own network was measured: 71.0%")
     page = draw_frontier(found, ".html")
-    assert page.index("Accuracy against the time foretold (torch, batch 1)") < page.index(
-        "multiply-accumulates</h2>"
-    )
+    assert page.index("Accuracy against predicted time (torch, batch 1)") < page.index("multiply-accumulates</h2>")
     assert "took 71.0 % of the dense one&#x27;s time" in page and "accuracy against time" in page
-    assert "the time foretold (torch, batch 1)</text>" in draw_frontier(found, ".svg")
+    assert "predicted time (torch, batch 1)</text>" in draw_frontier(found, ".svg")
     # Of sizes, the time is told beside them.
     sizes = run_frontier(timed, trusting(at=("0.5",)))
     assert sizes["points"][0]["left"]["latency"] < 1 and "multiply-accumulates" in draw_frontier(sizes, ".svg")
@@ -297,17 +295,17 @@ def test_another_network_under_the_same_name(folder: Path, tmp_path: Path, monke
 def test_what_is_asked_for_is_checked_first() -> None:
     for wrong, said in (
         ({"of": "flops"}, "--of: no resource is called 'flops'; known: params, macs, size, latency"),
-        ({"runtime": "torch"}, "--runtime and --batch say whose time --of latency means; leave them out"),
+        ({"runtime": "torch"}, "--runtime and --batch apply only to --of latency; leave them out"),
         (
             {"of": "latency", "runtime": "onnx"},
-            "--runtime: none is called 'onnx'; known: onnxruntime, torch, compile, cuda",
+            "--runtime: unknown runtime 'onnx'; known: onnxruntime, torch, compile, cuda",
         ),
         ({"of": "latency", "batch": 0}, "--batch counts the samples of a pass: give at least 1, not 0"),
-        ({"of": "latency", "at": ("5",)}, "target 'latency=5': write a part such as latency=0.5"),
+        ({"of": "latency", "at": ("5",)}, "target 'latency=5': write a fraction such as latency=0.5"),
         ({"batches": 0}, "--batches counts batches of training images: give at least 1, not 0"),
         ({"at": ()}, "--at: name at least one size, such as 0.5,0.3"),
-        ({"at": ("half",)}, "target 'macs=half': write a part such as macs=0.5"),
-        ({"at": ("0",)}, "target 'macs=0': keep more than nothing and at most everything (100%)"),
+        ({"at": ("half",)}, "target 'macs=half': write a fraction such as macs=0.5"),
+        ({"at": ("0",)}, "target 'macs=0': must be above 0 and at most 100% of the network"),
     ):
         with pytest.raises(PruningError) as caught:
             FrontierOptions(**wrong)  # type: ignore[arg-type]
@@ -322,7 +320,7 @@ def test_the_table(result: dict[str, Any]) -> None:
     assert lines[0].split()[:2] == ["target,", "MACs"] and lines[1].startswith("all filters")
     assert [line.split()[0] for line in lines[2:5]] == ["80", "50", "30"]
     assert f"{result['points'][1]['accuracy']:.2f} %" in lines[3] and lines[5].startswith("the run's own")
-    assert lines[-1] == result["said"] and "so a size chosen here has seen the test" in lines[-2]
+    assert lines[-1] == result["said"] and "so a size chosen here is chosen on the test images" in lines[-2]
     assert "│" in "".join(frontier_lines(result, pretty=True))
 
 

@@ -1,4 +1,4 @@
-"""What every criterion must fulfill: the budget is met, the cut is exact, the result loads, and a killed run resumes."""
+"""Contract of every criterion: it meets the budget, extracts exactly, saves and loads, and resumes."""
 
 from __future__ import annotations
 

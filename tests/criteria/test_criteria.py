@@ -439,11 +439,11 @@ def test_scores_below_zero_and_of_any_size_keep_their_order() -> None:
 
 
 REFUSED = {
-    "no budget": (None, {"0": np.ones(8)}, "do not say how many filters stay; give the pruner a budget"),
-    "a layer is missing": (0.5, {}, "exactly the layers that can be pruned; look at 0"),
+    "no budget": (None, {"0": np.ones(8)}, "to know how many filters to keep; give the pruner a budget"),
+    "a layer is missing": (0.5, {}, "exactly the layers that can be pruned; 0 is missing"),
     "a layer too many": (0.5, {"0": np.ones(8), "2": np.ones(2)}, "look at 2"),
-    "a filter is missing": (0.5, {"0": np.ones(7)}, "0: 8 finite scores are wanted, one for each filter"),
-    "not finite": (0.5, {"0": np.full(8, np.nan)}, "0: 8 finite scores are wanted"),
+    "a filter is missing": (0.5, {"0": np.ones(7)}, "0: expected 8 finite scores, one per filter"),
+    "not finite": (0.5, {"0": np.full(8, np.nan)}, "0: expected 8 finite scores"),
 }
 
 
@@ -483,5 +483,5 @@ def test_what_cannot_rank_is_said() -> None:
         rank_by(pruner, "tailor")
     with pytest.raises(sbf.PruningError, match="no method that ranks filters is called 'dmc'"):
         rank_by(pruner, "dmc")
-    with pytest.raises(sbf.PruningError, match="method chip looks at images; give batches of inputs and labels"):
+    with pytest.raises(sbf.PruningError, match="method chip needs images; give batches of inputs and labels"):
         rank_by(pruner, "chip")

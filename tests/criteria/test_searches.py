@@ -295,5 +295,6 @@ def test_outputs_that_are_not_finite_are_told(trained: nn.Module) -> None:
     images = torch.full((4, 1, 8, 8), torch.inf)
     subject = Subject(trained, sbf.trace(trained, images[:2]), [(images, torch.zeros(4, dtype=torch.int64))])
     for name in SEARCHES:
-        with pytest.raises(PruningError, match=f"^method {name}: what the network gives is not finite; choose"):
+        said = f"^method {name}: the network's outputs contain NaN or infinity; choose"
+        with pytest.raises(PruningError, match=said):
             ranked(name, subject)

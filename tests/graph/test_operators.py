@@ -271,11 +271,11 @@ OPAQUE = {
     "mean over channels": (lambda x: x.mean(1), "mean", REDUCES),
     "mean of all": (lambda x: x.mean(), "mean", REDUCES),
     "smallest of all": (lambda x: x.norm(-float("inf")), "linalg_vector_norm", REDUCES),
-    "root": (lambda x: x.abs().sqrt(), "sqrt", "has no gradient at zero, where a removed channel is"),
-    "power below one": (lambda x: x.abs() ** 0.5, "pow", "has no gradient at zero, where a removed channel is"),
-    "power below zero": (lambda x: x**-1.5, "pow", "has no value at zero, where a removed channel is"),
-    "one over": (lambda x: 1 / x, "reciprocal", "has no value at zero, where a removed channel is"),
-    "logarithm": (lambda x: x.abs().log(), "log", "has no value at zero, where a removed channel is"),
+    "root": (lambda x: x.abs().sqrt(), "sqrt", "has no gradient at zero, the value of a removed channel"),
+    "power below one": (lambda x: x.abs() ** 0.5, "pow", "has no gradient at zero, the value of a removed channel"),
+    "power below zero": (lambda x: x**-1.5, "pow", "has no value at zero, the value of a removed channel"),
+    "one over": (lambda x: 1 / x, "reciprocal", "has no value at zero, the value of a removed channel"),
+    "logarithm": (lambda x: x.abs().log(), "log", "has no value at zero, the value of a removed channel"),
     "softmax over channels": (lambda x: x.softmax(1), "_softmax", "normalises over the channels"),
     "group norm": (lambda x: F.group_norm(x, 1), "native_group_norm", SHARES),
     "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), "native_layer_norm", SHARES),
@@ -424,7 +424,7 @@ def test_an_unknown_operator_stops_only_what_touches_it(squash):
     graph = trace(model, inputs)
     assert list(graph.layers) == ["one", "three"]
     assert re.fullmatch(
-        r"tests_rules\.squash at test_operators\.py:\d+ is not known; tell what it does with sbf\.register_rule",
+        r"tests_rules\.squash at test_operators\.py:\d+ has no pruning rule; add one with sbf\.register_rule",
         graph.skipped["two"],
     )
     small = extract(model, inputs, Plan({"one": [1, 4], "three": [0]}))

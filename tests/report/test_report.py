@@ -161,7 +161,7 @@ def test_a_run_that_has_just_begun(unfinished: Path, tmp_path: Path) -> None:
     run = read_run(young)
     assert sentence(run) == "The run is about to begin: nothing has been trained yet."
     page = run_page(run)
-    for said in ("No epoch has ended yet.", "No epoch of scores has been run yet.", "none has ended yet"):
+    for said in ("No epoch has ended yet.", "No score epoch has been run yet.", "none has ended yet"):
         assert said in page
     assert all(one.after == one.before for one in run.layers)
 
@@ -177,7 +177,7 @@ def test_a_folder_says_what_it_does_not_hold(folder: Path, tmp_path: Path) -> No
     (older / "summary.json").write_text(json.dumps(summary))
     run = read_run(older)
     assert run.missing["scores"] == "The scores are not stored in this folder."
-    assert run.missing["refinement"] == "How blocks refine is not stored in this folder."
+    assert run.missing["refinement"] == "The refinement of blocks is not stored in this folder."
     assert run.missing["network"] == "The network cannot be drawn: it is not stored."
     page = run_page(run)
     Parsed(page)
@@ -385,8 +385,8 @@ def test_the_headline_tells_before_and_after(run: Run) -> None:
     run.summary["dense"] |= {"accuracy": 90.0, "params": 1000, "macs": 2_000_000, "file_bytes": 4096}
     run.summary["pruned"] |= {"accuracy": 89.5, "params": 250, "macs": 1_000_000, "file_bytes": 2048}
     assert sentence(run) == (
-        "25 % of the parameters and 50 % of the multiply-accumulates are left, and 89.50 % of the test images are "
-        "right, 0.50 points fewer than with the dense control."
+        "25 % of the parameters and 50 % of the multiply-accumulates are left, and 89.50 % of the "
+        "test images are classified correctly, 0.50 points fewer than with the dense control."
     )
     said = headline(run).replace(MINUS, "-")
     for words in ("89.50 %", "-0.50", "-75.0 %", "-50.0 %", "4.10 kB", "2.05 kB", "Masked = extracted", "exact"):
@@ -463,9 +463,9 @@ def test_a_time_that_was_asked_for_stands_beside_the_one_that_was_measured(folde
     (bound,) = parsed.of_class("bound")
     assert bound["x1"] == "60.00%" and len(parsed.of_class("hit")) == 4
     for said in (
-        "Asked for were 60.0 % of the dense network&#x27;s 50.00 ms, 30.00 ms, in onnxruntime, batch 64, 2 threads",
+        "The target was 60.0 % of the dense network&#x27;s 50.00 ms, 30.00 ms, in onnxruntime, batch 64, 2 threads",
         "timed in turns with the dense network, it takes 60.4 % of it.",
-        "blocks, foretold to keep 53.1 % of the MACs; filters would keep 30.0 %; streams cannot reach it",
+        "blocks, predicted to keep 53.1 % of the MACs; filters would keep 30.0 %; streams cannot reach the target",
         "an &lt;abacus&gt;, 2 cores, torch 2.13.0",
         "off by 4.6 % on average, 18.0 % at most",
         "70.0 % (foretold 60.0 %), then 60.4 % (foretold 60.0 %)",
@@ -477,8 +477,8 @@ def test_a_time_that_was_not_measured_here_is_said_to_be_foretold(folder: Path) 
     run = timed_run(folder, measured=None, landings=[], macs_left={}, way="as coupled", threads=1)
     text = run_page(run)
     assert "That was not measured here: the clock is another machine&#x27;s" in text
-    assert "by the table it takes 62.0 %" in text and "measured beside the dense one" not in text
-    assert "as coupled, as the recipe says" in text and "in onnxruntime, batch 64, 1 thread. That" in text
+    assert "by the table it takes 62.0 %" in text and "measured against the dense network" not in text
+    assert "as coupled, set in the recipe" in text and "in onnxruntime, batch 64, 1 thread. That" in text
     head = headline(run)
     assert "Time, 60.0 % asked for" in head and "<b>62.0 %</b>" in head and ">foretold<" in head
     assert "onnxruntime, batch 64, 1 thread · as coupled; not measured here" in head
@@ -502,7 +502,7 @@ def test_the_headline_has_the_time_and_runs_without_one_have_not(folder: Path, r
     page = comparison_page([run, timed_run(folder)])
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert "60.4 % measured" in cells and "onnxruntime, batch 64, 2 threads" in cells
-    assert "time asked for" not in comparison_page([run, run])
+    assert "latency target" not in comparison_page([run, run])
 
 
 def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: P
     (going / "latency.json").write_text(json.dumps(held))
     run = read_run(going)
     assert run.time is not None and run.time["asked"] == pytest.approx(0.6) and run.time["measured"] is None
-    assert "the filters land on it when the last scores are trained" in run_page(run)
+    assert "the filters that meet it are chosen after the last score phase" in run_page(run)
     assert ">not landed yet<" in headline(run)
     rounds = [{"plan": str(n), "foretold": 0.6, "measured": found} for n, found in enumerate((0.7, 0.59, 0.65))]
     (going / "latency.json").write_text(json.dumps({**held, "rounds": rounds}))
@@ -560,7 +560,7 @@ def test_a_report_goes_where_it_is_asked_to(folder: Path, tmp_path: Path, monkey
     assert write_report([folder, folder / "checkpoints" / ".."]) == folder / "report.html", "it is one run"
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     assert write_report([folder, other, folder]) == Path("comparison.html")
-    assert "2 runs beside each other" in Path("comparison.html").read_text("utf-8")
+    assert "2 runs compared" in Path("comparison.html").read_text("utf-8")
 
 
 def test_a_summary_that_cannot_be_drawn_is_no_failure(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

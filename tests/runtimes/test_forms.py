@@ -124,7 +124,7 @@ def test_additions_at_their_places_and_gathers_are_what_they_say():
 
 
 def test_a_way_that_is_not_known_is_refused():
-    with pytest.raises(PruningError, match=r"branches: no way is called 'zero'; did you mean 'zeros'\?"):
+    with pytest.raises(PruningError, match=r"branches: unknown value 'zero'; did you mean 'zeros'\?"):
         Form("zero")
 
 

@@ -318,7 +318,7 @@ def test_tensors_are_listed_by_name(archive, tmp_path, kind, held):
         members[f"{root}/data/{kind}/model_{kind}_config.json"] = json.dumps({"config": held}).encode()
 
     refused(
-        changed(archive, tmp_path, edit), f"its model_{kind}_config.json names no tensors; nothing in it was run"
+        changed(archive, tmp_path, edit), f"its model_{kind}_config.json lists no tensors; nothing in it was run"
     )
 
 

@@ -93,7 +93,8 @@ class GoesByValues(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("turns", "said"), [(True, "on zeros its channels meet differently"), (False, "cannot be cut on zeros")]
+    ("turns", "said"),
+    [(True, "tracing with zeros gives another"), (False, "cannot be pruned when traced with zeros")],
 )
 def test_what_goes_by_values_comes_back_with_the_inputs_it_was_pruned_with_alone(
     turns: bool, said: str, tmp_path: Path
@@ -232,7 +233,9 @@ class Scaled(nn.Conv2d):
 def test_state_that_is_no_tensor_is_refused_by_name(where: str, tmp_path: Path) -> None:
     layer = Scaled(8, 4, 3)
     model = layer if where == "Scaled" else nn.Sequential(nn.Conv2d(3, 8, 3), layer)
-    with pytest.raises(PruningError, match=rf"^{where} puts a 'dict' into its state, .*; keep it in a buffer, or"):
+    with pytest.raises(
+        PruningError, match=rf"^{where} puts a 'dict' into its state dict, .*; store it in a buffer, or"
+    ):
         save(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

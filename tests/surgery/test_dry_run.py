@@ -183,7 +183,7 @@ def test_what_depends_on_a_width_in_training_alone_is_refused(kind: type[Lined])
     network.helper = Helper()
     pruner = made(network)
     pruner.gate(Plan({"a": PLANS[0]}))
-    with pytest.raises(PruningError, match="in training mode the network does something else with"):
+    with pytest.raises(PruningError, match="in training mode the network computes something else with"):
         pruner.extract()
 
 

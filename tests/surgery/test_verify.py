@@ -53,8 +53,8 @@ def test_what_no_recording_shows_is_refused() -> None:
         with pytest.raises(
             PruningError,
             match=r"^in training mode the extracted network differs from the gated one by [\d.e-]+ of its largest "
-            r"output: some line looks at a width, or at a mode, unseen; leave the layers that feed it alone "
-            r"\(ignore\), and please report the model$",
+            r"output: some code depends on widths or training mode in a way that the trace does not show; exclude "
+            r"the layers that feed it \(ignore\), and please report the model$",
         ):
             cut()
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_proved_is_said(name: str, caplog: pytest.LogCaptureFixtu
     for record, mode in zip(caplog.records, modes.split(), strict=True):
         said = record.getMessage()
         assert said.startswith(
-            f"in {mode} mode the cut is not proved: the gated network gives no float64 numbers ("
+            f"in {mode} mode the extraction was not verified: the gated network has no finite float64 output ("
         )
         assert why in said
 
@@ -162,18 +162,20 @@ def test_a_cut_that_holds_for_one_size_alone_is_refused(name: str) -> None:
     axis, side, sizes = SEEN[name]
     model = randomise(Turns(axis, side))
     sbf.extract(model, IMAGE, HALF)
-    with pytest.raises(PruningError, match=rf"for inputs of \({sizes}\): some line looks at their sizes, unseen;"):
+    with pytest.raises(PruningError, match=rf"for inputs of \({sizes}\): some code depends on their sizes in"):
         sbf.extract(model, IMAGE, HALF, prove=True)
 
 
-@pytest.mark.parametrize(("side", "told"), [(None, []), (8, ["the cut is proved for inputs of one size"])])
+@pytest.mark.parametrize(
+    ("side", "told"), [(None, []), (8, ["the extraction was verified for inputs of one size"])]
+)
 def test_a_network_that_takes_one_size_is_compared_at_that(
     side: int | None, told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = randomise(Turns(1, side))
     with caplog.at_level(logging.INFO, "sbf_pruner"):
         sbf.extract(model, IMAGE, HALF, prove=True)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the cut")]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the extraction")]
     assert [line.partition(":")[0] for line in said] == told
 
 

@@ -214,7 +214,7 @@ def test_a_file_of_another_origin_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="was not written by sbf-pruner"):
             load_checkpoint(tmp_path)
     files.write_tensors(tmp_path / LAST_CHECKPOINT, {}, {"format": "something else"})
-    with pytest.raises(RunError, match="is no checkpoint of this version"):
+    with pytest.raises(RunError, match="is not a checkpoint of this version"):
         load_checkpoint(tmp_path)
 
 

@@ -346,7 +346,7 @@ def test_one_wrong_label_is_refused(tmp_path: Path) -> None:
         ("train_lables.json", b'{"a": 1}', "its labels are not a list"),
         ("train_lables.json", b"[0, 1]", "has 2 entries instead of 20"),
         ("train_lables.json", b"[" * 100_000, "damaged or incomplete JSON"),
-        ("data_batch_1.png", b"GIF89a", "damaged, incomplete or no RGB sheet of 1024 columns"),
+        ("data_batch_1.png", b"GIF89a", "damaged, incomplete or not an RGB sheet of 1024 columns"),
     ],
 )
 def test_odd_sheets(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_damaged_prepared_file(tmp_path: Path) -> None:
             load_cifar10(str(path))
     arrays = {f"{part}.images": np.zeros((3, 32, 32, 3), np.uint8) for part in SMALL}
     save_file(arrays | {f"{part}.labels": np.zeros(3, np.uint8) for part in SMALL}, path)
-    with pytest.raises(DataError, match=f"train has not 20 images of 32x32x3; {remedy}"):
+    with pytest.raises(DataError, match=f"train does not have 20 images of 32x32x3; {remedy}"):
         load_cifar10(str(path))
 
 

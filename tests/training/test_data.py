@@ -275,7 +275,7 @@ def test_folder_mistakes(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(DataError, match=r"train holds 2 classes \(blue, red\), and model.num_classes is 10; set"):
         load("folder", 10, path=str(pictures), image_size=4)
     (pictures / "test").rename(pictures / "val")
-    with pytest.raises(DataError, match=r"has no folder 'test'; .*; if val is what to judge by, call it test$"):
+    with pytest.raises(DataError, match=r"has no folder 'test'; .*; rename val to test if it is your test set$"):
         read()
     (pictures / "val").rename(pictures / "test")
     (pictures / "test" / "rde").mkdir()
@@ -420,7 +420,7 @@ def test_a_square_is_blank_wherever_its_middle_may_be_and_the_rest_is_as_it_was(
 
 def test_a_hole_as_wide_as_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["weights.cutout=8"])
-    said = r"^weights\.cutout: a hole of 8 pixels may be all of an image \(8x8\); lower it$"
+    said = r"^weights\.cutout: a hole of 8 pixels may cover a whole image \(8x8\); lower it$"
     with pytest.raises(DataError, match=said):
         RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 

@@ -49,9 +49,9 @@ def test_where_there_is_no_compiler_steps_run_one_by_one(
 
 
 def test_what_the_cpu_cannot_do_is_refused() -> None:
-    with pytest.raises(RunError, match=r"^engine: steps are captured on cuda alone; set engine=auto or plain$"):
+    with pytest.raises(RunError, match=r"^engine: CUDA graph capture needs a CUDA device; set engine=auto"):
         choose_machine("cpu", "captured")
-    with pytest.raises(RunError, match=r"^precision: on the cpu networks compute in float32; set precision=auto"):
+    with pytest.raises(RunError, match=r"^precision: networks on the cpu compute in float32; set precision=auto"):
         choose_machine("cpu", "auto", "bfloat16")
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(monkeypatch: py
     monkeypatch.setattr(cuda_graphs, "_captured", fails)
     said = (
         r"^the network's steps cannot be compiled and captured \(RuntimeError: operation not permitted when stream "
-        r"is capturing\); set engine=plain, and they run one by one$"
+        r"is capturing\); set engine=plain to run them eagerly$"
     )
     with pytest.raises(RunError, match=said):
         cuda_graphs.capture(lambda: None, lambda: None)

@@ -281,11 +281,11 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
     assert torch.equal(joined(batches, 0)[0][:, 0, 0, 0], torch.arange(32) % 4 / 4)  # type: ignore[arg-type]
     for name, said in {
         "makes_data:nothing": r"data.name: makes_data:nothing: makes_data has no 'nothing'",
-        "no_such_module:datasets": r"data.name: .*no module named 'no_such_module' here or among the installed",
+        "no_such_module:datasets": r"data.name: .*no module named 'no_such_module' in this folder or among",
         "makes_data:number": r"data.name: makes_data:number cannot be called; name a function that",
         "makes_data:broken": r"data.name: makes_data:broken failed at makes_data.py:\d+ .*KeyError",
         "makes_data:choosy": r"makes_data:choosy asks for 'fold', and gets path, image_size, num_classes, seed;",
-        "makes_data:": r"half a name; write package.module:callable",
+        "makes_data:": r"not a complete name; write package.module:callable",
     }.items():
         with pytest.raises(DataError, match=said):
             load_data(DataConfig(name), CLASSES, 0, TRUSTED)
@@ -335,7 +335,7 @@ def pair(image: Any, label: Any = 0) -> Any:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Torn, r"^data, train, item 9 cannot be read \(OSError: the disk\); mend it, or leave it out$"),
+        (Torn, r"^data, train, item 9 cannot be read \(OSError: the disk\); repair or remove it$"),
         (Ragged, r"^data, train, item 9 is \(1, 16, 8\), and the first \(1, 8, 8\) \(channels, height, width\)"),
     ],
 )
@@ -437,7 +437,7 @@ def test_items_of_another_kind_than_the_first_are_told() -> None:
     wrong: dict[str, Any] = {
         r"data, train: its first item cannot be read: test_images.py:\d+ .*KeyError": Failing(4),
         r"data, train: a DataLoader is no map-style dataset": DataLoader(Shades(4)),
-        r"own, test: either train or test is uint8, and not both; give one type": Fades(4),
+        r"own, test: train and test have different dtypes; make both uint8, or both float": Fades(4),
     }
     for said, train in wrong.items():
         with pytest.raises(DataError, match=said):
@@ -451,14 +451,14 @@ def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytes
     with pytest.raises(DataError, match=r"data.mean: images that are floats are taken as they come"):
         own_data(sets, DataConfig("own", mean=[0.5], std=[0.5]), CLASSES, 0)
     with pytest.raises(
-        DataError, match=r"data.scale: windows are read from files; set data.name=folder and data.in"
+        DataError, match=r"data.scale: random windows are only read from image files; set data.name=folder"
     ):
         data_of(flowers, scale=0.5)
     with pytest.raises(DataError, match=r"data.mean: 3 numbers for 1 channels; give one for each"):
         data_of(flowers, mean=[0.5] * 3, std=[0.5] * 3)
     with pytest.raises(RecipeError, match=r"mean: 1 means and 0 deviations; give as many of both"):
         DataConfig("digits", mean=[0.5])
-    with pytest.raises(RecipeError, match=r"std: a deviation is above 0; images are divided by it"):
+    with pytest.raises(RecipeError, match=r"std: deviations must be above 0, because images are divided by them"):
         DataConfig("digits", mean=[0.5], std=[0.0])
     monkeypatch.setattr(datasets, "available_memory", lambda device: 1)
     with pytest.raises(DataError, match=r"data.in_memory: 60 images of 8x8 take .* set data.in_memory=false"):

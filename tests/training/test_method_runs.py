@@ -155,7 +155,7 @@ def test_a_network_that_comes_trained_is_cut_at_once(tmp_path: Path) -> None:
         changes={"phases": {"warmup": 0, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}},
     )
     assert {r["phase"] for r in records(result)} == {"finetune"}
-    assert "The filters go at once, before the first epoch." in (result.folder / "report.html").read_text()
+    assert "The filters are removed at once, before the first epoch." in (result.folder / "report.html").read_text()
     assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
 
 
@@ -170,7 +170,7 @@ def test_report_and_terminal_say_who_chose(first: Result) -> None:
     told = "l1 (the sum of its absolute weights)"
     assert f"They were chosen by {told}, the same part of every layer" in page
     assert f"No scores are learned: filters are chosen by {told}." in page
-    assert "The filters go at once, when the warm-up is over." in page and "filters chosen by l1" in page
+    assert "The filters are removed at once, when the warm-up is over." in page and "filters chosen by l1" in page
     assert "come out of the scores" not in page and "<b>cycles</b>" not in page
     assert any(f", chosen by {told}" in line for line in summary_lines(first.summary, "runs/l1"))
     run = read_run(first.folder)
@@ -187,7 +187,7 @@ def test_a_method_that_cannot_judge_the_network_is_refused_before_anything_is_tr
 
 
 def test_without_a_size_it_is_refused() -> None:
-    with pytest.raises(RecipeError, match="chip tells which filters go first, not how many go; set a budget"):
+    with pytest.raises(RecipeError, match="chip ranks filters, but does not say how many to remove"):
         small_recipe(method="chip")
     with pytest.raises(RecipeError, match="method"):
         small_recipe(method="magic", **ASKED)

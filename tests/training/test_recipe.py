@@ -353,7 +353,7 @@ def test_targets_are_written_with_units_or_without():
     written = load_recipe("digits", ['budget.size="1MB"', "budget.latency=5ms", "budget.macs=50%"])
     assert (written.budget.size, written.budget.latency, written.budget.macs) == (1e6, 5000.0, 0.5)
     assert Recipe.from_dict(tomllib.loads(written.to_toml())) == written
-    with pytest.raises(PruningError, match=r"target 'size=much': write a part such as size=0.5"):
+    with pytest.raises(PruningError, match=r"target 'size=much': write a fraction such as size=0.5"):
         load_recipe("digits", ["budget.size=much"])
 
 

@@ -1230,7 +1230,7 @@ class Asking(nn.Module):
 
 def test_a_network_that_cannot_be_cut_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     refused(
-        r"cannot run with fewer channels at test_run\.py:\d+ .*; leave the layers that feed it alone",
+        r"cannot run with fewer channels at test_run\.py:\d+ .*; exclude the layers that feed it",
         tmp_path,
         Asking(),
     )
@@ -1245,7 +1245,7 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
     made = recipe(guards__ignore=["stem", "layers.2"], **hard)
     left = fit(Asking(), made, run=tmp_path / "run")
     assert left.summary["layers"] == {"layers.0": {"before": 8, "after": 1}}
-    assert "every layer keeps a filter: without some of them, the network cannot run" in caplog.text
+    assert "at least one filter, because with whole layers removed the network cannot run" in caplog.text
 
 
 def test_a_target_that_the_dense_network_meets_is_refused(tmp_path: Path) -> None:
@@ -1339,7 +1339,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     missing = {name: tensor for name, tensor in good.items() if not name.startswith("bn1.")}
     refused("has no 'bn1.weight' and 4 more", tmp_path, **given(missing))
     unknown = {**good, "head.weight": torch.ones(1)}
-    refused("has 'head.weight', which the model has not", tmp_path, **given(unknown))
+    refused("has 'head.weight', which the model does not have", tmp_path, **given(unknown))
     wrapped = {f"module.{name}": tensor for name, tensor in good.items()}
     refused("DataParallel wrapper; save model.module.state_dict", tmp_path, **given(wrapped))
     other = Tiny(9).state_dict()

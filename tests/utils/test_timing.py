@@ -98,7 +98,7 @@ def test_the_interval_of_a_hundred_values_is_the_one_in_the_tables() -> None:
 
 
 def test_nothing_has_no_median() -> None:
-    with pytest.raises(ValueError, match="no median"):
+    with pytest.raises(ValueError, match="no median of an empty list"):
         median_interval([])
 
 

@@ -110,7 +110,7 @@ def validate(key: str, asked: Any) -> Any:
     for pattern, number in asked.items():
         if not isinstance(pattern, str):
             raise PruningError(
-                f'{key}: layers are told by their names, not by {type(pattern).__name__}; give {{"layer1.*": ...}}'
+                f'{key}: keys must be layer name patterns, not {type(pattern).__name__}; give {{"layer1.*": ...}}'
             )
         _check_number(key, f"{key}[{pattern!r}]", number)
     return dict(asked) or UNSET[key]
@@ -125,8 +125,8 @@ def check_patterns(key: str, asked: Parts, graph: ChannelGraph) -> None:
             continue
         if any(fnmatchcase(name, pattern) for name in graph.layers):
             raise PruningError(
-                f"{key}: {pattern!r} counts for no layer, because those behind it match all of its layers, and the "
-                "last that matches counts; put it behind them"
+                f"{key}: {pattern!r} never applies, because later patterns match all its layers and the last match "
+                "wins; move it after them"
             )
         alone = next((name for name in graph.unscored if fnmatchcase(name, pattern)), None)
         if alone is not None:
@@ -143,14 +143,16 @@ def _last_match(patterns: Iterable[str], name: str) -> str | None:
 def _check_number(key: str, place: str, number: Any) -> None:
     if key == "max_removed":
         if not isinstance(number, Real) or not 0 <= float(number) <= 1:
-            raise PruningError(f"{place} is the part that may go, from 0 to 1, not {number!r}")
+            raise PruningError(
+                f"{place} is the fraction of filters that may be removed, from 0 to 1, not {number!r}"
+            )
         return
     if not isinstance(number, Integral):
         raise PruningError(f"{place} counts filters; give a whole number, not {number!r}")
     if key == "min_filters" and number < 0:
         raise PruningError(f"{place}: a layer cannot keep {number} filters; give 0 or more")
     if key == "round_to" and number < 1:
-        raise PruningError(f"{place}: widths are multiples of a number from 1 on, not of {number}")
+        raise PruningError(f"{place}: widths must be multiples of a number of at least 1, not of {number}")
 
 
 BRANCH_SPREAD = (
@@ -287,8 +289,8 @@ def coupled(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple[tuple[
     if isinstance(couple, str):
         if couple not in get_args(Couple):
             raise PruningError(
-                f"couple: no way is called {couple!r}, {suggestion(couple, get_args(Couple))}; or give a list of "
-                "name patterns"
+                f"couple: unknown value {couple!r}, {suggestion(couple, get_args(Couple))}; or give a list of name "
+                "patterns"
             )
         if couple != "streams":
             return ()
@@ -321,7 +323,9 @@ def whole_branches(graph: ChannelGraph, couple: Couple | Sequence[str]) -> tuple
         mine = tuple(name for name in block.layers if name not in found)
         found |= dict.fromkeys(mine, mine)
     if not found:
-        raise PruningError("couple: there are no residual branches to keep or drop as a whole; couple nothing")
+        raise PruningError(
+            'couple: "blocks" needs residual blocks that can be pruned, and the model has none; use "none"'
+        )
     return tuple(dict.fromkeys(found.values()))
 
 

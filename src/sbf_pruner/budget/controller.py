@@ -67,7 +67,7 @@ class Selector:
         self.clock = clock if budget is not None and budget.latency != 1 else None
         if budget is not None and budget.latency != 1 and clock is None:
             raise PruningError(
-                "a target for the latency needs to know how long layers take; measure it with `sbf latency --out` "
+                "a latency target needs the measured times of the layers; measure them with `sbf latency --out` "
                 "and give the file (clock=, or latency.table in a recipe)"
             )
         self.guards = guards or Constraints()
@@ -180,15 +180,15 @@ class Selector:
         contradicted = self.guards != Constraints() and not limits.broken(
             self.count(self._smallest(Constraints(), limits))
         )
-        remedy = f"loosen the guards ({self.guards.told()}), which contradict it" if contradicted else (
-            "let more layers be pruned"
+        remedy = f"loosen the constraints ({self.guards.told()}), which contradict it" if contradicted else (
+            "allow more layers to be pruned"
         )  # fmt: skip
         # The file also holds the plan, so that of a tiny network may grow, and a larger target would not help.
-        more = "" if any(least[name] >= limits.whole[name] for name in broken) else "ask for more, or "
+        more = "" if any(least[name] >= limits.whole[name] for name in broken) else "raise the target, or "
         asked = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least, up=True) for name in broken)
         return PruningError(
-            f"the target of {asked} cannot be met: the smallest network that may be left "
+            f"the target of {asked} cannot be met: the smallest possible network "
             f"{'takes' if broken == ['latency'] else 'has'} {found}; {more}{remedy}"
         )
 

@@ -65,8 +65,8 @@ def state_tensors(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Ten
         if not isinstance(held, Tensor):
             module = name.removesuffix(_EXTRA).removesuffix(".") or type(model).__name__
             raise PruningError(
-                f"{module} puts a {type(held).__name__!r} into its state, as get_extra_state does, and the "
-                "file of a network holds tensors alone; keep it in a buffer, or give a tensor there"
+                f"{module} puts a {type(held).__name__!r} into its state dict, as get_extra_state does, and the "
+                "file of a network holds only tensors; store it in a buffer, or return a tensor there"
             )
     return state
 

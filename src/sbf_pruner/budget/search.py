@@ -201,7 +201,7 @@ def _ranked(field: SearchSpace, limits: Limits, keys: Values) -> Landing:
         given = field.flat(field.smallest)
         masks, usage = field.costed(given)
     if not limits.hold(usage):
-        raise PruningError(f"no network keeps within {', '.join(limits.broken(usage))} as asked; ask for more")
+        raise PruningError(f"no network meets the target for {', '.join(limits.broken(usage))}; raise it")
     while most - least > 1:
         middle = (least + most) // 2
         chosen = given.copy()

@@ -69,7 +69,7 @@ class Budget:
                 found = math.nan
             if not 0 < found < math.inf:  # also true for NaN
                 raise PruningError(
-                    f"{name}: what to keep is a part (0.5) or a number above 1 ({_EXAMPLES[name]}), not {given!r}"
+                    f"{name}: give a fraction to keep (0.5) or an amount above 1 ({_EXAMPLES[name]}), not {given!r}"
                 )
             object.__setattr__(self, name, found)
 
@@ -101,7 +101,9 @@ class Budget:
                 raise PruningError(f"target {name} is given twice; give each target once")
             found[name] = _number(text, name, value)
             if found[name] == 1:
-                raise PruningError(f"target {text!r} asks for all there is; ask for less, or leave it out")
+                raise PruningError(
+                    f"target {text!r} keeps the whole network; give a smaller target, or leave it out"
+                )
         return cls(**found)
 
 
@@ -131,22 +133,24 @@ def _number(text: str, name: str, value: str) -> float:
         match = None  # a latency that is not a fraction needs a unit of time
     if match is None or (byte and name != "size") or scale not in (*_SCALES, "%"):
         raise PruningError(
-            f"target {text!r}: write a part such as {name}=0.5 or {name}=50%, or a number such as "
+            f"target {text!r}: write a fraction such as {name}=0.5 or {name}=50%, or a number such as "
             f"{name}={_EXAMPLES[name]}"
         )
     number = float(match[1]) * (0.01 if scale == "%" else _SCALES[scale])
     if not number or not math.isfinite(number) or (scale == "%" and number > 1):
-        raise PruningError(f"target {text!r}: keep more than nothing and at most everything (100%)")
+        raise PruningError(f"target {text!r}: must be above 0 and at most 100% of the network")
     if number <= 1 and (byte or scale in ("k", "m", "g", "ki", "mi", "gi")):
-        raise PruningError(f"target {text!r}: no network is that small; ask for more, or for a part ({name}=50%)")
+        raise PruningError(
+            f"target {text!r}: no network is that small; give a larger number, or a fraction ({name}=50%)"
+        )
     return number
 
 
 def _duration(text: str, seconds: float) -> float:
     if not math.isfinite(seconds):
-        raise PruningError(f"target {text!r}: that is no time; write it such as latency={_EXAMPLES['latency']}")
+        raise PruningError(f"target {text!r}: not a valid time; write it like latency={_EXAMPLES['latency']}")
     if not seconds > 1 / MICROSECONDS:
-        raise PruningError(f"target {text!r}: no network runs in a microsecond; ask for more time")
+        raise PruningError(f"target {text!r}: no network runs in a microsecond; give a longer time")
     return MICROSECONDS * seconds
 
 

@@ -258,7 +258,7 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     shapes = [parse_shape(text) for text in arguments.input]
     options = dict(parse_option(text) for text in arguments.option)
     if not arguments.plan and (shapes or options):
-        raise PruningError("--input and --option belong to a model with --plan; a run knows its own")
+        raise PruningError("--input and --option apply to a model with --plan; a run has its own")
 
     from ..compare.bench import Subject, read_settings, run_bench
     from .output import bench_lines

@@ -25,7 +25,7 @@ _NETWORKS = "a bundled network, torchvision:NAME, timm:NAME or package.module:ca
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command."""
-    parser = argparse.ArgumentParser("sbf", description="Turn a convolutional network into a smaller one.")
+    parser = argparse.ArgumentParser("sbf", description="Prune the filters of a convolutional network.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     first = (_add_run, _add_compare, _add_report, _add_inspect, _add_bench)
@@ -35,8 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(commands: _Commands) -> None:
-    run = commands.add_parser("run", help="train, score, prune and fine-tune as a recipe says")
-    said = "Train, score, prune and fine-tune a network as a recipe says."
+    run = commands.add_parser("run", help="train, score, prune and fine-tune a network by a recipe")
+    said = "Train, score, prune and fine-tune a network by a recipe."
     run.description = f"{said} Started by torchrun, several processes share it."
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
     _add_changes(run)
@@ -50,7 +50,7 @@ def _add_run(commands: _Commands) -> None:
         metavar="RUN",
         help="take over the dense stage of a run of the same network, data, warm-up and seed",
     )
-    run.add_argument("--quiet", action="store_true", help="print the closing table only")
+    run.add_argument("--quiet", action="store_true", help="print only the final table")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
     run.add_argument(
         "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
@@ -59,17 +59,17 @@ def _add_run(commands: _Commands) -> None:
 
 
 def _add_compare(commands: _Commands) -> None:
-    compare = commands.add_parser("compare", help="run several methods on one recipe, with all else equal")
+    compare = commands.add_parser("compare", help="run several methods on one recipe, all else equal")
     compare.description = (
         "Prune as a recipe says, by several methods and with several seeds: the same dense stage, size, epochs and "
-        "fine-tuning for all. Started again, it goes on where it was."
+        "fine-tuning for all. Started again, it continues where it stopped."
     )
     compare.add_argument("recipe", metavar="RECIPE", help="a bundled recipe, or a .toml file")
     compare.add_argument("--methods", metavar="NAME,NAME", help=f"of {', '.join((OWN, *METHODS))} (all)")
     compare.add_argument("--seeds", default="0", metavar="N,N", help="a run of each method for each of them (0)")
     _add_changes(compare)
     compare.add_argument("--run", metavar="DIR", help="the folder of all these runs (runs/NAME-compared)")
-    compare.add_argument("--quiet", action="store_true", help="print the closing table only")
+    compare.add_argument("--quiet", action="store_true", help="print only the final table")
     compare.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -87,7 +87,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
 
 
 def _add_report(commands: _Commands) -> None:
-    report = commands.add_parser("report", help="draw a run, or several beside each other, as one page")
+    report = commands.add_parser("report", help="draw a run, or compare several, as one page")
     report.description = "Draw a run, or compare several, as one HTML page that works offline."
     report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
     report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
@@ -131,10 +131,13 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_latency(commands: _Commands) -> None:
-    latency = commands.add_parser("latency", help="measure what layers and networks take here, for latency targets")
+    latency = commands.add_parser(
+        "latency", help="measure the latency of layers and networks on this machine, for latency targets"
+    )
     latency.description = (
-        "Measure a network's layers, and networks cut from it, on this machine; report how well the time of other "
-        "cuts is predicted, and what a latency target would leave. Measurements are kept and used again."
+        "Measure a network's layers, and networks extracted from it, on this machine; report "
+        "how well the latency of other pruned networks is predicted, and what latency targets would keep. "
+        "Measurements are cached."
     )
     latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
     _add_network(latency, "size of one input, as in inspect", "as in inspect")
@@ -147,7 +150,7 @@ def _add_latency(commands: _Commands) -> None:
     latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
     latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")
     latency.add_argument("--out", metavar="FILE", help="write the .json file that latency.table takes")
-    latency.add_argument("--again", action="store_true", help="measure anew what is known already")
+    latency.add_argument("--again", action="store_true", help="measure again what is cached")
     _add_json(latency)
     latency.add_argument("--quiet", action="store_true", help="print the result only")
 
@@ -183,21 +186,23 @@ def _add_export(commands: _Commands) -> None:
 def _add_frontier(commands: _Commands) -> None:
     frontier = commands.add_parser("frontier", help="accuracy against size from a run's scores, to choose a size")
     frontier.description = (
-        "Cut the scored network of a run to several sizes, without retraining, and show how good each is; a run "
-        "keeps that network when its cycles are over."
+        "Prune the scored network of a run to several sizes, without retraining, and show "
+        "the accuracy of each; a run keeps that network after its cycles."
     )
     frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
     frontier.add_argument(
-        "--of", default="macs", metavar="NAME", help="what is counted: macs, params, size, latency (macs)"
+        "--of", default="macs", metavar="NAME", help="resource of the targets: macs, params, size, latency (macs)"
     )
-    frontier.add_argument("--at", metavar="SIZE,SIZE", help="what to keep, as parts or numbers (0.9,0.8,...,0.1)")
+    frontier.add_argument("--at", metavar="SIZE,SIZE", help="targets, as shares or numbers (0.9,0.8,...,0.1)")
     frontier.add_argument(
         "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
     )
     frontier.add_argument(
-        "--runtime", metavar="NAME", help="with --of latency: measure a clock here, as sbf latency does (the run's)"
+        "--runtime",
+        metavar="NAME",
+        help="with --of latency: measure a latency model here, as sbf latency does (the run's)",
     )
-    frontier.add_argument("--batch", type=int, metavar="N", help="samples in a pass of that clock (64)")
+    frontier.add_argument("--batch", type=int, metavar="N", help="batch size of that latency model (64)")
     frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
     _add_trust(frontier)
     _add_json(frontier)
@@ -206,7 +211,7 @@ def _add_frontier(commands: _Commands) -> None:
 
 
 def _add_data(commands: _Commands) -> None:
-    data = commands.add_parser("data", help="put a data set where recipes find it")
+    data = commands.add_parser("data", help="install a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
     data.add_argument("name", metavar="NAME", help="cifar10")
     data.add_argument(

@@ -54,7 +54,7 @@ def summary_lines(
     if scored and method == OWN and before and before == after:
         lines.append(f"nothing was removed; ask for a size (--target macs=0.5), or raise {rate} or scores.penalty")
     lines.append(
-        "latency: of the network as it is saved, in eager PyTorch; `sbf bench` times the forms for runtimes"
+        "latency: of the network as it is saved, in eager PyTorch; `sbf bench` times the network on other runtimes"
     )
     if "latency" in summary:
         lines.append(_timed(summary["latency"]))
@@ -73,15 +73,15 @@ def exit_code(summary: Mapping[str, Any]) -> int:
 def _timed(latency: Mapping[str, Any]) -> str:
     """Format the latency target and its result."""
     if latency["measured"] is None:
-        found = f"{share(latency['foretold'])} foretold, not measured (another machine, or no such runtime here)"
+        found = f"{share(latency['foretold'])} predicted, not measured (another machine, or no such runtime here)"
     else:
-        found = f"{share(latency['measured'])} measured beside the dense one"
+        found = f"{share(latency['measured'])} measured against the dense network"
         if is_missed(latency["asked"], latency["measured"]):
             off = latency["measured"] / latency["asked"] - 1
             found += f" (missed by {share(off, 0)}; if the machine was busy, `sbf bench` times it again)"
     way = f"; way: {latency['way']}"
     asked = f"{share(latency['asked'])} in {latency['runtime']}, batch {latency['batch']}"
-    return f"time asked for: {asked}; {found}{way}"
+    return f"latency target: {asked}; {found}{way}"
 
 
 def export_lines(manifest: Mapping[str, Any]) -> list[str]:
@@ -179,13 +179,13 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
 def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
     """Format `sbf latency`: predicted against measured times, and what a latency target would leave."""
     draw = boxed if pretty else table
-    rows = [["cut for real", "filters or branches", "measured", "foretold", "error"]]
+    rows = [["removed", "share kept", "measured", "predicted", "error"]]
     for one in result["networks"]:
         off = f"{one['foretold'] / one['measured'] - 1:+.1%}"
         rows.append([one["way"], share(one["share"], 0), f"{one['measured']:.3f}", f"{one['foretold']:.3f}", off])
     lines = [*draw(rows, "<>>>>"), ""]
     ways = list(result["targets"][0]["macs_left"])
-    rows = [["time asked for", *(f"MACs left, {way}" for way in ways), "chosen"]]
+    rows = [["latency target", *(f"MACs left, {way}" for way in ways), "chosen"]]
     for target in result["targets"]:
         left = [target["macs_left"][way] for way in ways]
         shown = ["cannot" if part is None else share(part) for part in left]
@@ -197,7 +197,7 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
     )
     if result["mean_error"] is not None:
         lines.append(
-            f"foretold by a fit to the others, from {result['layers']} measured layers: off by "
+            f"each predicted by a fit to the other networks, from {result['layers']} measured layers: off by "
             f"{share(result['mean_error'])} on average, {share(result['worst_error'])} at most"
         )
     return lines
@@ -207,7 +207,7 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
     """Format `sbf frontier`: what each target leaves, its accuracy, and notes on how to read it."""
     words = {"macs": "MACs", "params": "parameters", "size": "file size", "latency": "time"}[result["of"]]
     clock = result["clock"]
-    time = ["time, foretold", "left"] if clock else []
+    time = ["time, predicted", "left"] if clock else []
     head = [f"target, {words}", "MACs", "left", "parameters", "left", "file", *time, "filters"]
     head.append("accuracy, recalibrated")
     rows = [head, _frontier_row("all filters", result["dense"])]
@@ -216,7 +216,7 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
         lost = [name, *"-" * (len(head) - 2), "cannot be reached"]
         rows.append(_frontier_row(name, point) if point["reached"] else lost)
     if result["smallest"] is not None:
-        rows.append(_frontier_row("the smallest there is", result["smallest"]))
+        rows.append(_frontier_row("the smallest possible", result["smallest"]))
     rows.append(_frontier_row("the run's own", result["own"]))
     align = "<" + ">" * (len(head) - 1)
     lines = [*(boxed(rows, align) if pretty else table(rows, align)), ""]
@@ -235,14 +235,16 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
     if clock:
         lines.append(_clocked(clock))
     if result["judged_on"] == "test":
-        lines.append("the recipe holds no images out (data.validation), so a size chosen here has seen the test")
+        lines.append(
+            "the recipe holds no images out (data.validation), so a size chosen here is chosen on the test images"
+        )
     return [*lines, result["said"]]
 
 
 def _clocked(clock: Mapping[str, Any]) -> str:
     """Describe the conditions of predicted times, and their error."""
     threads = pluralize(clock["threads"], "thread")
-    said = f"times are foretold for {clock['runtime']}, batch {clock['batch']}, {threads}"
+    said = f"times are predicted for {clock['runtime']}, batch {clock['batch']}, {threads}"
     if (cpu := clock["machine"].get("cpu")) is not None:
         said += f", {cpu}"
     if clock["mean_error"] is not None:

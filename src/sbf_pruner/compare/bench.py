@@ -228,7 +228,7 @@ class _Bench:
     def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
         """Time one runtime on one device, with all batch sizes."""
         if device.type not in RUNTIMES[runtime].devices:
-            raise Unavailable("timed on the CPU alone")
+            raise Unavailable("timed only on the CPU")
         place = Placement(device, torch.get_num_threads(), self.subject.example)
         ready: dict[str, dict[str, Bound]] = {"dense": {}, "compact": {}}
         for side, held in ready.items():
@@ -274,7 +274,7 @@ class _Bench:
 
     def _anatomy(self, batch: int) -> dict[str, list[Part]]:
         """Profile an eager pass of both networks on the CPU, operator by operator."""
-        self.report(f"looking where a pass of batch {batch} spends its time")
+        self.report(f"profiling a pass of batch {batch}")
         inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]
         form = RUNTIMES["eager"].forms[0]
         return {side: dissect(source.form(form), inputs, names) for side, source in self.sources.items()}
@@ -335,7 +335,7 @@ def resolve_subject(
     """
     if Path(subject).suffix == ".toml" or subject in bundled_recipes():
         if shapes or options:
-            raise PruningError("--input and --option belong to a model; a recipe knows its own")
+            raise PruningError("--input and --option apply to a model; a recipe sets its own")
         recipe = load_recipe(subject)
         data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, TRUSTED)
         return build_dense(recipe, TRUSTED).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore

@@ -253,11 +253,14 @@ def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
 
 def _about_moves(dense: Sequence[Part], compact: Sequence[Part]) -> str:
     count = sum(part.kind == MOVES for part in compact)
-    return f"{count} moves of channels, where layers that meet keep different filters"
+    return f"{count} channel remaps, where layers that meet keep different filters"
 
 
 def _about_the_rest(dense: Sequence[Part], compact: Sequence[Part]) -> str:
-    return "additions, activations and pooling, which see a stream's whole width while one layer writes a channel"
+    return (
+        "additions, activations and pooling, which process every channel of a residual stream that at "
+        "least one layer writes"
+    )
 
 
 def _size(part: Part) -> str:
@@ -271,15 +274,16 @@ def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str
         larger = [r for r in measured if key(r)[:2] == key(record)[:2] and r["batch"] > record["batch"]]
         if larger and (share := fixed_share(record, max(larger, key=lambda r: r["batch"]))) > FIXED:
             shares.append(f"{100 * share:.0f} % of {_where(record)}")
-    return [f"the start of operators, whatever the batch: {', '.join(shares)}"] if shares else []
+    return [f"operator launch overhead, independent of the batch size: {', '.join(shares)}"] if shares else []
 
 
 _REMEDIES = {
-    "layers too narrow": "whole branches removed rather than a little of each (scores.blocks=true), or filters "
+    "layers too narrow": "whole branches removed instead of some filters of each (scores.blocks=true), or filters "
     "kept in multiples (guards.round_to=8)",
-    "moves of channels": "the same filters kept in all layers that meet (guards.couple)",
-    "additions, activations": "channels that all layers of a stream drop (guards.couple), or fewer blocks",
-    "the start of operators": "larger batches, fewer blocks, or a runtime that joins operators (compile, "
+    "channel remaps": "the same filters kept in all layers that meet (guards.couple)",
+    "additions, activations": "the same channels removed in all layers of a stream (guards.couple), or fewer "
+    "blocks",
+    "operator launch overhead": "larger batches, fewer blocks, or a runtime that fuses operators (compile, "
     "onnxruntime)",
 }
 

@@ -131,12 +131,12 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
     lines = folder.metrics.read_text("utf-8").count("\n") if folder.metrics.is_file() else 0
     if not folder.finished and lines <= end:
         raise RunError(
-            f"the run in {folder.path} has come to epoch {lines}, and its scores are ready after {end}; let it "
-            "go on (sbf run ... --resume)"
+            f"the run in {folder.path} has reached epoch {lines}, but its scores are ready after {end}; "
+            "continue it (sbf run ... --resume)"
         )
     raise RunError(
-        f"the run in {folder.path} has no checkpoints/{SCORED}: an older version made it, or the file was left "
-        f"behind when it was moved; {REMEDY}"
+        f"the run in {folder.path} has no checkpoints/{SCORED}: it was made by an older version, or "
+        f"moved without this file; {REMEDY}"
     )
 
 
@@ -145,7 +145,7 @@ def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolde
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise RunError(
-            f"the network that the recipe builds is no longer that of the run in {folder.path}; put its code back"
+            f"the network that the recipe builds is not that of the run in {folder.path}; restore its code"
         ) from error
 
 
@@ -181,7 +181,7 @@ class FrontierOptions:
         if self.batches < 1:
             raise PruningError(f"--batches counts batches of training images: give at least 1, not {self.batches}")
         if self.of != "latency" and self.measures:
-            raise PruningError("--runtime and --batch say whose time --of latency means; leave them out")
+            raise PruningError("--runtime and --batch apply only to --of latency; leave them out")
         if self.runtime is not None:
             latency_runtime(self.runtime, "--runtime")
         if self.batch is not None and self.batch < 1:
@@ -320,8 +320,8 @@ class _Sweep:
             return networks.timed.clock
         if asked.of == "latency":
             raise RunError(
-                f"the run in {self.scored.folder.path} has no clock, because it was asked for no time; have one "
-                f"measured here with --runtime ({', '.join(LATENCY_RUNTIMES)}) and --batch"
+                f"the run in {self.scored.folder.path} has no latency model, because its recipe sets no "
+                f"latency target; measure one here with --runtime ({', '.join(LATENCY_RUNTIMES)}) and --batch"
             )
         return None
 
@@ -357,9 +357,9 @@ def _summary_sentence(result: dict[str, Any]) -> str:
     timed = result["of"] == "latency"
     least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
     macs = f"{format_percentage(100 * least['macs'], 0)} % of the MACs"
-    best_said = f"of these within {NEAR:g} point of the best ({format_percentage(best, 2)} %)"
+    best_said = f"network within {NEAR:g} percentage point of the best accuracy ({format_percentage(best, 2)} %)"
     if timed:
-        time = f"{format_percentage(100 * least['latency'], 0)} % of the dense network's time, as foretold"
+        time = f"{format_percentage(100 * least['latency'], 0)} % of the dense network's time, as predicted"
         return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
     params = f"{format_percentage(100 * least['params'], 0)} % of the parameters"
     return f"Before any retraining, the smallest {best_said} has {macs} ({params})."
@@ -391,14 +391,14 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
 
 
 def _time(clock: Mapping[str, Any]) -> str:
-    return f"the time foretold ({clock['runtime']}, batch {clock['batch']})"
+    return f"predicted time ({clock['runtime']}, batch {clock['batch']})"
 
 
 def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
     dense, own = result["dense"], result["own"]
     chosen = [
         Point(
-            f"{100 * p['share']:.4g} % asked for",
+            f"target {100 * p['share']:.4g} %",
             p["accuracy"],
             p[key],
             "chosen",
@@ -427,11 +427,11 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
         joined.append(("dashed", [before, after]))
         legend.append(("dot tuned", "the same, fine-tuned"))
     caption = (
-        "Up and to the left is better. The line holds for the weights as the cycles left them, without a step of "
-        "training after the cut; what fine-tuning does is shown for the run's own filters alone."
+        "Up and to the left is better. The line is for the weights at the end of the cycles, without "
+        "any training after the removal; the effect of fine-tuning is shown only for the run's own filters."
     )
     if key.removesuffix("_ms") != result["of"]:  # A point at 30 % of the MACs is not at 30 % of the parameters.
-        caption += f" The percentages are what was asked for, of the {_ASKED[result['of']]}."
+        caption += f" The percentages are the targets, as shares of the {_ASKED[result['of']]}."
     if key == _TIME:
         caption += _trusted(result["clock"])
     more = {"spelled": _SPELLED[key]} if key in _SPELLED else {}
@@ -445,8 +445,8 @@ def _trusted(clock: Mapping[str, Any]) -> str:
     said = ""
     if clock["mean_error"] is not None:
         mean, worst = (f"{format_percentage(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
-        said += f" Such times were off by {mean} on average and {worst} at most."
+        said += f" Predicted times were off by {mean} on average and {worst} at most."
     if clock["measured"] is not None:
         part = f"{format_percentage(100 * clock['measured'])} %"
-        said += f" Cut for real, the run's own network took {part} of the dense one's time."
+        said += f" Extracted and measured, the run's own network took {part} of the dense network's time."
     return said

@@ -47,12 +47,12 @@ def judged_by(name: str) -> str:
     """Describe what a method scores filters by, and how it relates to the published method of its name.
 
     >>> judged_by("gal")
-    'how long its mask holds out against a penalty; after GAL'
+    'the mean of its mask under a growing penalty; after GAL'
     >>> judged_by("pfp")
-    'its part in what the next layers make; not as published yet'
+    'its contribution to the outputs of the next layers; not as published yet'
     """
     if name not in METHODS:
-        return "a score that is learned"
+        return "its learned score"
     method = METHODS[name]
     origin = f"; after {method.after}" if method.after else "; not as published yet" if method.unlike else ""
     return method.said + origin
@@ -69,30 +69,30 @@ METHODS = {
     "sfp": Method("weights.l2_norm", "the l2 norm of its weights, epoch by epoch", soft=True),
     "fpgm": Method("weights.fpgm_distance", "its distances to the other filters of its layer"),
     "bnscale": Method("weights.norm_scale", "the scale of the norm behind it", across=True),
-    "hrank": Method("feature_maps.rank", "the rank of its maps", images=640),
-    "chip": Method("feature_maps.independence", "what its maps add to those of its layer", images=640),
-    "nisp": Method("nisp.propagated", "its part in the last features", across=True, images=1024),
+    "hrank": Method("feature_maps.rank", "the rank of its feature maps", images=640),
+    "chip": Method("feature_maps.independence", "what its feature maps add to those of its layer", images=640),
+    "nisp": Method("nisp.propagated", "its contribution to the last features", across=True, images=1024),
     "pfp": Method(
         "pfp.largest_part",
-        "its part in what the next layers make",
+        "its contribution to the outputs of the next layers",
         across=True,
         images=128,
-        unlike="one threshold for the parts of all layers stands in for budgets from an error bound, and positive "
-        "and negative contributions are not taken apart",
+        unlike="one threshold for the contributions in all layers replaces budgets from an error bound, and "
+        "positive and negative contributions are not separated",
     ),
     "taylor": Method("taylor.first_order", "the change of the loss, to the first order", across=True, images=2048),
-    "ccp": Method("taylor.pairs", "the change of the loss, with what pairs share", across=True, images=2048),
-    "dcp": Method("dcp.reselection_order", "how early an empty layer takes it back", images=256),
+    "ccp": Method("taylor.pairs", "the change of the loss, with interactions of pairs", across=True, images=2048),
+    "dcp": Method("dcp.reselection_order", "the order in which an emptied layer re-selects it", images=256),
     "gal": Method(
         "gal.mask_persistence",
-        "how long its mask holds out against a penalty",
+        "the mean of its mask under a growing penalty",
         across=True,
         images=512,
         after="GAL",
     ),
     "dmc": Method(
         "",
-        "a gate that is learned open or closed, straight through",
+        "a binary gate learned with straight-through gradients",
         across=True,
         after="DMC",
         settings={
@@ -104,15 +104,15 @@ METHODS = {
     ),
     "amc": Method(
         "amc.search_widths",
-        "its weights, in layers whose widths an agent chose",
+        "its weights, in layers whose widths are chosen by an agent",
         across=True,
         images=256,
-        unlike="60 networks are tried instead of hundreds, their widths are scaled to the size asked for all "
-        "alike, and nothing is made up for by least squares",
+        unlike="60 networks are tried instead of hundreds, their widths are scaled alike to the target size, "
+        "and there is no least-squares reconstruction",
     ),
     "nppm": Method(
         "nppm.learned_gates",
-        "a gate that raises the accuracy foretold",
+        "a gate learned to maximize predicted accuracy",
         across=True,
         images=2048,
         after="NPPM",

@@ -54,7 +54,7 @@ def reselection_order(subject: Subject) -> Scores:
     for part in _memory_groups(asked, sum(len(labels) for _, labels in subject.batches)):
         for name, (windows, weight, shares) in _sample_inputs(subject, part).items():
             if not (windows.isfinite().all() and weight.isfinite().all()):
-                raise PruningError(f"what {name} reads, or its weights, are not finite")
+                raise PruningError(f"the input or the weights of {name} contain NaN or infinity")
             order = selection(windows, weight, shares)
             places[name] = np.empty(len(order))
             places[name][order] = np.arange(len(order), 0, -1) / len(order)

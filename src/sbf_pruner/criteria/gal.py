@@ -102,7 +102,7 @@ class _Masked:
         self.mean = torch.cat(rows).mean(0)
         spread = (torch.cat(rows) - self.mean).square().mean().sqrt()
         if not spread.isfinite():
-            raise PruningError("what the network gives is not finite")
+            raise PruningError("the network's outputs contain NaN or infinity")
         self.unit = torch.where(spread > 0, spread, 1.0)  # Makes losses comparable between networks.
         self.rows = [(row - self.mean) / self.unit for row in rows]
         self.latest = self.rows[0]
@@ -161,6 +161,6 @@ def _row(outputs: Any, samples: int) -> Tensor:
     given = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
     rows = [x.reshape(samples, -1) for x in given if len(x) == samples]
     if not rows:
-        raise PruningError("the network gives no numbers for each sample that could be compared")
+        raise PruningError("the network has no floating-point output with one row per sample")
     row = torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], 1)
     return row if row.shape[1] <= _WIDEST else F.adaptive_avg_pool1d(row, _WIDEST)

@@ -46,9 +46,9 @@ def propagated(subject: Subject) -> Scores:
         call(model, images)
         (_by_channel(model, last, kept[-1]) * importance).sum().backward()
     if not all(bool(values.isfinite().all()) for values in found.values()):
-        raise PruningError("the network is too deep for its weights to be multiplied")
+        raise PruningError("products of the weights are not finite in float64, because the network is too deep")
     if not any(bool(values.any()) for values in found.values()):
-        raise PruningError(f"what {last} reads depends on no filter where weights are absolute")
+        raise PruningError(f"no gradient from the input of {last} reaches any filter")
     tiny = torch.finfo(torch.float64).tiny
     return {name: (values / values.mean().clamp_min(tiny)).cpu().numpy() for name, values in found.items()}
 

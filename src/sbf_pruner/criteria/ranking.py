@@ -66,8 +66,8 @@ def ranked(name: str, subject: Subject) -> Scores:
     for layer, values in scores.items():
         if not np.isfinite(values).all():
             raise PruningError(
-                f"method {name}: what it makes of {layer} is not finite; look whether the network's weights and "
-                "outputs still are, or choose another method"
+                f"method {name}: scores of {layer} are NaN or infinite; check that the network's weights and "
+                "outputs are finite, or choose another method"
             )
     return scores if METHODS[name].across else {layer: _places(values) for layer, values in scores.items()}
 
@@ -94,7 +94,7 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
     images = METHODS[name].images
     seen = first_images(batches, images)
     if images and not seen:
-        raise PruningError(f"method {name} looks at images; give batches of inputs and labels")
+        raise PruningError(f"method {name} needs images; give batches of inputs and labels")
     network = remove_pruner_hooks(real_copy(pruner.model)).eval().requires_grad_(False)
     pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.aim)))
 
@@ -126,8 +126,8 @@ def _named(name: str) -> Iterator[None]:
     except Exception as error:  # A user's network may fail in any way.
         cause = " ".join(str(error).split())
         raise PruningError(
-            f"method {name} cannot judge this network ({type(error).__name__}: {cause}); give it pairs of inputs "
-            "and labels as in training, or choose a method that needs weights alone, such as l1"
+            f"method {name} cannot rank the filters of this network ({type(error).__name__}: {cause}); give "
+            "it pairs of inputs and labels as in training, or choose a method that needs weights alone, such as l1"
         ) from error
 
 
@@ -191,7 +191,7 @@ class SubnetEvaluator:
     def _outputs(self, batch: Batch) -> Tensor:
         found = logits(self._model, batch[0])
         if not bool(found.isfinite().all()):
-            raise PruningError("what the network gives is not finite")
+            raise PruningError("the network's outputs contain NaN or infinity")
         return found
 
 

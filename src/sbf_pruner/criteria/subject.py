@@ -61,7 +61,8 @@ class Subject:
         for name, layer in self.graph.layers.items():
             if not layer.nodes[0].stored:
                 raise PruningError(
-                    f"the weight of {name} is computed from others, so its filters cannot be emptied"
+                    f"the weight of {name} is not a parameter itself (weight_norm?), so its filters cannot be "
+                    "zeroed"
                 )
 
     @torch.no_grad()

@@ -105,7 +105,8 @@ def _check_changeable(model: nn.Module) -> None:
         name = path or "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise PruningError(
-                f"{name} is scripted and cannot be cut; prune what was scripted, then compile or export that"
+                f"{name} is scripted and cannot be pruned; prune the module before scripting it, then "
+                "compile or export it"
             )
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             kind = type(module).__name__
@@ -204,10 +205,13 @@ class _LayerFinder:
             return "depthwise: its filters follow its input channels"
         if module in self.net.outside:
             where = self.net.outside[module]
-            return f"it is also held in {where}, where a change would not be seen; register it only"
+            return (
+                f"it is also referenced by the attribute {where}, which would keep the old module; reference it "
+                "as a submodule only"
+            )
         if module in self.net.trace.otherwise:
             line = self.net.trace.otherwise[module]
-            return f"in training mode alone it feeds {line}, and both modes cannot be followed at once"
+            return f"it feeds {line} in training mode only, and the graph follows evaluation mode"
         mains = self.net.main.get(module) or self.net.inner.get(module, [])
         users = [n for root in node.weight.roots for n in self.uses[root]]
         others = [n for n in users if n not in mains]
@@ -221,13 +225,17 @@ class _LayerFinder:
         if call is None:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
         if without_batch(call, node.op):
-            return f"what it reads at {node.op.where} has no batch dimension; give example inputs that have one"
+            return f"its input at {node.op.where} has no batch dimension; give example inputs that have one"
         if module in self.net.inner and self.places.norm_after(module) is not None:
             return ""
         if module in self.net.odd:
             odd = self.net.odd[module]
-            return f"{odd.name} at {odd.where}, in its module, moves or mixes its filters before a gate could stand"
-        return f"its module does more than this one layer at {node.op.where}, and no gate can be placed inside"
+            return (
+                f"{odd.name} at {odd.where}, in its module, reorders or mixes its channels, so no gate can be "
+                "placed behind the module"
+            )
+        more = f"its module computes more than this layer at {node.op.where}"
+        return f"{more}; move the layer into a submodule of its own"
 
     def _reason_channels_stay(self, site: Site) -> str:
         """Follow the gated channels forward; return why a removed one would not stay zero, or "" if it does."""
@@ -260,10 +268,10 @@ class _LayerFinder:
                 elif isinstance(node, Located):
                     todo.append(node.outputs[0])
                     if node.places in self.net.outputs or self.net.consumers[node.places]:
-                        reason = f"{node.op.name} at {node.op.where} finds places in a removed channel too"
-                        back.append((reason, node.places))
+                        used = "returns positions in a removed channel too, and they are used"
+                        back.append((f"{node.op.name} at {node.op.where} {used}", node.places))
                 elif isinstance(node, Sampled) and value is not node.operands[0]:
-                    return f"it tells {node.op.name} at {node.op.where} where to look"
+                    return f"its output is used as sampling positions by {node.op.name} at {node.op.where}"
                 elif node.blocks and isinstance(node, Elementwise) and not node.steep:
                     back += [(node.blocks, v) for v in node.outputs]
                 elif node.blocks:
@@ -274,7 +282,7 @@ class _LayerFinder:
                     and not gone.issuperset(node.inputs)
                 ):
                     if self._is_all_that_is_learned(node, gone):
-                        return "its filters are the network's outputs, but for what they are added to"
+                        return "its output, plus the network's input or a stored tensor, is a network output"
                     continue  # the other operand keeps the channel; the removed one adds nothing to it
                 else:
                     todo += node.outputs

@@ -351,14 +351,14 @@ class ChannelGraph:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
             empty = not any(keep[n].any() for n in culprits)
             flow = self._liveness.of(keep)
-            harm = "cuts the input from the output"
+            harm = "disconnects the output from the input"
             if self._led <= flow.reached:
                 node = self.undefined(flow)[0]
-                harm = f"leaves {node.op.name} at {node.op.where} a zero, where it has no {node.lacks}"
+                harm = f"makes an input of {node.op.name} at {node.op.where} zero, where it has no {node.lacks}"
             raise PlanError(
-                f"the plan {harm}: {names} would keep no filter "
-                + ("and nothing leads around; keep at least one filter there" if empty
-                   else "that leads on and nothing leads around; keep others there")
+                f"the plan {harm}: {names} would keep "
+                + ("no filter, and there is no shortcut around; keep at least one filter there" if empty
+                   else "only filters that reach no output, and there is no shortcut around; keep others there")
             )  # fmt: skip
 
 

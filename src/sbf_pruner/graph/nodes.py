@@ -297,7 +297,7 @@ class Elementwise(Node):
     @property
     def at_zero(self) -> str:
         """Reason why no operand in `avoiding` may be a removed channel."""
-        return f"{self.op.name} at {self.op.where} has no {self.lacks} at zero, where a removed channel is"
+        return f"{self.op.name} at {self.op.where} has no {self.lacks} at zero, the value of a removed channel"
 
     @property
     def lacks(self) -> str:

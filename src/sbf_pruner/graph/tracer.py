@@ -42,8 +42,8 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
     for held in pytree.tree_leaves(example_inputs):
         if not isinstance(held, Tensor) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(as_tree(held))):
             raise TraceError(
-                f"the example inputs hold a {type(held).__name__}, which is not looked into for tensors; let the "
-                "model take tensors, or tuples, lists and dicts of them"
+                f"the example inputs contain a {type(held).__name__}, which is not searched for tensors; make the "
+                "inputs of the model tensors, or tuples, lists and dicts of them"
             )
     found = _in_both_modes(model, example_inputs)
     if found.keeps:
@@ -121,7 +121,7 @@ def record_in(
         twin = real_copy(model)
     except Exception as error:
         raise TraceError(
-            f"the model cannot be copied ({cause(error)}); keep what cannot be copied outside of it"
+            f"the model cannot be copied ({cause(error)}); keep objects that cannot be copied outside the model"
         ) from error
     try:
         inputs = map_tensors(example_inputs, Tensor.clone)
@@ -268,13 +268,13 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
     >>> net[2] = nn.Linear(9, 5)
     >>> tensors_of(net, graph)
     Traceback (most recent call last):
-    sbf_pruner.errors.PruningError: 2.weight was 2x9 when the model was traced and is 5x9 now; make the pruner anew
+    sbf_pruner.errors.PruningError: 2.weight was 2x9 when the model was traced and is 5x9 now; create a new pruner
     """
     held = dict(model.named_buffers()) | dict(model.named_parameters())
     for name, value in graph.trace.states.items():
         if name not in held or held[name].shape != value.shape:
             now = f"is {_size(held[name].shape)} now" if name in held else "is gone"
-            remedy = "make the pruner anew"
+            remedy = "create a new pruner"
             if isinstance(held.get(name), Tensor) and not isinstance(held[name], nn.Parameter):
                 # A buffer that the forward makes for the size of its last inputs, such as anchors.
                 remedy = f"run the model once on the example inputs, or {remedy}"
@@ -284,7 +284,7 @@ def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
         for name in model.get_submodule(path)._parameters:
             full = f"{path}.{name}".lstrip(".")
             if full in held and full not in graph.trace.states:
-                raise PruningError(f"{full} was not there when the model was traced; make the pruner anew")
+                raise PruningError(f"{full} did not exist when the model was traced; create a new pruner")
     return held
 
 
@@ -325,8 +325,8 @@ def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGr
     """
     if change := _first_change(model, example_inputs, graph):
         raise PruningError(
-            f"the model {change}, which it did not when it was traced; take off what was added since (a hook?), or "
-            "trace it anew: a new pruner takes over the scores with load_state_dict()"
+            f"the model {change}, which it did not when it was traced; remove what was added since (a hook?), or "
+            "create a new pruner and load the scores into it with load_state_dict()"
         )
 
 

@@ -53,7 +53,7 @@ class Turns:
         for name, epochs in lengths.items():
             least = int(name in ("cycles", "score"))
             if epochs < least:
-                raise PruningError(f"{name} = {epochs}: a loop in turns needs at least {least}; write more")
+                raise PruningError(f"{name}: must be at least {least}, got {epochs}")
         self.pruner, self.cycles = pruner, cycles
         self._phases = phases_of({"phases": {**lengths, "finetune": 0}})
         self._epoch: int | None = None
@@ -94,7 +94,7 @@ class Turns:
         `scaler` is the gradient scaler that scaled the loss, if any.
         """
         if self._epoch is None:
-            raise PruningError("after_backward() was told of no epoch yet; call epoch_begins(epoch) before it")
+            raise PruningError("after_backward() was called outside an epoch; call epoch_begins(epoch) before it")
         if self.scores_now:
             penalty = self.pruner.penalty()
             (penalty if scaler is None else scaler.scale(penalty)).backward()

@@ -21,8 +21,8 @@ def pruning_callback(turns: Turns) -> Any:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if getattr(trainer.precision_plugin, "scaler", None) is not None:
                 raise PruningError(
-                    "the trainer scales gradients, of which weights have none in epochs of scores; give it "
-                    'precision="bf16-mixed"'
+                    "gradient scaling (16-mixed) does not work in score epochs, in which weights have no "
+                    'gradients; give the trainer precision="bf16-mixed"'
                 )
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -53,4 +53,4 @@ def _base() -> type:
         except ModuleNotFoundError:
             continue
         return found
-    raise PruningError("there is no Lightning here; run: pip install lightning")
+    raise PruningError("Lightning is not installed; run: pip install lightning")

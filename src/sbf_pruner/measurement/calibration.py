@@ -238,14 +238,17 @@ def load_or_calibrate(
         try:
             known = read_model(kept, graph)
             if (known.calibration.get("load") or 0.0) > BUSY:
-                report("this clock was measured while the machine was busy; `sbf latency --again` measures it anew")
+                report(
+                    "the cached latency model was measured while the machine was busy; `sbf latency --again` "
+                    "measures it anew"
+                )
             return known
         except PruningError:  # Written by another version, or damaged: it is only a cache.
             pass
     rehearse(network, example, conditions)
     busy = busy_cores()
     if busy is not None and busy > BUSY:
-        report(f"the machine is busy (load {busy:.1f}); times that are taken now will be worth less")
+        report(f"the machine is busy (load {busy:.1f}); times measured now are unreliable")
     table = _layers(conditions, fresh)
     wanted = Predictor(graph, table, conditions.batch).wanted(lay_out(graph, Selector(graph).least()))
     if measure_layers(table, wanted, conditions, report):
@@ -324,7 +327,7 @@ class CouplingChoice:
     def told(self) -> str:
         """Describe the choice in one line."""
         others = [
-            f"{name} {'cannot reach it' if share is None else f'{share:.1%}'}"
+            f"{name} {'cannot reach the target' if share is None else f'{share:.1%}'}"
             for name, share in self.macs.items()
             if name != self.way
         ]

@@ -312,7 +312,9 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
         if written["network"] == signature(Predictor(graph, table, conditions.batch)):
             return LatencyModel(graph, table, conditions, dense, written["coefficients"], written["calibration"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise PruningError(f"latency.table: {source} is no file of `sbf latency` ({error!r}); {_REMEDY}") from None
+        raise PruningError(
+            f"latency.table: {source} was not written by `sbf latency` ({error!r}); {_REMEDY}"
+        ) from None
     raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
 
 

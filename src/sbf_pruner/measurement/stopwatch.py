@@ -230,7 +230,7 @@ def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
             once()
     except Exception as error:  # A compiler or a broken installation can fail with any exception.
         cause = str(error) if isinstance(error, PruningError) else first_line(error)
-        raise PruningError(f"a time is to be measured here, in {held.told()}, and cannot be: {cause}") from error
+        raise PruningError(f"latency cannot be measured on this machine ({held.told()}): {cause}") from error
 
 
 def quickest(held: Mapping[str, Pass]) -> Pass:

@@ -75,12 +75,14 @@ def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.M
     if not colon:
         if name not in BUNDLED:
             raise PruningError(
-                f"no bundled model is called {name!r}, and one of your own is package.module:callable; "
+                f"no bundled model is called {name!r} (a model of your own is written package.module:callable); "
                 f"{suggestion(name, BUNDLED)}"
             )
         return _build(name, BUNDLED[name], options)
     if not library or not inner:
-        raise PruningError(f"{name!r} is half a name; write torchvision:NAME, timm:NAME or package.module:callable")
+        raise PruningError(
+            f"{name!r} is not a complete name; write torchvision:NAME, timm:NAME or package.module:callable"
+        )
     if library in _SAFE_STRING_OPTIONS:
         for key, value in options.items():
             if not _plain(library, key, value):
@@ -177,5 +179,5 @@ def _check_listed(name: str, inner: str, names: list[str]) -> None:
     if inner not in names:
         hint = suggestion(inner, names)
         # These libraries have hundreds of models: suggest a similar name, but never list them all.
-        hint = hint if hint.startswith("did") else f"it knows {len(names)} others"
+        hint = hint if hint.startswith("did") else f"it has {len(names)} others"
         raise PruningError(f"{name}: {name.partition(':')[0]} has no model {inner!r}; {hint}")

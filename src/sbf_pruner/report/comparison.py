@@ -57,7 +57,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
         *_kept(entries),
         _settings(entries),
     ]
-    title = f"{len(runs)} runs beside each other"
+    title = f"{len(runs)} runs compared"
     said = _sentence(entries)
     head = concat(
         element("p", " · ".join(dict.fromkeys(run.title for run in runs)), class_="facts"),
@@ -94,10 +94,10 @@ def _sentence(entries: Sequence[Entry]) -> str:
     done = [e for e in entries if e.run.finished and e.accuracy is not None]
     said = f"{len(done)} of {len(entries)} runs are finished."
     if not done:
-        return said + " What stands here is what they have by now."
+        return said + " The values below are preliminary."
     best = max(done, key=lambda e: e.accuracy or 0)
     least = min(done, key=lambda e: e.pruned["macs"])
-    said += f" {best.sign} is right most often ({percent(best.accuracy)})"
+    said += f" {best.sign} has the highest accuracy ({percent(best.accuracy)})"
     if least is best:
         return said + " and has the fewest multiply-accumulates left."
     part = 100 * least.pruned["macs"] / least.dense["macs"]
@@ -121,7 +121,7 @@ def _table(entries: Sequence[Entry]) -> Figure:
     ]
     head += ["change", "filters kept", "gated = extracted"]
     timed = any(one.run.time is not None for one in entries)
-    head += ["time asked for", "time found", "time taken in"] if timed else []
+    head += ["latency target", "latency", "measured with"] if timed else []
     rows = []
     for one in entries:
         last = one.run.last
@@ -194,7 +194,7 @@ def _settings(entries: Sequence[Entry]) -> Figure:
     keys = [key for key in dict.fromkeys(k for table in told for k in table) if len({t.get(key) for t in told}) > 1]
     title = "Settings that differ"
     if not keys:
-        return Figure("settings", title, missing="None: these are runs of one and the same recipe.", wide=True)
+        return Figure("settings", title, missing="None: these are runs of the same recipe.", wide=True)
     rows = [[key, *(table.get(key, DASH) for table in told)] for key in keys]
     table = Table(["setting", *(one.sign for one in entries)], rows).html()
     return Figure("settings", title, picture=scroll(table, title), wide=True)
@@ -282,7 +282,7 @@ def accuracy_plot(
     """
     title = f"Accuracy against {words}"
     if not points:
-        return Figure(key, title, missing="No accuracy has been taken yet.")
+        return Figure(key, title, missing="No accuracy has been measured yet.")
     accuracies = [point.accuracy for point in points]
     room = max(0.4, (max(accuracies) - min(accuracies)) * 0.15)
     down = Scale(min(accuracies) - room, min(100.0, max(accuracies) + room), _HEIGHT)

@@ -163,14 +163,19 @@ def _stages(run: Run, across: _EpochAxis) -> Markup:
 
 def _caption(run: Run) -> str:
     joint = any(phase.kind == "joint" for phase in run.schedule)
-    weights = "are trained with them" if joint else "stand still"
+    weights = "are trained with them" if joint else "are frozen"
     if run.method is None:
         how = f"In the shaded phases the scores are trained and the weights {weights}."
     elif run.method in METHODS and METHODS[run.method].soft and any(phase.cycle for phase in run.schedule):
-        how = "After every epoch of the cycles filters are emptied, and may come back; at their end they go."
+        how = (
+            "After every epoch of the cycles filters are set to zero, and may come back; at the end of the "
+            "cycles they are removed."
+        )
     else:
         dense = any(phase.kind == "warmup" for phase in run.schedule)
-        how = f"The filters go at once, {'when the warm-up is over' if dense else 'before the first epoch'}."
+        how = (
+            f"The filters are removed at once, {'when the warm-up is over' if dense else 'before the first epoch'}."
+        )
     said = f"Epochs 1 to {run.epochs}. {how}"
     if run.control:
         said += " The dense control is another network, trained for as many epochs."

@@ -345,7 +345,7 @@ _LONGEST = 30  # characters of a name that are shown
 _HEAD = 62.0
 _NARROWEST = 610.0  # width of the heading
 _LEGEND = (
-    (LAYER, "prunable, the bluer the more filters", 214),
+    (LAYER, "prunable (bluer: more filters)", 214),
     (FOLLOWER, "follows another layer", 138),
     (SKIPPED, "left alone", 78),
     (GATE, "gate", 48),

@@ -168,7 +168,7 @@ def to_boxes(seen: Inspection) -> list[Box]:
         composer.add(node)
     for place, value in enumerate(seen.graph.outputs):
         number = f" {place + 1}" if len(seen.graph.outputs) > 1 else ""
-        composer.box(OUTPUT, f"output{number} {_size(value.shape[1:])}", ("what the network returns",), [value])
+        composer.box(OUTPUT, f"output{number} {_size(value.shape[1:])}", ("output of the network",), [value])
     return [box for box in composer.boxes if box.kind != INPUT or composer.is_read(box)]
 
 
@@ -187,7 +187,7 @@ class _BoxBuilder:
         self.joined: dict[tuple[int, ...], Box] = {}  # concatenations so far, by the ids of their sources
         for place, value in enumerate(seen.graph.trace.inputs):
             number = f" {place + 1}" if len(seen.graph.trace.inputs) > 1 else ""
-            box = self.box(INPUT, f"input{number} {_size(value.shape[1:])}", ("what the network is given",), [])
+            box = self.box(INPUT, f"input{number} {_size(value.shape[1:])}", ("input of the network",), [])
             self.made[value] = box
 
     def is_read(self, box: Box) -> bool:
@@ -247,7 +247,9 @@ class _BoxBuilder:
     def _gate(self, node: Norm) -> Box:
         assert node.op.call is not None
         module = node.op.call.module
-        why = "a gate without scores: closed where nothing alive arrives, so that the norm brings no channel back"
+        why = (
+            "a gate without scores: it closes removed channels, so that the norm's bias does not make them nonzero"
+        )
         tip = (module, why)
         return self.box(GATE, module, tip, [node.x], group=self.relations.group_of(node.out))
 

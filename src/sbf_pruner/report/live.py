@@ -34,7 +34,7 @@ PORT = 8321
 _NEWS = "/parts.json"
 _FILES = ("recipe.toml", "network.json", "metrics.jsonl", "scores.jsonl", "latency.json", "summary.json")
 _PATIENCE = 4.0  # seconds at most to wait until an open page has fetched the final state
-_ALONE = "this address is for this machine alone\n"
+_ALONE = "this server answers only requests to an address of this machine\n"
 
 
 @contextmanager
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         if address.path == _NEWS:
             seen = parse_qs(address.query).get("seen", [""])[0]
             return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.changed_parts(seen)))
-        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page here: /\n")
+        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page /\n")
 
     do_HEAD = do_GET
 

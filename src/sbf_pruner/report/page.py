@@ -122,7 +122,10 @@ def sentence(run: Run) -> str:
         return _so_far(run)
     dense, pruned = run.summary["dense"], run.summary["pruned"]
     left = [f"{percent(100 * pruned[key] / dense[key], 0)} of the {words}" for key, words in _SIZES if dense[key]]
-    said = f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are right"
+    said = (
+        f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are "
+        "classified correctly"
+    )
     if dense["accuracy"] is None:
         known = _earlier(dense)
         return said + (f" ({known})." if known else ".")
@@ -243,7 +246,7 @@ def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
     most = float(run.recipe.get("budget", {}).get(name, 1.0))
     if most == 1:
         return ""
-    return f" · at most {percent(100 * most, 1) if most < 1 else spell(most)} asked for"
+    return f" · target: at most {percent(100 * most, 1) if most < 1 else spell(most)}"
 
 
 def _timed(run: Run) -> list[Markup]:
@@ -251,7 +254,7 @@ def _timed(run: Run) -> list[Markup]:
     if run.time is None:
         return []
     share, how = best_known_time(run.time, run.finished)
-    label = f"Time, {percent(100 * run.time['asked'], 1)} asked for"
+    label = f"Time, target {percent(100 * run.time['asked'], 1)}"
     value = DASH if share is None else percent(100 * share, 1)
     elsewhere = f"; {ELSEWHERE}" if run.finished and run.time["measured"] is None else ""
     late = is_missed(run.time["asked"], run.time["measured"])
@@ -270,7 +273,7 @@ def _unfinished(run: Run) -> list[Markup]:
     start, now = run.records[0], run.records[-1]
     judged = next((r["test_accuracy"] for r in reversed(run.records) if r["test_accuracy"] is not None), None)
     cards = [
-        _card("Test accuracy", percent(judged), "latest that was taken"),
+        _card("Test accuracy", percent(judged), "latest evaluation"),
         _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
     ]
     for label, key, spell in (

@@ -187,7 +187,7 @@ def _explain_missing(run: Run) -> None:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
     if not run.scores:
         run.missing["scores"] = (
-            "The scores are not stored in this folder." if scored else "No epoch of scores has been run yet."
+            "The scores are not stored in this folder." if scored else "No score epoch has been run yet."
         )
     if run.method is not None:
         run.missing["scores"] = f"No scores are learned: filters are chosen by {describe_method(run.method)}."
@@ -197,11 +197,11 @@ def _explain_missing(run: Run) -> None:
         elif any("kept" in line for line in run.scores):
             said = "No residual block was measured: none has a branch that ends in a prunable layer."
         elif scored and not run.scores:
-            said = "How blocks refine is not stored in this folder."
+            said = "The refinement of blocks is not stored in this folder."
         elif run.method is not None:
-            said = "How blocks refine is measured whenever a phase of scores ends, and this run has none."
+            said = "The refinement of blocks is measured at the end of every score phase, and this run has none."
         else:
-            said = "How blocks refine is measured whenever a phase of scores ends, and none has ended yet."
+            said = "The refinement of blocks is measured at the end of every score phase, and none has ended yet."
         run.missing["refinement"] = said
 
 

@@ -47,7 +47,7 @@ def kept_figure(run: Run) -> Figure:
     before, after = sum(one.before for one in run.layers), sum(one.after for one in run.layers)
     gone = sum(not one.after for one in run.layers)
     said = f"{after:,} of {before:,} filters are kept"
-    said += f"; {gone} of {len(run.layers)} layers are gone altogether." if gone else "."
+    said += f"; {gone} of {len(run.layers)} layers are removed entirely." if gone else "."
     said += f" {_chosen(run)}"
     legend = [("block kept", "kept"), ("block before", "removed")]
     if gone:
@@ -58,10 +58,10 @@ def kept_figure(run: Run) -> Figure:
 def _chosen(run: Run) -> str:
     """Describe how the widths of the layers were chosen."""
     if run.method is None:
-        return "Nobody set these widths: they come out of the scores."
+        return "The learned scores determine the widths."
     across = run.method in METHODS and METHODS[run.method].across
     by = "comparing filters of all layers" if across else "the same part of every layer"
-    return f"They were chosen by {describe_method(run.method)}, {by}, as many as the size asked for allows."
+    return f"They were chosen by {describe_method(run.method)}, {by}, as many as the target size allows."
 
 
 def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Markup:
@@ -112,7 +112,7 @@ def network(run: Run) -> Figure:
     gone = [box for box in boxes if box.kept == 0]
     said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
     if gone:
-        said += f" {len(gone)} layers are gone (dashed): what stood beside them goes on alone."
+        said += f" {len(gone)} layers are removed (dashed): only their shortcuts remain."
     # The drawing scales with the page, up to slightly above its own size; below the least width it is scrolled.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
     picture = element(
@@ -168,7 +168,7 @@ _WHEN = {"scored": "Under the scores", "pruned": "At the end"}
 _CAPTION = (
     "The energy a block adds, as a part of what arrives: |S·f(x)|² / |x|² on test images. Under continuous scores "
     "it must lie between δ² and (1+ε)² times the value without scores, where δ and 1+ε are the least and the "
-    "greatest score of the branch's last layer: the paper's Lemma 1, put right."
+    "greatest score of the branch's last layer: the paper's Lemma 1, corrected."
 )
 
 
@@ -287,7 +287,7 @@ def scores_figure(run: Run) -> Figure:
     )
     budget = run.recipe.get("budget", {})
     asked = any(budget.get(target.name, 1) != 1 for target in fields(Budget))
-    said += ", unless the size or time that was asked for puts the cut elsewhere." if asked else "."
+    said += ", unless a target size or latency sets another threshold." if asked else "."
     if missed:
         said += f" The first {missed} epochs were run by an older version, which did not store them."
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
@@ -372,7 +372,7 @@ def format_setting(value: Any) -> str:
 
 
 _EACH, _BAR = 38.0, 12.0  # pixels: height of a row, and of the bar in it
-ELSEWHERE = "not measured here: the clock is another machine's, or its runtime is not installed"
+ELSEWHERE = "not measured here: the latency model is from another machine, or its runtime is not installed"
 
 
 def latency_section(run: Run) -> Figure | None:
@@ -382,9 +382,9 @@ def latency_section(run: Run) -> Figure | None:
         return None
     bars = [
         ("dense, in its fastest form", 1.0, "before"),
-        ("asked for", time["asked"], "before"),
-        ("foretold by the table", time["foretold"], "before"),
-        ("measured beside the dense one", time["measured"], "kept"),
+        ("target", time["asked"], "before"),
+        ("predicted by the latency model", time["foretold"], "before"),
+        ("measured against the dense network", time["measured"], "kept"),
     ]
     rows = [
         [name, percent(100 * share, 1), milliseconds(share * time["dense_ms"])]
@@ -400,10 +400,12 @@ def latency_section(run: Run) -> Figure | None:
     at, high = f"{100 * time['asked']:.2f}%", _EACH * len(rows)
     parts.append(element("line", class_="bound", x1=at, x2=at, y1=0, y2=f"{high:.0f}"))
     parts += [hit_area("", row, 0, 100, _EACH * row, _EACH) for row in range(len(rows))]
-    drawn = svg_figure("times", high, "The time asked for", parts)
-    legend = [("line dashed", "asked for")]
-    table = Table(["a pass of the network", "part of the dense one's time", "time"], rows)
-    return Figure("time", "The time asked for", _said(run, time), concat(drawn, _facts(time)), table, legend)
+    drawn = svg_figure("times", high, "Latency against the target", parts)
+    legend = [("line dashed", "target")]
+    table = Table(["a pass of the network", "share of the dense network's time", "time"], rows)
+    return Figure(
+        "time", "Latency against the target", _said(run, time), concat(drawn, _facts(time)), table, legend
+    )
 
 
 def latency_conditions(time: Mapping[str, Any]) -> str:
@@ -416,7 +418,7 @@ def best_known_time(time: Mapping[str, Any], finished: bool) -> tuple[float | No
     """Return the best known time of the pruned network, relative to the dense one, and how it is known."""
     if time["measured"] is not None:
         return time["measured"], "measured"
-    return time["foretold"], "foretold" if finished else "not landed yet"
+    return time["foretold"], "predicted" if finished else "filters not chosen yet"
 
 
 def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Markup:
@@ -431,24 +433,27 @@ def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Mark
 
 def _said(run: Run, time: Mapping[str, Any]) -> str:
     asked = f"{percent(100 * time['asked'], 1)} of the dense network's {milliseconds(time['dense_ms'])}"
-    said = f"Asked for were {asked}, {milliseconds(time['asked_ms'])}, in {latency_conditions(time)}"
+    said = f"The target was {asked}, {milliseconds(time['asked_ms'])}, in {latency_conditions(time)}"
     if time["measured"] is not None:
-        beside = f"cut for real and timed in turns with the dense network, it takes {_part(time['measured'])} of it"
+        beside = (
+            "extracted and timed alternately with the dense network, the pruned one takes "
+            f"{_part(time['measured'])} of its time"
+        )
         return f"{said}; {beside}."
     if not run.finished:
-        return f"{said}; the filters land on it when the last scores are trained."
-    return f"{said}. That was {ELSEWHERE}; by the table it takes {_part(time['foretold'])}."
+        return f"{said}; the filters that meet it are chosen after the last score phase."
+    return f"{said}. That was {ELSEWHERE}; the latency model predicts {_part(time['foretold'])}."
 
 
 def _facts(time: Mapping[str, Any]) -> Markup:
     facts = {"way": _way(time)}
     machine = ", ".join(_named(key, value) for key, value in time["machine"].items() if value is not None)
-    facts["taken on"] = machine or "a machine that the table does not name"
+    facts["measured on"] = machine or "a machine that the latency model does not name"
     if time.get("mean_error") is not None:
         mean, worst = (percent(100 * time[key], 1) for key in ("mean_error", "worst_error"))
-        facts["the table"] = f"off by {mean} on average, {worst} at most, for networks it had not seen"
+        facts["the latency model"] = f"off by {mean} on average, {worst} at most, for held-out networks"
     if time["landings"]:
-        each = [f"{_part(one['measured'])} (foretold {_part(one['foretold'])})" for one in time["landings"]]
+        each = [f"{_part(one['measured'])} (predicted {_part(one['foretold'])})" for one in time["landings"]]
         facts["landings"] = ", then ".join(each)
     return pairs(facts.items())
 
@@ -457,14 +462,14 @@ def _way(time: Mapping[str, Any]) -> str:
     """Describe the way of removal: chosen because it keeps the most MACs in the time, or set in the recipe."""
     left = time["macs_left"]
     if not left:
-        return f"{time['way']}, as the recipe says"
+        return f"{time['way']}, set in the recipe"
     others = [
-        f"{name} {'cannot reach it' if share is None else f'would keep {_part(share)}'}"
+        f"{name} {'cannot reach the target' if share is None else f'would keep {_part(share)}'}"
         for name, share in left.items()
         if name != time["way"]
     ]
     own = left.get(time["way"])
-    kept = "" if own is None else f", foretold to keep {_part(own)} of the MACs"
+    kept = "" if own is None else f", predicted to keep {_part(own)} of the MACs"
     return "; ".join([f"{time['way']}{kept}", *others])
 
 

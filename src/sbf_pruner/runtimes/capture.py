@@ -73,8 +73,8 @@ def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
             graph = program.module(check_guards=False)
         except Exception as error:
             raise PruningError(
-                f"{type(model).__name__} cannot be exported ({first_line(error)}); its batch must be free to have "
-                "any size, and its path must not depend on the values of the input"
+                f"{type(model).__name__} cannot be exported ({first_line(error)}); the model must accept any "
+                "batch size, and its control flow must not depend on the values of the input"
             ) from error
     assert isinstance(graph, fx.GraphModule)
     return graph

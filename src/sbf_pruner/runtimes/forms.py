@@ -52,9 +52,7 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
-            raise PruningError(
-                f"branches: no way is called {self.branches!r}; {suggestion(self.branches, BRANCHES)}"
-            )
+            raise PruningError(f"branches: unknown value {self.branches!r}; {suggestion(self.branches, BRANCHES)}")
 
     def __str__(self) -> str:
         words = [self.branches, f"unit {self.unit}" + (f" above {self.small}" if self.small else "")]

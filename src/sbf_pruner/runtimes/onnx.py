@@ -48,7 +48,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     assert program is not None
     proto = _stripped(program.model_proto)
     if any(_fixed_batch(held) for held in proto.graph.input):  # torch fixes it without a warning
-        raise _export_error(model, "a size in its forward fixes the batch")
+        raise _export_error(model, "its forward fixes the batch size")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
     with atomic_path(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
@@ -107,8 +107,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 def _export_error(model: nn.Module, why: str) -> PruningError:
     return PruningError(
-        f"{type(model).__name__} cannot be written as ONNX ({why}); its batch must be free to have any size, and "
-        "every operator must be one that torch.onnx knows"
+        f"{type(model).__name__} cannot be written as ONNX ({why}); the model must accept any batch size, and "
+        "every operator must be one that torch.onnx supports"
     )
 
 

@@ -197,7 +197,7 @@ def latency_runtime(name: str, flag: str = "runtime") -> tuple[str, str]:
     (('onnxruntime', 'cpu'), ('compile', 'cuda'))
     """
     if name not in LATENCY_RUNTIMES:
-        raise PruningError(f"{flag}: none is called {name!r}; {suggestion(name, LATENCY_RUNTIMES)}")
+        raise PruningError(f"{flag}: unknown runtime {name!r}; {suggestion(name, LATENCY_RUNTIMES)}")
     runtime, _, device = name.partition(":")
     return runtime, device or "cpu"
 

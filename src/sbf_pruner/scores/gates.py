@@ -72,7 +72,7 @@ class Gates:
     def check_device(self, model: nn.Module) -> None:
         """Raise a PruningError if the model is on another device than its gates."""
         if self.soft.device != next(model.parameters()).device:
-            raise PruningError("the model was moved to another device; move it first, then make the pruner")
+            raise PruningError("the model was moved to another device; move it before creating the pruner")
 
     def check_reach(self, model: nn.Module) -> None:
         """Raise a PruningError if a gated module was replaced or removed, or has lost its gate."""
@@ -80,9 +80,9 @@ class Gates:
         for path, module, fold in self._folds:
             if change := fold.lost(module, modules.get(path)):
                 raise PruningError(
-                    f"{path} {change} after the pruner was made, and its gates went with it; put it back (fold "
-                    "norms only in what extract() gives), or detach(), make a new pruner and load the state_dict() "
-                    "of this one into it"
+                    f"{path} {change} after the pruner was created, which removed its gates; restore the module "
+                    "(fold norms only in the network that extract() returns), or detach(), create a new pruner and "
+                    "load the state_dict() of this one into it"
                 )
 
     def set_hard(self, masks: Sequence[Mask]) -> None:

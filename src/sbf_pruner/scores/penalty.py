@@ -215,8 +215,8 @@ class Gradient:
         furthest = float((scores.detach() - 1).abs().max())
         if self.taken and furthest < _STILL:
             _log.warning(
-                "the budget is met, but no score has moved further than %.2g from 1, so they tell little of which "
-                "filters matter; give a speed (how far a logit moves in a step), about 3 / all score steps to come",
+                "the budget is met, but no score has moved further than %.2g from 1, so the scores hardly rank the "
+                "filters; set speed (how far a logit moves in a step) to about 3 / number of all score steps",
                 furthest,
             )
 
@@ -255,7 +255,9 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
             "pruner of the same network with the same layers ignored"
         )
     if (state.get("blocks") is not None) != blocks:
-        raise PruningError(f"the state was saved with blocks={not blocks}; make the pruner so, too")
+        raise PruningError(
+            f"the state was saved with blocks={not blocks}; create the pruner with blocks={not blocks}"
+        )
 
 
 def for_this_device(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

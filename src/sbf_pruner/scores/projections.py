@@ -82,14 +82,16 @@ def normalize_scores(given: Given, filters: Mapping[str, int]) -> dict[str, NDAr
     """
     if not isinstance(given, Mapping):
         raise PruningError(
-            f"scores are wanted by layer, {{name: one for each filter}}, not as {type(given).__name__}"
+            f"scores must be a dict {{layer name: one number per filter}}, not {type(given).__name__}"
         )
     if wrong := sorted(given.keys() ^ filters.keys()):
-        raise PruningError(f"scores are wanted for exactly the layers that can be pruned; look at {wrong[0]}")
+        raise PruningError(
+            f"scores must name exactly the layers that can be pruned; {wrong[0]} is missing or is not one of them"
+        )
     values = {name: _doubles(given[name]) for name in filters}
     for name, count in filters.items():
         if values[name].shape != (count,) or not np.isfinite(values[name]).all():
-            raise PruningError(f"{name}: {count} finite scores are wanted, one for each filter")
+            raise PruningError(f"{name}: expected {count} finite scores, one per filter")
     largest = max(float(np.abs(each).max()) for each in values.values()) or 1.0
     # None may be negative, because the search divides scores by relative costs if there are several limits.
     least = min(0.0, *(float((each / largest).min()) for each in values.values()))

@@ -186,8 +186,8 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
         home = path.removesuffix(".before").removesuffix(".after")
         if isinstance(module, (Remap, Zeros)) and path not in ran and home in gated:
             raise PruningError(
-                f"{home} is held by some object as well, where a change is not seen; call it as an attribute of "
-                "the module it belongs to, or leave it out of the plan"
+                f"{home} is also referenced outside the module tree, so replacing it has no effect there; call it "
+                "as an attribute of the module it belongs to, or leave it out of the plan"
             )
 
 

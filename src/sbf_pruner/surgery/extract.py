@@ -88,26 +88,28 @@ def _cut(
             failure = failure_in_training(small, model, example_inputs)
             if failure is not None:
                 raise PruningError(
-                    f"in training mode the network cannot run with fewer channels: at {failure}; let that line "
-                    "follow the width of its input, or leave the layers that feed it out of the plan"
+                    f"in training mode the network cannot run with fewer channels: at {failure}; make that line "
+                    "use the number of channels of its input, or leave the layers that feed it out of the plan"
                 )
             first = rehearsal.first_call_mismatch()
             if first is not None:
                 raise PruningError(
-                    f"the network keeps something from its first call that depends on a width, at {first.where} "
-                    f"({first.name}); let that line look at no width, or leave the layers that feed it out of the "
-                    "plan"
+                    "the network stores a value in its first call that depends on the number of channels, at "
+                    f"{first.where} ({first.name}); make that line independent of the number of channels, or leave "
+                    "the layers that feed it out of the plan"
                 )
             other = rehearsal.other_trace_mismatch(graph.trace.other)
             if other is not None:
                 mode = "evaluation" if graph.trace.training else "training"
                 raise PruningError(
-                    f"in {mode} mode the network does something else with fewer channels, at {other.where} "
-                    f"({other.name}); let that line look at no width, or leave the layers that feed it out of "
-                    "the plan"
+                    f"in {mode} mode the network computes something else with fewer channels, at {other.where} "
+                    f"({other.name}); make that line independent of the number of channels, or leave the layers "
+                    "that feed it out of the plan"
                 )
             if pins.lines:
-                _log.info("the model's own code fixes sizes at %s: there all channels stay", ", ".join(pins.lines))
+                _log.info(
+                    "the model's own code fixes sizes at %s; all channels are kept there", ", ".join(pins.lines)
+                )
             small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
             return _attach_metadata(small, model, example_inputs, Plan.from_masks(keep)), pins
         try:
@@ -139,12 +141,12 @@ class _FixedSizeCollector:
             return
         more = {call for op in like if (call := self._around(op)) is not None}
         if not more:
-            remedy = "leave the layers that feed it alone (ignore)"
+            remedy = "exclude the layers that feed it (ignore)"
             if not self.graph.trace.on_meta:
-                remedy += ", or keep what it decides by the numbers it sees out of its forward"
+                remedy += ", or move decisions that depend on tensor values out of the forward"
             raise PruningError(
-                f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even with all those "
-                f"it sees there; {remedy}"
+                f"the network cannot run with fewer channels at {odd.where} ({odd.name}), even if "
+                f"that operator keeps all its channels; {remedy}"
             )
         self.whole |= more
 

@@ -29,6 +29,7 @@ from ..utils.user_model import call, map_tensors, real_copy, remove_pruner_hooks
 _log = logging.getLogger("sbf_pruner")
 
 _TOLERANCE = 1e-9  # relative to the largest output
+_UNTRACED = ": some code depends on {} in a way that the trace does not show"
 _NUDGE = 1e-10  # relative change of every input
 _UNSURE = 100.0  # differences up to this multiple of the effect of a nudge are accepted
 
@@ -59,13 +60,13 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
     found: dict[str, float | None] = {}
     for mode in ("evaluation", "training"):
         training = mode == "training"
-        found[mode] = _compared(
-            gated, small, example_inputs, training, ": some line looks at a width, or at a mode, unseen"
-        )
+        found[mode] = _compared(gated, small, example_inputs, training, _UNTRACED.format("widths or training mode"))
         if found[mode] is None:
             why = _no_output_reason(gated, example_inputs, training)
             _log.warning(
-                "in %s mode the cut is not proved: the gated network gives no float64 numbers (%s)", mode, why
+                "in %s mode the extraction was not verified: the gated network has no finite float64 output (%s)",
+                mode,
+                why,
             )
     apart = found["evaluation"]
     if apart is not None:
@@ -78,14 +79,16 @@ def _compared_elsewhere(gated: nn.Module, small: nn.Module, example_inputs: Any)
         apart = _compared(gated, small, inputs, False, _of_sizes(inputs))
         if apart is not None:
             return apart
-    _log.info("the cut is proved for inputs of one size: the gated network takes no other that was tried")
+    _log.info(
+        "the extraction was verified for inputs of one size only: the gated network accepts no other that was tried"
+    )
     inputs = with_extra_sample(example_inputs)
     return _compared(gated, small, inputs, False, _of_sizes(inputs))
 
 
 def _of_sizes(inputs: Any) -> str:
     shapes = [str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-    return f" for inputs of {', '.join(shapes)}: some line looks at their sizes, unseen"
+    return f" for inputs of {', '.join(shapes)}" + _UNTRACED.format("their sizes")
 
 
 def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, why: str) -> float | None:
@@ -94,7 +97,7 @@ def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, w
         mode = "training" if training else "evaluation"
         raise PruningError(
             f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
-            f"output{why}; leave the layers that feed it alone (ignore), and please report the model"
+            f"output{why}; exclude the layers that feed it (ignore), and please report the model"
         )
     return apart
 

@@ -54,12 +54,12 @@ def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -
     place = choose_device(device)
     if place.type != "cuda":
         if engine == "captured":
-            raise RunError("engine: steps are captured on cuda alone; set engine=auto or plain")
+            raise RunError("engine: CUDA graph capture needs a CUDA device; set engine=auto or plain")
         if precision == "bfloat16":
-            raise RunError("precision: on the cpu networks compute in float32; set precision=auto or float32")
+            raise RunError("precision: networks on the cpu compute in float32; set precision=auto or float32")
         return ComputeConfig(place)
     if engine == "auto" and (reason := _why_not_compiled(place)) is not None:
-        log.info("steps run one by one, neither compiled nor captured: %s", reason)
+        log.info("training steps run eagerly, neither compiled nor captured: %s", reason)
         engine = "plain"
     if precision == "auto":
         precision = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
@@ -129,9 +129,9 @@ def restore_torch_settings() -> Iterator[None]:
 
 def _why_not_compiled(device: torch.device) -> str | None:
     if find_spec("triton") is None:
-        return "there is no Triton here"
+        return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < _COMPILED_FROM:
-        return f"{torch.cuda.get_device_name(device)} is too old for that"
+        return f"{torch.cuda.get_device_name(device)} is too old for Triton"
     return None
 
 

@@ -84,7 +84,9 @@ class LatencyTarget:
         """
         config = recipe.latency
         if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
-            raise RecipeError("latency.way: guards.couple or scores.blocks says it already; set one of them alone")
+            raise RecipeError(
+                "latency.way: cannot be combined with guards.couple or scores.blocks; set only one of them"
+            )
         if kept is not None and kept.is_file():
             return cls._read(kept, graph)
         if config.table:
@@ -146,9 +148,13 @@ class LatencyTarget:
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
         if off > LATENCY_TOLERANCE:
-            _log.warning("the time asked for was missed by %.0f%%, and no landing came nearer", 100 * off)
+            _log.warning(
+                "the pruned network misses the latency target by %.0f%%; no other plan came closer", 100 * off
+            )
         elif off < -LATENCY_TOLERANCE and not _other_limit_is_tighter(pruner, best):
-            _log.warning("%.0f%% less time than was asked for is taken, and no landing came nearer", -100 * off)
+            _log.warning(
+                "the pruned network is %.0f%% faster than the latency target; no other plan came closer", -100 * off
+            )
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
         """Return the latency entry of `summary.json`.
@@ -187,7 +193,11 @@ class LatencyTarget:
             found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
         self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
         self._write()
-        _log.info("cut for real: %.1f%% of the dense network's time, foretold %.1f%%", 100 * found, 100 * foretold)
+        _log.info(
+            "extracted network: measured %.1f%% of the dense network's time, predicted %.1f%%",
+            100 * found,
+            100 * foretold,
+        )
         return found
 
     def _write(self) -> None:

@@ -185,7 +185,7 @@ class Networks:
     def take_over(self, weights: dict[str, Tensor]) -> None:
         """Load the weights of another run's dense stage; raise a RunError if they are of another network."""
         if _shapes(weights) != _shapes(self.initial):
-            raise RunError("the dense stage is that of another network; take over one of this very network")
+            raise RunError("the dense stage belongs to another network; use that of a run of this network")
         self.dense.load_state_dict(weights)
 
     def _extract(self) -> nn.Module:
@@ -260,7 +260,7 @@ def build_pruner(
     reached = pruner.aim.limits
     if reached is not None and reached.hold(reached.whole):
         found = " and ".join(reached.told(name, reached.whole) for name in reached.most)
-        raise PruningError(f"there is nothing to prune for: the dense network has {found}; ask for less")
+        raise PruningError(f"the dense network already meets the budget ({found}); set a smaller one")
     return pruner, timed
 
 
@@ -273,7 +273,7 @@ def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Reci
         return asked
     least = at_least(asked.min_filters, 1, graph.layers)
     if least != asked.min_filters:
-        _log.warning("every layer keeps a filter: without some of them, %s", whole)
+        _log.warning("every layer keeps at least one filter, because with whole layers removed %s", whole)
     return replace(asked, min_filters=least)
 
 
@@ -307,8 +307,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         parts = [f"has no {missing[0]!r}{_more(missing)}"] if missing else []
         if unknown:
             hint = "" if missing else f" ({suggestion(unknown[0], held)})"
-            parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model has not{hint}")
-        raise RunError(f"{where} {' and '.join(parts)}; give the weights of this very network")
+            parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model does not have{hint}")
+        raise RunError(f"{where} {' and '.join(parts)}; give the weights of this network")
     for name, tensor in given.items():
         if tensor.shape != held[name].shape:
             raise RunError(
@@ -316,9 +316,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 "set model.num_classes, model.in_channels or model.options to what it was trained with"
             )
         if tensor.is_floating_point() != held[name].is_floating_point():
-            raise RunError(f"{where}: {name} has {tensor.dtype}, the model's {held[name].dtype}; save it so")
+            raise RunError(
+                f"{where}: {name} has dtype {tensor.dtype}, but the model's is "
+                f"{held[name].dtype}; convert it before saving"
+            )
         if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # A mask may hold infinities.
-            raise RunError(f"{where}: {name} holds numbers that are not finite; give others")
+            raise RunError(f"{where}: {name} contains NaN or infinity; give other weights")
     model.load_state_dict(given)
 
 
@@ -335,7 +338,7 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
         cause = " ".join(str(error).split())
         remedy = f"build it for {images.shape[1]} channels (model.in_channels), or set data.image_size"
         if data.name not in SOURCES:
-            remedy += "; of a dataset of your own, give channels, height and width in this order"
+            remedy += "; images of your own dataset must have the shape (channels, height, width)"
         if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
             remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
         raise RunError(

@@ -36,21 +36,22 @@ from .sections import (
 class Recipe(Section):
     """Configuration of a whole run, from the network and the data to the last epoch."""
 
-    name: str = field(
-        metadata=setting_field("what the run is called; a recipe file may leave it out and has its own name")
-    )
+    name: str = field(metadata=setting_field("name of the run; a recipe file without it uses its file name"))
     model: ModelConfig = field(metadata=setting_field("the network"))
     data: DataConfig = field(metadata=setting_field("the data"))
     method: str = field(
         default=OWN,
         metadata=setting_field(
-            "how filters are chosen: by scores that are learned, or by another method after the warm-up, which "
-            "leaves the epochs of the cycles to fine-tuning (sfp, dmc: after these); see `sbf compare --help`",
+            "how filters are chosen: by learned scores, or by another method after the warm-up, which then "
+            "fine-tunes in the epochs of the cycles (sfp, dmc: after these); see `sbf compare --help`",
             choices=(OWN, *METHODS),
         ),
     )
     seed: int = field(
-        default=0, metadata=setting_field("seed of weights, order and augmentation", least=0, most=2**32 - 1)
+        default=0,
+        metadata=setting_field(
+            "random seed of initial weights, data order and augmentation", least=0, most=2**32 - 1
+        ),
     )
     device: str = field(
         default="auto",
@@ -59,22 +60,24 @@ class Recipe(Section):
     engine: str = field(
         default="auto",
         metadata=setting_field(
-            "how steps are run: compiled and captured as a CUDA graph, or one by one, for networks that cannot be "
-            "captured; auto: captured on cuda, where there is a compiler for the device",
+            "how training steps run: compiled and captured as a CUDA graph, or eagerly, for networks that "
+            "cannot be captured; auto: captured on cuda, if Triton supports the device",
             choices=("auto", "captured", "plain"),
         ),
     )
     precision: str = field(
         default="auto",
         metadata=setting_field(
-            "what maps are computed in; weights are float32 either way; auto: bfloat16 on a GPU that has it, else "
-            "float32",
+            "dtype of the feature maps; weights are always float32; auto: bfloat16 on a GPU that supports "
+            "it, else float32",
             choices=("auto", "bfloat16", "float32"),
         ),
     )
     threads: int = field(
         default=0,
-        metadata=setting_field("CPU threads; 0: as torch chooses; with one, equal seeds give equal bits", least=0),
+        metadata=setting_field(
+            "CPU threads; 0: as torch chooses; with 1, equal seeds give bit-identical results", least=0
+        ),
     )
     dense_control: bool = field(
         default=False, metadata=setting_field("also train the dense network for as many epochs, to compare with")
@@ -97,9 +100,9 @@ class Recipe(Section):
     )
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=setting_field("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=setting_field("the score phases"))
-    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=setting_field("the size asked for"))
+    budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=setting_field("the target size"))
     guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=setting_field("the guards"))
-    latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=setting_field("the time asked for"))
+    latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=setting_field("the latency target"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=setting_field("distillation"))
 
     @classmethod
@@ -132,8 +135,8 @@ class Recipe(Section):
             given = table.get(section, {}).get(name, value)
             if given != value:
                 raise RecipeError(
-                    f"{key}: {made.method} is the method with {value!r}, not {given!r}; leave {key} out, "
-                    "or choose another method"
+                    f"{key}: method {made.method} requires {value!r}, got {given!r}; remove {key}, or "
+                    "choose another method"
                 )
         return made
 
@@ -147,19 +150,21 @@ class Recipe(Section):
         epochs = self.phases.score + (self.phases.weights if self.scores.joint else 0)
         if self.method == OWN and self.budget.limits.asked and not self.phases.cycles * epochs:
             raise RecipeError(
-                "budget: there is no score phase in which filters could go; set phases.cycles and phases.score, or "
-                "another method"
+                "budget: there is no score phase in which filters could be removed; set phases.cycles and "
+                "phases.score, or another method"
             )
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
-            raise RecipeError("distill.alpha: there is nothing to learn from; set phases.warmup or model.weights")
+            raise RecipeError(
+                "distill.alpha: there is no trained network to distill from; set phases.warmup or model.weights"
+            )
         if self.method != OWN and not self.budget.limits.asked:
             raise RecipeError(
-                f"method: {self.method} tells which filters go first, not how many go; set a budget, such as "
-                "budget.macs=0.5"
+                f"method: {self.method} ranks filters, but does not say how many to remove; set a budget, "
+                "such as budget.macs=0.5"
             )
         if self.scores.joint and self.scores.batch_size:
             raise RecipeError(
-                "scores.batch_size: with scores.joint a step is of weights too; set weights.batch_size"
+                "scores.batch_size: scores.joint trains weights in the same steps; set weights.batch_size instead"
             )
 
 

@@ -109,7 +109,7 @@ def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     known = [block for block in residual_blocks(pruner.graph) if block.layer]
     blocks = [block for block in known if layers[block.layer].site.kind != "sum"]
     if known and not blocks:
-        raise PruningError("scores behind a sum leave the branch as it is, and the lemma is another one there")
+        raise PruningError("the gates come after the residual addition, where Lemma 1 does not apply")
     was, pruner.gates.mode = pruner.gates.mode, "soft"
     try:
         energies = _energies(pruner.model, blocks, images, len(additions(pruner.graph.trace.ops)))
@@ -124,7 +124,7 @@ def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
             left = f"the branch of {block.name} has {len(branch)} channels and {len(score)} scores"
             continue
         if not whole > 0:
-            left = f"the shortcut of {block.name} carries nothing"
+            left = f"the shortcut of {block.name} is all zero"
             continue
         freed = torch.where(score > 0, branch / score.square().clamp_min(1e-300), 0.0)
         found.append(
@@ -175,7 +175,9 @@ def _energies(
     with evaluating(network), torch.no_grad(), listener:
         network(images[:MEASURED_ON])
     if listener.count != expected:
-        raise PruningError(f"the network adds maps {listener.count} times where its graph has {expected} additions")
+        raise PruningError(
+            f"the network adds feature maps {listener.count} times, but its graph has {expected} additions"
+        )
     return [listener.heard[b.addition] for b in blocks]
 
 

@@ -131,7 +131,7 @@ def fit(
             return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
         goes_on = resume and folder.has_checkpoint()
         if resume and not goes_on:
-            log.info("the run in %s has no checkpoint yet, and begins again", asked.path)
+            log.info("the run in %s has no checkpoint yet, so it starts from the beginning", asked.path)
         stage = None
         if dense_from is not None and not goes_on:
             stage = team.run_on_rank0(partial(read_dense_stage, dense_from, recipe))
@@ -152,9 +152,7 @@ def fit(
                 # Another process may have changed the folder before it was locked, so check it again.
                 folder.check(recipe, resume=resume, force=force)
                 if resume and (folder.finished or goes_on != folder.has_checkpoint()):
-                    raise RunError(
-                        f"another process went on with the run in {folder.path} meanwhile; resume it again"
-                    )
+                    raise RunError(f"another process continued the run in {folder.path} meanwhile; resume it again")
                 if goes_on:
                     ahead.restore()
                 else:
@@ -573,8 +571,8 @@ def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> No
         return
     if recipe.budget.latency != 1:
         raise RunError(
-            f"budget.latency: a time is measured by one process, and here are {team.size}; ask for macs or params, "
-            "or leave torchrun out"
+            f"budget.latency: latency is measured in one process, but {team.size} are running; set macs or "
+            "params, or run without torchrun"
         )
     for size in dict.fromkeys(min(images, batch_size(recipe, phase)) for phase in phases(recipe)):
         if size % team.size:

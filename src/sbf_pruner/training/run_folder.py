@@ -82,7 +82,7 @@ def load_checkpoint(folder: Path, name: str = LAST_CHECKPOINT, remedy: str = REM
     path = Path(folder) / name
     tensors, header = read_tensors(path, remedy)
     if header.get("format") != _FORMAT:
-        raise RunError(f"{path} is no checkpoint of this version ({_FORMAT}); {remedy}")
+        raise RunError(f"{path} is not a checkpoint of this version ({_FORMAT}); {remedy}")
     state = from_plain(header["state"], tensors.__getitem__)
     assert isinstance(state, dict)
     return state
@@ -293,8 +293,8 @@ class RunFolder:
         first = next(iter(phases(recipe)), None)
         if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
             raise RunError(
-                f"the run in {self.path} has come to epoch {records}, but there is no "
-                f"checkpoints/{LAST_CHECKPOINT} to go on from; {REMEDY}"
+                f"the run in {self.path} has reached epoch {records}, but there is no "
+                f"checkpoints/{LAST_CHECKPOINT} to resume from; {REMEDY}"
             )
 
     def _check_same(self, recipe: Recipe) -> None:
@@ -435,12 +435,13 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     records = source.read_metrics()[:epochs]
     if not source.has_checkpoint(DENSE):
         raise RunError(
-            f"the run in {path} has no checkpoints/{DENSE}: it is not past its warm-up, or the file was not copied "
-            "along; wait for it, or leave out --dense-from"
+            f"the run in {path} has no checkpoints/{DENSE}: it has not finished its warm-up, or the file "
+            "was not copied along; wait for it, or leave out --dense-from"
         )
     if len(records) < epochs:
         raise RunError(
-            f"{source.metrics} tells of {len(records)} of the {epochs} epochs of the warm-up; put the file back, "
+            f"{source.metrics} has records of {len(records)} of the {epochs} epochs of the warm-up; put the "
+            "file back, "
             "or leave out --dense-from"
         )
     total = total_epochs(recipe)

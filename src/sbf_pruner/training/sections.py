@@ -20,10 +20,14 @@ class PhasesConfig(Section):
     """Number of epochs of each phase, and number of cycles."""
 
     warmup: int = field(default=50, metadata=setting_field("epochs of dense training before any pruning", least=0))
-    cycles: int = field(default=10, metadata=setting_field("times that scores and weights take turns", least=0))
-    score: int = field(default=3, metadata=setting_field("epochs of scores in each cycle", least=0))
-    weights: int = field(default=6, metadata=setting_field("epochs of gated weights in each cycle", least=0))
-    finetune: int = field(default=300, metadata=setting_field("epochs of the small network after removal", least=0))
+    cycles: int = field(
+        default=10, metadata=setting_field("number of cycles, each a score phase and a weight phase", least=0)
+    )
+    score: int = field(default=3, metadata=setting_field("epochs of score training in each cycle", least=0))
+    weights: int = field(
+        default=6, metadata=setting_field("epochs of weight training with closed gates in each cycle", least=0)
+    )
+    finetune: int = field(default=300, metadata=setting_field("epochs of fine-tuning after the removal", least=0))
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class OptimizerConfig(Section):
     )
     schedule: str = field(
         default="cosine",
-        metadata=setting_field("how the learning rate falls", choices=("cosine", "step", "constant")),
+        metadata=setting_field("schedule of the learning rate", choices=("cosine", "step", "constant")),
     )
     ramp: int = field(
         default=0,
@@ -54,7 +58,8 @@ class OptimizerConfig(Section):
     )
     gamma: float = field(default=0.1, metadata=setting_field("factor at each milestone of step", above=0, most=1))
     label_smoothing: float = field(
-        default=0.0, metadata=setting_field("probability spread over all classes", least=0, below=1)
+        default=0.0,
+        metadata=setting_field("label smoothing: probability spread over all classes", least=0, below=1),
     )
     cutout: int = field(
         default=0,
@@ -63,25 +68,23 @@ class OptimizerConfig(Section):
     mixup: float = field(
         default=0.0,
         metadata=setting_field(
-            "blend pairs of images, and their labels, in parts drawn from Beta(mixup, mixup); a teacher sees the "
-            "blends too; 0: images as they are",
+            "blend pairs of images, and their labels, in parts drawn from Beta(mixup, mixup); the "
+            "distillation teacher sees the blends too; 0: images as they are",
             least=0,
         ),
     )
     ema: float = field(
         default=0.0,
         metadata=setting_field(
-            "decay per step of a running average of the network, which is what is judged and what the phase "
-            "leaves; 0: none",
+            "decay per step of a running average of the network, which is evaluated and kept when the "
+            "phase ends; 0: none",
             least=0,
             below=1,
         ),
     )
     recalibrate: int = field(
         default=0,
-        metadata=setting_field(
-            "batches from which batch-norm statistics are taken anew as the phase ends", least=0
-        ),
+        metadata=setting_field("batches to recompute batch-norm statistics from at the end of the phase", least=0),
     )
 
     def __post_init__(self) -> None:
@@ -105,8 +108,8 @@ class ScoresConfig(Section):
     projection: str = field(
         default="factored",
         metadata=setting_field(
-            "the few numbers that the paper's matrix amounts to, the matrix itself, or a logit per filter that "
-            "sees no weights",
+            "map from weights to logits: the paper's matrix in a form with few parameters, the matrix "
+            "itself, or a logit per filter that is independent of the weights",
             choices=("factored", "literal", "free"),
         ),
     )
@@ -121,8 +124,8 @@ class ScoresConfig(Section):
     balance: str = field(
         default="area",
         metadata=setting_field(
-            "weigh layers by the area or side of their maps, or by what a filter costs of what the budget limits, "
-            "which is the default with one",
+            "weight of each layer in the penalty: area or side of its feature maps, or the cost of a "
+            "filter in the resources of the budget (the default with a budget)",
             choices=("area", "side", "none", "cost"),
         ),
     )
@@ -132,8 +135,8 @@ class ScoresConfig(Section):
     speed: float = field(
         default=0.0,
         metadata=setting_field(
-            "how far a logit moves in a step, in every layer alike; 0: lr times the l1 norm of the layer's weights "
-            "or, with budget.steer, as far as it takes",
+            "distance a logit moves in a step, the same in every layer; 0: lr times the l1 norm of the "
+            "layer's weights or, with budget.steer, as far as the target needs",
             **BOUNDS["speed"],
         ),
     )
@@ -142,12 +145,14 @@ class ScoresConfig(Section):
     )
     activation: str = field(
         default="leaky_exponential",
-        metadata=setting_field("from logits to scores", choices=("leaky_exponential", "sigmoid")),
+        metadata=setting_field(
+            "activation function from logits to scores", choices=("leaky_exponential", "sigmoid")
+        ),
     )
     binary: bool = field(
         default=False,
         metadata=setting_field(
-            "gates are open or closed in score phases too, and their gradients go straight through to the scores"
+            "use binary gates in score phases too, with straight-through gradients to the scores"
         ),
     )
     blocks: bool = field(
@@ -157,20 +162,20 @@ class ScoresConfig(Section):
         ),
     )
     freeze_norms: bool = field(
-        default=True, metadata=setting_field("leave batch norms at their running statistics in score phases")
+        default=True, metadata=setting_field("batch norms use their running statistics in score phases")
     )
     recalibrate: int = field(
         default=20,
         metadata=setting_field(
-            "batches from which norms take their statistics anew as a phase begins, if a budget has closed filters",
+            "batches to recompute norm statistics from at the start of a phase, if a budget has closed filters",
             least=0,
         ),
     )
     joint: bool = field(
         default=False,
         metadata=setting_field(
-            "train scores and weights in the same steps of one phase per cycle, as long as both together, with "
-            "the settings of weights and norms as in training; to compare with taking turns"
+            "train scores and weights in the same steps of one phase per cycle, as long as both together, "
+            "with the settings of weights and norms as in training; for comparison with alternating phases"
         ),
     )
 
@@ -185,14 +190,27 @@ class BudgetConfig(Section):
     BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2, steer=False)
     """
 
-    params: float = field(default=1.0, metadata=setting_field("parameters to keep at most, 0.4 or 350e3", above=0))
-    macs: float = field(default=1.0, metadata=setting_field("MACs to keep at most, 0.5 or 60e6", above=0))
+    params: float = field(
+        default=1.0,
+        metadata=setting_field(
+            "parameters to keep at most: a share such as 0.4, or a number such as 350e3", above=0
+        ),
+    )
+    macs: float = field(
+        default=1.0,
+        metadata=setting_field("MACs to keep at most: a share such as 0.5, or a number such as 60e6", above=0),
+    )
     size: float = field(
-        default=1.0, metadata=setting_field("bytes of the file of weights to keep at most, 0.5 or 1e6", above=0)
+        default=1.0,
+        metadata=setting_field(
+            "size of the weights file to keep at most: a share such as 0.5, or bytes such as 1e6", above=0
+        ),
     )
     latency: float = field(
         default=1.0,
-        metadata=setting_field("time of a pass to keep at most, 0.6 of it or 5000 microseconds", above=0),
+        metadata=setting_field(
+            "latency of a pass to keep at most: a share such as 0.6, or microseconds such as 5000", above=0
+        ),
     )
     settled: int = field(
         default=2,
@@ -203,8 +221,8 @@ class BudgetConfig(Section):
     steer: bool = field(
         default=False,
         metadata=setting_field(
-            "adjust scores.penalty while scores are learned, so that they meet the budget by themselves; on when a "
-            "budget is set, unless the recipe says false"
+            "adjust scores.penalty while scores are learned, so that they come close to the budget by "
+            "themselves; on when a budget is set, unless the recipe says false"
         ),
     )
 
@@ -230,21 +248,21 @@ class GuardsConfig(Section):
     max_removed: float | dict[str, float] = field(
         default=1.0,
         metadata=setting_field(
-            "part of a layer's filters that may go at most; as the numbers beside it, for all layers, or by name "
-            'pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
+            "share of a layer's filters that may be removed at most; like the other guards, for all layers or by "
+            'name pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
             least=0,
             most=1,
         ),
     )
     round_to: int | dict[str, int] = field(
-        default=1, metadata=setting_field("a layer keeps a multiple of this, or all it has", least=1)
+        default=1, metadata=setting_field("a layer keeps a multiple of this, or all its filters", least=1)
     )
     ignore: tuple[str, ...] = field(default=(), metadata=setting_field("name patterns of layers to leave alone"))
     couple: tuple[str, ...] = field(
         default=(),
         metadata=setting_field(
-            'name patterns of layers that keep the same filters; "streams": all that are added up; "blocks": '
-            "residual branches stay or go as a whole"
+            'name patterns of layers that keep the same filters; "streams": all layers that are added together; '
+            '"blocks": residual branches are kept or removed as a whole'
         ),
     )
 
@@ -256,25 +274,25 @@ class LatencyConfig(Section):
     runtime: str = field(
         default="onnxruntime",
         metadata=setting_field(
-            "what runs the network: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
+            "runtime of the latency target: ONNX Runtime, torch itself, torch.compile, or torch on a GPU",
             choices=("eager", "compile", "onnxruntime", "eager:cuda", "compile:cuda"),
         ),
     )
-    batch: int = field(default=64, metadata=setting_field("samples in a pass", least=1))
-    threads: int = field(
-        default=0, metadata=setting_field("threads of a pass; 0: as many as the run itself has", least=0)
-    )
+    batch: int = field(default=64, metadata=setting_field("batch size of a pass", least=1))
+    threads: int = field(default=0, metadata=setting_field("CPU threads of a pass; 0: those of the run", least=0))
     way: str = field(
         default="auto",
         metadata=setting_field(
             "what to remove: single filters, the same filters in all layers whose outputs are added (streams), or "
-            "whole residual branches (blocks); auto: what keeps the most MACs in the time asked for",
+            "whole residual branches (blocks); auto: what keeps the most MACs at the latency target",
             choices=("auto", "filters", "streams", "blocks"),
         ),
     )
     table: str = field(
         default="",
-        metadata=setting_field("a file of `sbf latency`, from another machine say; empty: measured here"),
+        metadata=setting_field(
+            "a file written by `sbf latency`, for example on another machine; empty: measure here"
+        ),
     )
 
 
@@ -285,26 +303,25 @@ class DistillConfig(Section):
     alpha: float = field(
         default=0.0,
         metadata=setting_field(
-            "part of the loss that compares with the dense network as the warm-up left it; 0: none", least=0, most=1
+            "share of the loss that compares with the dense network after the warm-up; 0: none", least=0, most=1
         ),
     )
-    temperature: float = field(default=4.0, metadata=setting_field("divides both networks' logits", above=0))
+    temperature: float = field(
+        default=4.0, metadata=setting_field("distillation temperature: divides both networks' logits", above=0)
+    )
     mirrored: bool = field(
         default=False,
-        metadata=setting_field(
-            "show the dense network each image and its mirror image, and go by the mean of its answers"
-        ),
+        metadata=setting_field("average the dense network's outputs for each image and its mirror image"),
     )
     fade: bool = field(
         default=False,
-        metadata=setting_field(
-            "let alpha fall to 0 over fine-tuning, along a cosine: the labels have the last word"
-        ),
+        metadata=setting_field("let alpha fall to 0 over fine-tuning, along a cosine"),
     )
     during: str = field(
         default="finetune",
         metadata=setting_field(
-            "fine-tuning alone, the gated weight phases too, or the whole cycles with their score phases",
+            "when to distill: in fine-tuning only, in weight phases too, or in the whole cycles with their "
+            "score phases",
             choices=("finetune", "weights", "cycles"),
         ),
     )
@@ -355,7 +372,7 @@ class DataConfig(Section):
     image_size: int = field(
         default=0,
         metadata=setting_field(
-            "side in pixels to bring images to; 0: as stored (folder, synthetic need it)", least=0
+            "side in pixels that images are resized to; 0: as stored (folder, synthetic need it)", least=0
         ),
     )
     channels: int = field(
@@ -367,10 +384,12 @@ class DataConfig(Section):
         default=(),
         metadata=setting_field("mean of each channel, of pixels from 0 to 1; []: that of the training images"),
     )
-    std: tuple[float, ...] = field(default=(), metadata=setting_field("deviation of each channel, likewise"))
+    std: tuple[float, ...] = field(
+        default=(), metadata=setting_field("standard deviation of each channel, likewise")
+    )
     in_memory: bool = field(
         default=True,
-        metadata=setting_field("read all images of folder at once; false: as they are needed, by workers"),
+        metadata=setting_field("keep all images of folder in memory; false: workers read them as they are needed"),
     )
     workers: int = field(
         default=-1,
@@ -381,14 +400,14 @@ class DataConfig(Section):
     fit: str = field(
         default="stretch",
         metadata=setting_field(
-            "how folder makes a picture square: stretch all of it, or crop to the largest square around its middle",
+            "how folder makes an image square: stretch it, or crop to the largest square around its middle",
             choices=("stretch", "crop"),
         ),
     )
     middle: float = field(
         default=1.0,
         metadata=setting_field(
-            "the part of each side that folder looks at, around the middle (0.875: 224 of 256 pixels)",
+            "the share of each side that folder crops to, around the middle (0.875: 224 of 256 pixels)",
             above=0,
             most=1,
         ),
@@ -396,8 +415,8 @@ class DataConfig(Section):
     scale: float = field(
         default=1.0,
         metadata=setting_field(
-            "train on random windows of at least this part of a picture's area (0.08 is usual for ImageNet); 1: on "
-            "pictures as they are judged",
+            "train on random windows of at least this part of a picture's area (0.08 is usual for "
+            "ImageNet); 1: on pictures as in evaluation",
             above=0,
             most=1,
         ),
@@ -408,4 +427,4 @@ class DataConfig(Section):
         if len(self.mean) != len(self.std):
             raise RecipeError(f"mean: {len(self.mean)} means and {len(self.std)} deviations; give as many of both")
         if any(deviation <= 0 for deviation in self.std):
-            raise RecipeError("std: a deviation is above 0; images are divided by it")
+            raise RecipeError("std: deviations must be above 0, because images are divided by them")

@@ -16,4 +16,4 @@ def why_not_writable(path: Path) -> str | None:
         above = above.parent
     if above.is_dir() and os.access(above, os.W_OK):
         return None
-    return f"{above} is {'a file' if above.is_file() else 'no folder one may write to'}"
+    return f"{above} is {'a file' if above.is_file() else 'not a folder that can be written to'}"

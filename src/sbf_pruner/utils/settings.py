@@ -100,7 +100,7 @@ S = TypeVar("S", bound="Section")
 KIND_NAMES: dict[Any, str] = {
     dict[str, Any]: "table",
     tuple[float, ...]: "list of floats",
-    tuple[str, ...]: "list of texts",
+    tuple[str, ...]: "list of strings",
     dict: "table",
     int | dict[str, int]: "int or table",
     float | dict[str, float]: "float or table",

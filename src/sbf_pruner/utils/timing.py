@@ -62,7 +62,7 @@ def time_interleaved(
     ([3, 3], True)
     """
     if rounds < 1:
-        raise ValueError(f"{rounds} rounds take no time; ask for at least 1")
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
     wait = synchronizer(device)
     taken: dict[Name, list[float]] = {name: [] for name in calls}
     with gc_disabled():
@@ -93,7 +93,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     Interval(median=2.0, low=1.0, high=3.0, confidence=0.75, n=3)
     """
     if not values:
-        raise ValueError("there is no median of nothing")
+        raise ValueError("no median of an empty list; give at least one value")
     ordered, n = sorted(values), len(values)
     rank, outside = 0, 2.0 ** (1 - n)  # chance that the median lies outside ordered[rank] .. ordered[-1 - rank]
     while 2 * (rank + 1) < n:

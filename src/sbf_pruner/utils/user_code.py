@@ -51,7 +51,7 @@ class Origin:
         """Import and return "package.module:attribute"; the current directory is searched for modules too."""
         module, _, inner = name.partition(":")
         if not module or not inner:
-            raise PruningError(f"{name!r} is half a name; write package.module:callable")
+            raise PruningError(f"{name!r} is not a complete name; write package.module:callable")
         self.check(key, name, "names code, which is imported")
         with _current_directory_importable():
             try:
@@ -61,7 +61,7 @@ class Origin:
                 if other is not None and module != other and not module.startswith(f"{other}."):
                     raise PruningError(f"{name}: {module} imports {other!r}, which is not installed") from error
                 hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
-                where = f"no module named {other!r} here or among the installed"
+                where = f"no module named {other!r} in this folder or among the installed packages"
                 raise PruningError(f"{name}: {where}{hint}") from error
             except Exception as error:
                 raise PruningError(f"{name}: importing {module} failed with {one_line_error(error)}") from error
@@ -99,7 +99,7 @@ class _Guard:
         places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
         for place in places:
             if place and self._folders & {up for at in _spellings(place) for up in (at, *at.parents)}:
-                raise ImportError(f"{place} lies in the folder of a run, from which nothing is imported", name=name)
+                raise ImportError(f"{place} is in the folder of a run, from which nothing is imported", name=name)
         return None
 
 
@@ -219,22 +219,22 @@ def cause(error: Exception) -> str:
 def not_from_torch(line: str) -> str:
     """Message for a tensor that torch did not compute from the inputs."""
     return (
-        f"at {line} a tensor arrives that torch did not compute from the inputs (NumPy, or a list made from "
-        "values?), so what it depends on cannot be followed; keep that step in torch"
+        f"at {line} a tensor was not computed by torch operators from the inputs (NumPy, or a list made from "
+        "values?), so its dependencies cannot be traced; keep that step in torch"
     )
 
 
 def holds_the_model(line: str, name: str) -> str:
     """Message for a copy of a model that reads tensors of the original."""
     return (
-        f"at {line} a copy of the model reads {name} of the model itself: a function that it holds is "
-        "bound to the one model, by an object or a global name; make it a method"
+        f"at {line} a function in a copy of the model still uses {name} of the original, to which it is bound by "
+        "an object or a global name; make it a method"
     )
 
 
 def nested(line: str) -> str:
     """Message for a nested tensor."""
     return (
-        f"at {line} a nested tensor arises, whose sizes cannot be followed; pad what goes in, and give an "
-        "nn.TransformerEncoder enable_nested_tensor=False"
+        f"at {line} a nested tensor is created, whose sizes cannot be traced; pad the inputs, and create an "
+        "nn.TransformerEncoder with enable_nested_tensor=False"
     )

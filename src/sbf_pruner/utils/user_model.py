@@ -190,8 +190,8 @@ def check_no_pruner_hooks(model: nn.Module) -> None:
     check_model(model)
     if any(pruner_hooks(model)):
         raise PruningError(
-            "the model has a pruner already, or is a copy of one that had; detach() that one first, or, if it is "
-            "gone, take its gates off with sbf_pruner.utils.remove_pruner_hooks(model)"
+            "the model already has a pruner, or is a copy of a model that had one; detach() that pruner first, or, "
+            "if it no longer exists, remove its gates with sbf_pruner.utils.remove_pruner_hooks(model)"
         )
 
 
@@ -209,7 +209,7 @@ def check_model(model: object) -> None:
     """Raise a PruningError if `model` is not an nn.Module instance."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         name = model.__name__
-        raise PruningError(f"a model is an nn.Module, not the class of one; make one first: {name}(...)")
+        raise PruningError(f"a model is an nn.Module instance, not a class; create one first: {name}(...)")
     if not isinstance(model, nn.Module):
         raise PruningError(f"a model is an nn.Module, not {type(model).__name__}; pass the network itself")
 

@@ -64,7 +64,8 @@ def batched_product(op: Op, grids: Grids) -> Node:
     assert out is not None
     if grids[left][0] > 1 or grids[right][0] > 1:
         # The heads are in the batch dimension: a tensor is a box, so all would have to lose the same channels.
-        return Opaque(op, grids, f"{op.name} at {op.where} multiplies head by head, which must stay equally wide")
+        why = "is a matrix product per head, and all heads must keep the same number of channels"
+        return Opaque(op, grids, f"{op.name} at {op.where} {why}")
     grids[out] = 1, grids[left][1], grids[right][2]
     return Product(op, grids, left=left, right=right)
 

@@ -19,12 +19,13 @@ def opaque(op: Op, grids: Grids) -> Node:
     """Default rule: all channels must stay. Except for ATen operators the reason names `register_rule`."""
     if op.name.startswith(("aten.", "sbf.")):
         return Opaque(op, grids)
-    return Opaque(op, grids, f"{op.name} at {op.where} is not known; tell what it does with sbf.register_rule")
+    return Opaque(op, grids, f"{op.name} at {op.where} has no pruning rule; add one with sbf.register_rule")
 
 
 def empty_result(op: Op, grids: Grids) -> Node:
     """Opaque node for an empty result (no detections, say), which does not show how channels pass."""
-    return Opaque(op, grids, f"{op.name} at {op.where} gives nothing for the example inputs")
+    why = "returns an empty tensor for the example inputs; give inputs for which it does not"
+    return Opaque(op, grids, f"{op.name} at {op.where} {why}")
 
 
 def elementwise(op: Op, grids: Grids, alive_if: Alive, steep: bool = False, poles: tuple[Value, ...] = ()) -> Node:

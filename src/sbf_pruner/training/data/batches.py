@@ -72,7 +72,7 @@ class LazySplit:
         kind = type(dataset)
         if isinstance(dataset, DataLoader) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
             raise DataError(
-                f"{where}: a {kind.__name__} is no map-style dataset, with __len__ and __getitem__; give one"
+                f"{where}: a {kind.__name__} is not a map-style dataset; give one with __len__ and __getitem__"
             )
         try:
             count = len(dataset)  # type: ignore[arg-type]

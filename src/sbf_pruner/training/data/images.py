@@ -242,7 +242,7 @@ class LoaderBatches(Batches):
             yield from loader
         except RuntimeError as error:  # A worker was killed, or shared memory is full.
             reason = str(error).splitlines()[0]
-            raise DataError(f"images cannot be read beside training ({reason}); set data.workers=0") from error
+            raise DataError(f"a data loading worker failed ({reason}); set data.workers=0") from error
 
     @staticmethod
     def _checked(read: Batch | DataError, team: DistributedContext) -> Batch:
@@ -281,18 +281,18 @@ class _Reading(Dataset[Any]):
             return DataError(str(error))
         except Exception as error:
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            return DataError(f"{self._item(row)} cannot be read ({reason}); mend it, or leave it out")
+            return DataError(f"{self._item(row)} cannot be read ({reason}); repair or remove it")
         return images, labels
 
     def _check(self, image: Tensor, label: Any, row: int) -> None:
         item = self._item(row)
         check_item((image, label), item)
         if (image.dtype == torch.uint8) != self.stream.pixels:
-            raise DataError(f"{item} is {image.dtype}, the first is not; give all in one type")
+            raise DataError(f"{item} is {image.dtype}, the first is not; give all images one dtype")
         if tuple(image.shape) != self.stream.shape:
             raise DataError(
                 f"{item} is {tuple(image.shape)}, and the first {self.stream.shape} (channels, height, width); "
-                "bring all to one size"
+                "resize all to one size"
             )
         if self.num_classes and (wrong := wrong_label(torch.tensor(int(label)), self.num_classes)) is not None:
             raise DataError(f"{item}: {wrong}")

@@ -40,7 +40,7 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
         cause = (str(error).strip() or "no reason given").splitlines()[0]
         raise RunError(
             f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
-            "engine=plain, and they run one by one"
+            "engine=plain to run them eagerly"
         ) from error
 
 
