@@ -15,7 +15,7 @@ import torch
 
 from clocks import clock_of
 from runs import Small, small_run
-from sbf_pruner.budget import Budget, Constraints, Selector, with_coupled
+from sbf_pruner.budget import Budget, Constraints, Selector, resolve
 from sbf_pruner.cli import frontier_lines
 from sbf_pruner.compare import FrontierOptions, draw_frontier, read_scored, run_frontier
 from sbf_pruner.errors import PruningError, RunError
@@ -154,10 +154,10 @@ def test_what_cannot_be_reached_is_listed_with_the_smallest_there_is(folder: Pat
 def test_guards_hold_here_too(tmp_path: Path) -> None:
     short = {"warmup": 1, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}
     guards = {"round_to": 4, "ignore": ["stem"], "couple": ["blocks.*.conv1"]}
-    small_run(tmp_path / "run", model=MODEL, guards=guards, phases=short, dense_control=False)
+    small_run(tmp_path / "run", model=MODEL, constraints=guards, phases=short, dense_control=False)
     scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
-    assert aim.guards.groups == (("blocks.0.conv1", "blocks.1.conv1"),) and "stem" not in scored.scores
+    assert aim.constraints.groups == (("blocks.0.conv1", "blocks.1.conv1"),) and "stem" not in scored.scores
     found = run_frontier(tmp_path / "run", trusting(at=("0.6",)))
     (point,) = found["points"]
     assert point["reached"] and point["filters"] % 4 == 0 and found["dense"]["filters"] == 32
@@ -181,7 +181,7 @@ def test_times_are_landed_on_by_the_runs_own_clock_and_in_its_way(timed: Path) -
     graph = trace(Small(), IMAGE)
     clock = read_model(timed / "latency.json", graph)
     scores = {name: np.asarray(held) for name, held in state["scores"].items()}
-    guards = with_coupled(Constraints(), graph, "blocks")
+    guards = resolve(Constraints(couple="blocks"), graph)
     for point, share in zip(found["points"], (0.8, 0.5), strict=False):
         masks = graph.settle(Selector(graph, Budget(latency=share), guards, clock).choose(scores).masks)
         assert (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small
+from sbf_pruner import Scores
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import residual_blocks, trace
 from sbf_pruner.pruner import Pruner
@@ -56,7 +57,7 @@ def test_names_play_no_part() -> None:
 def scored() -> tuple[Pruner, Tensor]:
     torch.manual_seed(0)
     model, images = Small().double(), torch.rand(16, 1, 8, 8, dtype=torch.float64)
-    pruner = Pruner(model, images[:2], penalty=0.02, lr=3e-3)
+    pruner = Pruner(model, images[:2], scores=Scores(penalty=0.02, lr=3e-3))
     with pruner.scoring():
         for _ in range(40):
             (model(images).square().mean() + pruner.penalty()).backward()

@@ -119,7 +119,7 @@ def test_gates_that_are_learned_open_or_closed(tmp_path: Path) -> None:
     assert [r["phase"] for r in found] == [kind for kind, epochs in lengths.items() for _ in range(epochs)]
     assert result.summary["pruned"]["macs"] <= 0.5 * result.summary["dense"]["macs"]
     resolved = Recipe.load(result.folder / "recipe.toml")
-    assert resolved.scores.binary and resolved.scores.projection == "free" and resolved.budget.steer
+    assert resolved.scores.binary and resolved.scores.projection == "free" and resolved.scores.steer
     lines = [json.loads(line) for line in (result.folder / "scores.jsonl").read_text().splitlines()]
     values = {score for line in lines for held in line["scores"].values() for score in held}
     assert len(values) > 10  # what is behind the gates goes on from there

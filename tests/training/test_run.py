@@ -384,9 +384,9 @@ EVERYTHING: dict[str, Any] = {
     "scores__binary": True,
     "scores__freeze_norms": False,
     "budget__macs": 0.7,
-    "budget__steer": True,
+    "scores__steer": True,
     "budget__settled": 0,
-    "guards__round_to": 2,
+    "constraints__round_to": 2,
     "finetune__ema": 0.9,
     "finetune__mixup": 0.4,
     "finetune__recalibrate": 2,
@@ -420,7 +420,7 @@ def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
 # A budget brings these with it: to be without them takes a word.
 INSTEAD: dict[str, dict[str, Any]] = {
     "scores__balance": {"scores__balance": "area"},
-    "budget__steer": {"budget__steer": False},
+    "scores__steer": {"scores__steer": False},
 }
 
 
@@ -451,7 +451,7 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
 def test_the_penalty_follows_the_budget_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     monkeypatch.setattr(Penalty, "steer", lambda self, level, progress: seen.append(progress))
-    made = recipe(dense_control=False, budget__macs=0.6, budget__steer=True, budget__settled=0)
+    made = recipe(dense_control=False, budget__macs=0.6, scores__steer=True, budget__settled=0)
     fit(model(), made, run=tmp_path / "run")
     # Two cycles of two epochs of four steps: after each step, and at the end of the phase with what it landed on.
     assert seen == [n / 16 for n in range(1, 17)]
@@ -468,7 +468,7 @@ JOINT: dict[str, Any] = {
     "weights__mixup": 1.0,
     "weights__batch_size": 8,
     "budget__macs": 0.6,
-    "budget__steer": True,
+    "scores__steer": True,
     "budget__settled": 1,
     "distill__alpha": 0.3,
     "distill__during": "weights",
@@ -1122,7 +1122,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
         ({}, "lower scores.lr (it is 0.003)"),
         ({"scores__speed": 0.5}, "lower scores.speed (it is 0.5)"),
         # Three logits in two cycles of two epochs with four steps each.
-        ({"budget__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
+        ({"scores__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
     ],
 )
 def test_scores_that_are_not_finite_name_what_says_how_fast_they_move(
@@ -1242,7 +1242,7 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
     hard = {"scores__lr": 3e-2, "scores__penalty": 1.0, "dense_control": False}
     emptied = fit(model(), recipe(**hard), run=tmp_path / "other")
     assert 0 in {layer["after"] for layer in emptied.summary["layers"].values()} and not caplog.records
-    made = recipe(guards__ignore=["stem", "layers.2"], **hard)
+    made = recipe(constraints__ignore=["stem", "layers.2"], **hard)
     left = fit(Asking(), made, run=tmp_path / "run")
     assert left.summary["layers"] == {"layers.0": {"before": 8, "after": 1}}
     assert "at least one filter, because with whole layers removed the network cannot run" in caplog.text

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import sbf_pruner
-from sbf_pruner import Pruner
+from sbf_pruner import Pruner, Scores
 from sbf_pruner.cli import main
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.training import check_divisible, load_recipe
@@ -134,7 +134,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     together(work, tmp_path)
     (ours, weights), (theirs, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     net, images, labels = scored_net()
-    alone = score(net, Pruner(net, images[:1], penalty=0.05, speed=0.1), images, labels)
+    alone = score(net, Pruner(net, images[:1], scores=Scores(penalty=0.05, speed=0.1)), images, labels)
     assert min(held.min() for held in alone.values()) < 0.9  # they have moved
     for name, held in alone.items():
         assert torch.equal(ours[name], theirs[name])
