@@ -133,7 +133,7 @@ def test_a_network_that_adds_at_other_times_is_not_measured() -> None:
     assert len(scored_refinement(pruner, images)) == 2
     model.calm = False
     for measured in (lambda: scored_refinement(pruner, images), lambda: pruned_refinement(pruner, model, images)):
-        with pytest.raises(PruningError, match="adds maps 3 times where its graph has 2 additions"):
+        with pytest.raises(PruningError, match="adds feature maps 3 times, but its graph has 2 additions"):
             measured()
 
 

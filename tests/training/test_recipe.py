@@ -201,7 +201,7 @@ def test_each_mistake_names_its_key(override: str, message: str | None, tmp_path
 
 def test_a_teacher_must_have_learned_something(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    with pytest.raises(RecipeError, match=r"^distill\.alpha: there is nothing to learn from; set phases\.warmup"):
+    with pytest.raises(RecipeError, match=r"^distill\.alpha: .*; set phases\.warmup or model\.weights$"):
         load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0"])
     assert load_recipe(path, ["distill.alpha=0.5", "phases.warmup=0", "model.weights=w.pt"])
 
@@ -213,23 +213,23 @@ def test_what_a_method_is_made_of_cannot_be_set_otherwise(tmp_path: Path) -> Non
     assert (made.scores.projection, made.scores.balance, made.scores.lr) == ("free", "cost", 0.5)
     assert load_recipe(write(tmp_path, made.to_toml())) == made
     for override, said in (
-        ("scores.projection=literal", "'free', not 'literal'"),
-        ("scores.steer=false", "True, not"),
+        ("scores.projection=literal", "'free', got 'literal'"),
+        ("scores.steer=false", "True, got"),
     ):
         key = override.partition("=")[0]
-        with pytest.raises(
-            RecipeError, match=rf"^{key}: dmc is the method with {said}.*; leave {key} out, or choose"
-        ):
+        with pytest.raises(RecipeError, match=rf"^{key}: method dmc requires {said}.*; remove {key}, or choose"):
             load_recipe(path, [override, *asked])
     within = 'method = "dmc"\n' + MINIMAL + '[budget]\nmacs = 0.5\n[scores]\nbalance = "none"\n'
-    with pytest.raises(RecipeError, match=r"^scores\.balance: dmc is the method with 'cost', not 'none'; leave"):
+    with pytest.raises(RecipeError, match=r"^scores\.balance: method dmc requires 'cost', got 'none'; remove"):
         load_recipe(write(tmp_path, within))
     with pytest.raises(RecipeError, match=r"^method: 'dcm' is not one of"):
         load_recipe(path, ["method=dcm"])
 
 
 def test_a_joint_step_has_one_batch_size() -> None:
-    with pytest.raises(RecipeError, match=r"^scores\.batch_size: with scores\.joint .*; set weights\.batch_size$"):
+    with pytest.raises(
+        RecipeError, match=r"^scores\.batch_size: scores\.joint .*; set weights\.batch_size instead$"
+    ):
         load_recipe("digits", ["scores.joint=true", "scores.batch_size=64"])
     assert load_recipe("digits", ["scores.joint=true", "weights.batch_size=64"]).scores.joint
 
@@ -264,9 +264,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_sections_check_themselves_when_built_in_python() -> None:
-    with pytest.raises(
-        RecipeError, match=r"^balance: 'aera' is not one of auto, area, side, none, cost; did you mean"
-    ):
+    with pytest.raises(RecipeError, match=r"^balance: 'aera' is not one of auto, .*; did you mean 'area'"):
         ScoresConfig(balance="aera")
     with pytest.raises(RecipeError, match=r"^model: expected ModelConfig, got table \(\{'name': 'resnet20'\}\)"):
         Recipe("x", {"name": "resnet20"}, DataConfig("digits"))  # type: ignore[arg-type]
@@ -369,7 +367,9 @@ NONE = ["phases.score=0", "phases.weights=0"]
 
 @pytest.mark.parametrize("changes", [["phases.cycles=0"], ["phases.score=0"], ["scores.joint=true", *NONE]])
 def test_a_size_that_no_phase_can_come_to_is_refused(changes: list[str]) -> None:
-    with pytest.raises(RecipeError, match=r"^budget: there is no score phase in which filters could go"):
+    with pytest.raises(
+        RecipeError, match=r"^budget: there is no score phase .*; set phases\.cycles and phases\.score"
+    ):
         load_recipe("digits", ["budget.macs=0.5", *changes])
     load_recipe("digits", changes)  # without a size there is nothing to miss
     load_recipe("digits", ["budget.macs=0.5", "method=l1", *changes])

@@ -1045,7 +1045,7 @@ def test_a_run_that_another_process_made_meanwhile_is_left_alone(
         return found
 
     monkeypatch.setattr(run, "Run", slow)
-    said = "went on with the run in .* meanwhile; resume it again" if again else "holds a run already"
+    said = "another process continued the run in .*; resume it again" if again else "holds a run already"
     with pytest.raises(RunError, match=said):
         fit(model(), recipe(), run=tmp_path / "run", resume=again)
     assert fit(model(), recipe(), run=tmp_path / "run", resume=True).was_finished
@@ -1250,7 +1250,7 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
 
 def test_a_target_that_the_dense_network_meets_is_refused(tmp_path: Path) -> None:
     refused(
-        r"nothing to prune for: the dense network has .* params \(100.0%\); ask for less",
+        r"the dense network already meets the budget \([\d,]+ params \(100.0%\)\); set a smaller one",
         tmp_path,
         budget__params=1e9,
     )
@@ -1353,9 +1353,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torn.write_bytes(b"\x10")
     refused("cannot be read .*; save it with safetensors", tmp_path, model__weights=str(torn))
     broken = {**good, "bn1.weight": good["bn1.weight"] / 0}
-    refused("bn1.weight holds numbers that are not finite", tmp_path, **given(broken))
+    refused("bn1.weight contains NaN or infinity; give other weights", tmp_path, **given(broken))
     whole = {**good, "bn1.weight": good["bn1.weight"].long()}
-    refused("bn1.weight has torch.int64, the model's torch.float32", tmp_path, **given(whole))
+    refused("bn1.weight has dtype torch.int64, but the model's is torch.float32", tmp_path, **given(whole))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
 
 
@@ -1424,7 +1424,7 @@ def test_a_run_that_lost_its_checkpoint_is_not_begun_again(
         (folder / "model.safetensors").unlink()
     before = contents(folder)
     with pytest.raises(
-        RunError, match=r"has come to epoch 24, but there is no checkpoints/last\.safetensors to go on"
+        RunError, match=r"has reached epoch 24, but there is no checkpoints/last\.safetensors .*; put the file back"
     ):
         fit(model(), recipe(), run=folder, resume=True)
     assert contents(folder) == before
@@ -1439,7 +1439,7 @@ def test_a_run_without_a_checkpoint_yet_begins_again(
     monkeypatch.undo()
     with caplog.at_level("INFO", logger="sbf_pruner.training"):
         result = fit(model(), recipe(), run=tmp_path / "run", resume=True)
-    assert "has no checkpoint yet, and begins again" in caplog.text
+    assert "has no checkpoint yet, so it starts from the beginning" in caplog.text
     assert all(map(torch.equal, weights(result), weights(straight)))
 
 

@@ -181,7 +181,7 @@ def test_an_item_that_another_process_cannot_read_is_told(tmp_path: Path) -> Non
         (folder / "bad_items.py").write_text(BAD_ITEM)
         said = together(work, folder)
         sentence = (
-            f"sbf: bad_items:datasets, train, item {row} cannot be read (OSError: the disk); mend it, or leave"
+            f"sbf: bad_items:datasets, train, item {row} cannot be read (OSError: the disk); repair or remove it"
         )
         assert "".join(said).count(sentence) == 1 and "Traceback" not in "".join(said), said
         assert any("code 2" in each for each in said)
@@ -266,7 +266,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
     ("changes", "said"),
     [
         (["data.batch_size=50"], "data.batch_size: a batch of 50 images cannot be shared by 4 processes"),
-        (["budget.latency=0.5"], "budget.latency: a time is measured by one process, and here are 4"),
+        (["budget.latency=0.5"], "budget.latency: .* in one process, but 4 are running; set macs or params"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(changes: list[str], said: str) -> None:
