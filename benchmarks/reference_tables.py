@@ -66,7 +66,9 @@ def _told(held: Any) -> str:
     text = (inspect.getdoc(held) or "").partition(">>>")[0].strip()
     description, found, arguments = text.partition("Args:\n")
     listed = re.sub(r"\n {8,}", " ", arguments)
-    return description + re.sub(r"^ {4}(\w+): ", r"- `\1`: ", listed, flags=re.M) if found else text
+    return (
+        f"{description.rstrip()}\n\n" + re.sub(r"^ {4}(\w+): ", r"- `\1`: ", listed, flags=re.M) if found else text
+    )
 
 
 def _members(held: type) -> list[str]:
