@@ -62,13 +62,13 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 
 def _told(held: Any) -> str:
-    """A docstring without its examples, its arguments as a list."""
+    """A docstring without its examples, with its arguments and exceptions as lists."""
     text = (inspect.getdoc(held) or "").partition(">>>")[0].strip()
-    description, found, arguments = text.partition("Args:\n")
-    listed = re.sub(r"\n {8,}", " ", arguments)
-    return (
-        f"{description.rstrip()}\n\n" + re.sub(r"^ {4}(\w+): ", r"- `\1`: ", listed, flags=re.M) if found else text
-    )
+    if "Args:\n" not in text:
+        return text
+    text = re.sub(r"\n {8,}", " ", text)
+    text = re.sub(r"^ {4}(\w+): ", r"- `\1`: ", text, flags=re.M)
+    return re.sub(r"^Args:\n", "", re.sub(r"^(Raises|Returns):\n", r"\1:\n\n", text, flags=re.M), flags=re.M)
 
 
 def _members(held: type) -> list[str]:
