@@ -168,7 +168,7 @@ def test_limits_by_layer_are_set_kept_and_resumed(here: Path, capsys: pytest.Cap
     assert "0 = 0.0" in (folder / "report.html").read_text("utf-8")
     assert main([*words, "--resume"]) == 0 and "was finished already" in capsys.readouterr().out
     assert main([*words, "--resume", "--set", 'constraints.max_removed={"0"=0.5}']) == 2
-    assert "was run with guards.max_removed.0 = 0.0, not 0.5" in capsys.readouterr().err
+    assert "was run with constraints.max_removed.0 = 0.0, not 0.5" in capsys.readouterr().err
     turned = [word.replace('{"*"=0.9, "0"=0}', '{"0"=0, "*"=0.9}') for word in words]
     assert main([*turned, "--resume"]) == 2
     assert "was run with the patterns of its constraints in another order" in capsys.readouterr().err

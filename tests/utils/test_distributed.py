@@ -110,7 +110,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     work = """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
-    from sbf_pruner import Pruner
+    from sbf_pruner import Pruner, Scores
     from test_distributed import check_team, score, scored_net
 
     dist.init_process_group("gloo")
@@ -118,7 +118,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     net, images, labels = scored_net()
     with torch.no_grad():
         net[0].weight += rank  # as if it had been made with another seed
-    pruner = Pruner(net, images[:1], penalty=0.05, speed=0.1)
+    pruner = Pruner(net, images[:1], scores=Scores(penalty=0.05, speed=0.1))
     trained = DistributedDataParallel(net)  # and so all have the weights of the first
     scores = score(net, pruner, images[rank::2], labels[rank::2])
     with pruner.gated():
