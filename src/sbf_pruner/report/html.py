@@ -16,8 +16,9 @@ import html
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby, pairwise
 from string import Template
 from typing import Any
 
@@ -60,66 +61,49 @@ def concat(*content: Content) -> Markup:
     >>> concat("a & ", element("b", "c"), [element("i"), "<"])
     'a &amp; <b>c</b><i></i>&lt;'
     """
-    parts = (part for held in content for part in ([held] if isinstance(held, str) else held))
+    parts = (part for item in content for part in ([item] if isinstance(item, str) else item))
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in parts))
 
 
-def document(template: str, script: str, connect: str = "'none'", **content: Content) -> str:
-    """Fill a page template with content, its one script, and the policy that allows no other script.
+def document(name: str, connect: str = "'none'", *, style: str, **content: Content) -> str:
+    """Fill the template NAME.html with content, NAME.css and more `style`, NAME.js, and the page's policy.
 
     `connect` is the Content-Security-Policy source that the script may fetch from.
     """
-    parts = {name: concat(part) for name, part in content.items()}
-    held = {"policy": concat(policy(script, connect)), "script": Markup(script)}
-    return Template(template).substitute(parts | held)
+    parts = {key: concat(part) for key, part in content.items()}
+    own = {"policy": concat(policy(name, connect)), "script": _read(f"{name}.js"), "style": _read(f"{name}.css")}
+    return Template(_read(f"{name}.html")).substitute(parts | own | {"style": own["style"] + style})
 
 
-def policy(script: str, connect: str = "'none'") -> str:
-    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but the given one runs.
+def policy(name: str, connect: str = "'none'") -> str:
+    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but NAME.js runs.
 
     `connect` is the source that the script may fetch from.
     """
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(_read(f"{name}.js").encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 
 
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
 def _escaped(text: str) -> str:
     return html.escape(_UNPRINTABLE.sub("\ufffd", text))
 
 
-HUES = [
-    "#d9730d",
-    "#0f8a5f",
-    "#b5379b",
-    "#5b5bd6",
-    "#b08900",
-    "#c93a3a",
-    "#0b84a5",
-    "#6f9a1d",
-    "#8d5524",
-    "#7a7a8c",
-]
-DARK_HUES = [
-    "#ff9a3d",
-    "#3fcf9b",
-    "#f07ad6",
-    "#9d9dff",
-    "#e6c229",
-    "#ff7b7b",
-    "#4cc3e6",
-    "#a8d44b",
-    "#d29b68",
-    "#b0b0c4",
-]
-_LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
-_LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
-_DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
-_DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
-
-
+HUES = ["#d9730d", "#0f8a5f", "#b5379b", "#5b5bd6", "#b08900"]
+HUES += ["#c93a3a", "#0b84a5", "#6f9a1d", "#8d5524", "#7a7a8c"]
+DARK_HUES = ["#ff9a3d", "#3fcf9b", "#f07ad6", "#9d9dff", "#e6c229"]
+DARK_HUES += ["#ff7b7b", "#4cc3e6", "#a8d44b", "#d29b68", "#b0b0c4"]
+# Colors by role.
+LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
+LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
+DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
+DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
 SHAPES = (
     "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
     ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
@@ -130,27 +114,20 @@ SHAPES = (
 )
 
 
-def palette(*, dark: bool = False) -> dict[str, str]:
-    """Return the colors by role: paper, ink, soft, wire, line, fill, grey, gate."""
-    return _DARK if dark else _LIGHT
-
-
 def scoped(scope: str) -> str:
     """Return the rules of `SHAPES` under a selector, for a page that has other content too.
 
     >>> scoped(".graph").startswith(".graph text{font:")
     True
     """
-    text = ""
-    for rule in SHAPES.split("}")[:-1]:
-        selectors, _, body = rule.partition("{")
-        text += ",".join(f"{scope} {one}" for one in selectors.split(",")) + f"{{{body}}}"
-    return text
+    return _rules(scope, (rule.split("{") for rule in SHAPES.split("}")[:-1]))
 
 
-def style() -> str:
-    """Return the style sheet of a standalone drawing, light and dark."""
-    return f"{SHAPES}{color_rules('')}@media (prefers-color-scheme:dark){{{color_rules('', dark=True)}}}"
+def _rules(scope: str, rules: Iterable[Iterable[str]]) -> str:
+    return "".join(
+        ",".join(f"{scope} {selector}".strip() for selector in selectors.split(",")) + f"{{{body}}}"
+        for selectors, body in rules
+    )
 
 
 def color_rules(scope: str, dark: bool = False) -> str:
@@ -158,7 +135,7 @@ def color_rules(scope: str, dark: bool = False) -> str:
 
     The classes `g0`, `g1` and so on set the hue of a group of layers that share a layout.
     """
-    tone, hues = palette(dark=dark), DARK_HUES if dark else HUES
+    tone = DARK if dark else LIGHT
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",
@@ -176,11 +153,9 @@ def color_rules(scope: str, dark: bool = False) -> str:
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }
-    text = ""
-    for key, rule in rules.items():
-        text += ",".join(f"{scope} {one}".strip() for one in key.split(",")) + f"{{{rule}}}"
-    for place, hue in enumerate(hues):
-        at = f"{scope} .g{place}".strip()
+    text = _rules(scope, rules.items())
+    for number, hue in enumerate(DARK_HUES if dark else HUES):
+        at = f"{scope} .g{number}".strip()
         text += (
             f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
         )
@@ -203,8 +178,8 @@ class Table:
         """Return the table as HTML; the first cell of each row is its header."""
         rows = []
         for first, *rest in self.rows:
-            kinds = ("w" if place < self.words - 1 else None for place in range(len(rest)))
-            cells = (element("td", cell, class_=kind) for cell, kind in zip(rest, kinds, strict=True))
+            text, numbers = rest[: self.words - 1], rest[self.words - 1 :]
+            cells = [element("td", cell, class_="w") for cell in text] + [element("td", cell) for cell in numbers]
             rows.append(element("tr", element("th", first, scope="row"), cells))
         head = element("tr", (element("th", cell, scope="col") for cell in self.head))
         return element("table", element("thead", head), element("tbody", rows))
@@ -219,7 +194,7 @@ class Figure:
     caption: str = ""  # one paragraph
     picture: Markup = NOTHING  # one element of class "hit" with data-row per row of the table
     table: Table | None = None
-    legend: Sequence[tuple[str, str]] = field(default=())  # CSS class of the symbol, label
+    legend: Sequence[tuple[str, str]] = ()  # CSS class of the symbol, label
     missing: str = ""  # why there is no picture
     wide: bool = False  # takes the whole width of the page
     text: Markup = NOTHING  # whole paragraphs and lists
@@ -264,7 +239,7 @@ class Scale:
         """Return the distance of a value from the top, in pixels."""
         low, high, at = float(self.low), float(self.high), float(value)
         if self.logarithmic:
-            low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
+            low, high, at = math.log(low), math.log(high), math.log(max(at, low))
         return self.height * (1 - (at - low) / (high - low if high > low else 1))
 
     def ticks(self, most: int = 5) -> list[float]:
@@ -346,6 +321,26 @@ def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup
     return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
 
 
+def svg_file(label: str, width: float, height: float, style: str, *inside: Content) -> str:
+    """Return the text of an SVG file with a style sheet, on a background of class "paper"."""
+    w, h = f"{width:.0f}", f"{height:.0f}"
+    return concat(
+        element(
+            "svg",
+            element("style", Markup(style)),
+            element("rect", class_="paper", width="100%", height="100%"),
+            *inside,
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {w} {h}",
+            width=w,
+            height=h,
+            role="img",
+            aria_label=label,
+        ),
+        "\n",
+    )
+
+
 def hit_area(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
     """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
     return element(
@@ -361,24 +356,18 @@ def hit_area(kind: str, row: int, left: float, width: float, top: float, height:
 
 def module_axis(names: Sequence[str], height: float) -> Markup:
     """Label the top-level modules below a figure that has a column per layer name."""
-    spans: list[tuple[str, int, int]] = []
-    for place, name in enumerate(names):
-        part = name.partition(".")[0]
-        if spans and spans[-1][0] == part:
-            spans[-1] = part, spans[-1][1], place + 1
-        else:
-            spans.append((part, place, place + 1))
-    found, each = [], 100 / len(names)
-    for part, first, end in spans:
+    parts, each, first = [], 100 / len(names), 0
+    for module, columns in groupby(name.partition(".")[0] for name in names):
+        end = first + len(list(columns))
         left, right, y = each * (first + 0.12), each * (end - 0.12), f"{height + 5:.0f}"
-        found.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
+        parts.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
         if right - left > 9:
             at = f"{(left + right) / 2:.3f}%"
-            found.append(element("text", part, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
-    return concat(found)
+            parts.append(element("text", module, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
+        first = end
+    return concat(parts)
 
 
-def pairs(told: Iterable[tuple[str, str]]) -> Markup:
+def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
     """Return a definition list of names and their descriptions."""
-    rows = ((element("dt", name), element("dd", said)) for name, said in told)
-    return element("dl", (part for row in rows for part in row), class_="pairs")
+    return element("dl", (concat(element("dt", name), element("dd", text)) for name, text in rows), class_="pairs")
