@@ -31,8 +31,8 @@ from ..measurement.counts import measure
 from ..measurement.latency_model import LatencyModel
 from ..plan import Plan
 from ..report.comparison import Point, accuracy_plot, plot_as_svg
-from ..report.html import Figure, concat, element, tick
-from ..report.page import HEADLINE, figure_parts, page
+from ..report.html import Figure, tick
+from ..report.page import figures_page
 from ..report.run_data import Record
 from ..report.run_data import read_run as read_records
 from ..runtimes.table import LATENCY_RUNTIMES, latency_runtime
@@ -384,10 +384,7 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
     figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
     facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
-    head = concat(
-        element("p", facts, class_="facts"), element("h1", title), element("p", result["said"], class_="lead")
-    )
-    return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
+    return figures_page(title, facts, result["said"], figures)
 
 
 def _time(clock: Mapping[str, Any]) -> str:
