@@ -610,8 +610,8 @@ def test_latency_measures_and_its_table_serves_a_run(
     words = ["latency", "tiny.toml", "--runtime", "eager", "--batch", "4", "--threads", "1"]
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[0].split()[:3] == ["cut", "for", "real"]
-    assert "foretold by a fit to the others" in said.out and "ms in eager, batch 4, 1 thread" in said.out
+    assert said.out.splitlines()[0].split()[:3] == ["removed", "share", "kept"]
+    assert "each predicted by a fit to the other networks" in said.out and "ms in eager, batch 4, 1 thread" in said.out
     assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
     # A second time all is known.
     assert main([*words, "--json", "--quiet"]) == 0
@@ -689,7 +689,7 @@ BAD_BENCH = {
     "no plan": (["resnet20", "--plan", "x.json"], "the plan x.json cannot be read (No such file or directory)"),
     "not a plan": (["resnet20", "--plan", "tiny.toml"], "the plan is not JSON"),
     "saving a model": (["resnet20", "--plan", "x.json", "--save"], "--save writes into a run's folder"),
-    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option belong to a model with --plan"),
+    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option apply to a model with --plan"),
     "runtime": (["begun", "--runtimes", "onnx"], "--runtimes: none is called 'onnx'; known: eager, compile"),
     "batch": (["begun", "--batch", "one"], "--batch 'one': write numbers with commas between them"),
     "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),

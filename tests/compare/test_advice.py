@@ -78,7 +78,7 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
 def test_the_larger_cause_comes_first_and_small_ones_are_left_out() -> None:
     weak = [record(0.7, 0.8, 0.9)]
     moves, layers = advise(weak, {1: sides(layers=3.0, moves=2.0, rest=1.1)}, 2.0, QUIET)[2:-1]
-    assert moves.startswith("  65 %: 1 moves") and layers.startswith("  32 %: layers")
+    assert moves.startswith("  65 %: 1 channel remaps") and layers.startswith("  32 %: layers")
 
 
 def test_causes_are_those_of_the_batch_that_gained_little() -> None:
