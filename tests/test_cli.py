@@ -611,7 +611,9 @@ def test_latency_measures_and_its_table_serves_a_run(
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[0].split()[:3] == ["removed", "share", "kept"]
-    assert "each predicted by a fit to the other networks" in said.out and "ms in eager, batch 4, 1 thread" in said.out
+    assert (
+        "each predicted by a fit to the other networks" in said.out and "ms in eager, batch 4, 1 thread" in said.out
+    )
     assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
     # A second time all is known.
     assert main([*words, "--json", "--quiet"]) == 0
@@ -1001,7 +1003,7 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("sbf_pruner.cli.console.time.perf_counter", lambda: now)
+    monkeypatch.setattr("sbf_pruner.cli.output.time.perf_counter", lambda: now)
     stream = io.StringIO()
     with progress(8, stream=stream) as report:
         now = 500.0  # layers were measured for a latency target, say

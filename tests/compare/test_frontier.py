@@ -226,7 +226,9 @@ def test_times_as_text_and_drawn(timed: Path) -> None:
 
 
 def test_a_run_without_a_clock_says_how_to_get_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunError, match="has no latency model, because its recipe sets no latency target; measure one"):
+    with pytest.raises(
+        RunError, match="has no latency model, because its recipe sets no latency target; measure one"
+    ):
         run_frontier(folder, trusting("latency", ("0.5",)))
     asked = []
 

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..criteria import METHODS, OWN
 from ..errors import DataError, PruningError, RunError, Stopped, suggestion
@@ -34,15 +34,26 @@ from .arguments import (
     resume_command,
     target_file,
 )
-from .console import (
+from .output import (
+    bench_lines,
     check_single_process,
+    compare_lines,
+    exit_code,
+    export_lines,
+    frontier_lines,
     is_first,
+    latency_lines,
     log_to_stderr,
     message_printer,
+    overview_lines,
     print_error,
     print_message,
+    progress,
     report_machine_failure,
     silence_other_ranks,
+    summary_lines,
+    transfer,
+    with_monitors,
 )
 
 if TYPE_CHECKING:
@@ -58,28 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     with silence_other_ranks(), log_to_stderr(quiet=getattr(arguments, "quiet", False)):
-        return _answered(arguments, given)
-
-
-def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    try:
-        check_single_process(arguments.command)
-        code = _COMMANDS[arguments.command](arguments, given)
-        sys.stdout.flush()
-        return code
-    except PruningError as error:
-        print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        print("sbf: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not report_machine_failure(error):
-            raise
-        return 1
+        try:
+            check_single_process(arguments.command)
+            code = _COMMANDS[arguments.command](arguments, given)
+            sys.stdout.flush()
+            return code
+        except PruningError as error:
+            print_error(error)
+            return 2
+        except KeyboardInterrupt:
+            print("sbf: stopped", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not report_machine_failure(error):
+                raise
+            return 1
 
 
 def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -88,8 +95,6 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from ..training.run import fit
     from ..training.run_folder import RunFolder, build_dense
     from ..training.schedule import score_rate_key, total_epochs
-    from .console import progress, with_monitors
-    from .output import exit_code, summary_lines
 
     folder = RunFolder.of(recipe, arguments.run)
     if is_first():
@@ -97,27 +102,14 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     others = [Path(arguments.dense_from)] if arguments.dense_from else []
     trust = named or arguments.trust
     model = build_dense(recipe, folder.origin(*others, trust=trust, resume=arguments.resume))
+    options = {name: getattr(arguments, name) for name in ("resume", "force", "dense_from")}
+    monitors = {"live": arguments.live, "tensorboard": arguments.tensorboard} if is_first() else {}
     try:
         with (
             progress(total_epochs(recipe), quiet=arguments.quiet) as report,
-            with_monitors(
-                report,
-                folder.path,
-                live=arguments.live if is_first() else None,
-                tensorboard=arguments.tensorboard and is_first(),
-                fresh=not arguments.resume,
-            ) as reports,
+            with_monitors(report, folder.path, fresh=not arguments.resume, **monitors) as reports,
         ):
-            result = fit(
-                model,
-                recipe,
-                run=folder.path,
-                resume=arguments.resume,
-                force=arguments.force,
-                dense_from=arguments.dense_from,
-                trust=trust,
-                report=reports,
-            )
+            result = fit(model, recipe, run=folder.path, trust=trust, report=reports, **options)
     except KeyboardInterrupt as interrupt:
         return _stopped(interrupt, resume_command(given) if folder.begun else "")
     if arguments.json:
@@ -159,10 +151,8 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
 
 
 def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    methods, seeds = (
-        parse_names("--methods", arguments.methods, (OWN, *METHODS)),
-        parse_ints("--seeds", arguments.seeds),
-    )
+    methods = parse_names("--methods", arguments.methods, (OWN, *METHODS))
+    seeds = parse_ints("--seeds", arguments.seeds)
 
     from ..training.recipe import load_recipe
 
@@ -170,8 +160,6 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     from ..compare.method_runs import check_methods, finished_before, plan_runs, rank_methods, write_comparison
     from ..training.schedule import total_epochs
-    from .console import progress
-    from .output import compare_lines
 
     root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
     check_methods(entrants := plan_runs(recipe, methods, seeds, root))
@@ -182,11 +170,10 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 summaries.append(entrant.run(report).summary)
     except KeyboardInterrupt as interrupt:
         return _stopped(interrupt, f"sbf {shlex.join(given)}")
-    runs = [entrant.folder for entrant in entrants]
-    for folder in finished_before(recipe, entrants, root):
-        runs.append(folder)
-        summaries.append(folder.read_summary())
-    result = write_comparison(root, [folder.path for folder in runs], summaries)
+    earlier = finished_before(recipe, entrants, root)
+    summaries += [folder.read_summary() for folder in earlier]
+    folders = [*(entrant.folder for entrant in entrants), *earlier]
+    result = write_comparison(root, [folder.path for folder in folders], summaries)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
@@ -209,7 +196,6 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
 
     from ..training.data.cifar10 import data_folders, default_folder, prepare_cifar10
-    from .console import transfer
 
     target = Path(arguments.to).expanduser() if arguments.to else default_folder()
     with transfer(quiet=arguments.quiet) as report:
@@ -224,29 +210,23 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.model is None and arguments.json not in (None, STDOUT):
         arguments.model, arguments.json = arguments.json, STDOUT  # `--json MODEL` parses it as a file
     if arguments.model is None:
-        raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
-                           "or package.module:callable")  # fmt: skip
-    shapes = [parse_shape(text) for text in arguments.input or [default_input(arguments.model)]]
-    options = dict(parse_option(text) for text in arguments.option)
+        names = "a bundled one such as resnet56, torchvision:NAME, timm:NAME or package.module:callable"
+        raise PruningError(f"name a model to inspect: {names}")
+    shapes, options = _network_options(arguments)
+    shapes = shapes or [parse_shape(default_input(arguments.model))]
     graph = target_file("--graph", arguments.graph, (".svg", ".html"))
     facts = json_file(arguments.json)
 
     import torch
 
     from ..models import resolve
+    from ..report.graph_drawing import draw
     from ..report.inspection import inspect_model
-    from .output import overview_lines
 
     model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
     seen = inspect_model(model, tuple(torch.zeros(1, *shape) for shape in shapes))
-    text = json.dumps(seen.facts, indent=2)
-    drawn = ""
-    if graph is not None:
-        from ..report.graph_drawing import draw
-
-        drawn = draw(seen, graph.suffix)
-    _write({graph: drawn, facts: text})
-    return _show(arguments, text, overview_lines(seen.facts))
+    files = {graph: draw(seen, graph.suffix)} if graph is not None else {}
+    return _finish(arguments, files, facts, seen.facts, overview_lines(seen.facts))
 
 
 def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -255,47 +235,40 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise PruningError(
             "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
         )
-    shapes = [parse_shape(text) for text in arguments.input]
-    options = dict(parse_option(text) for text in arguments.option)
+    shapes, options = _network_options(arguments)
     if not arguments.plan and (shapes or options):
         raise PruningError("--input and --option apply to a model with --plan; a run has its own")
 
     from ..compare.bench import Subject, read_settings, run_bench
-    from .output import bench_lines
 
     settings = read_settings(
         arguments.batch, arguments.runtimes, arguments.device, arguments.pairs, arguments.threads
     )
     if arguments.plan:
-        subject = Subject.of_plan(
-            arguments.subject, shapes or [parse_shape(default_input(arguments.subject))], options, arguments.plan
-        )
+        shapes = shapes or [parse_shape(default_input(arguments.subject))]
+        subject = Subject.of_plan(arguments.subject, shapes, options, arguments.plan)
     else:
         subject = Subject.of_run(arguments.subject, trust=arguments.trust)
-    kept = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
+    saved = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
     result = run_bench(subject, settings, message_printer(quiet=arguments.quiet))
-    text = json.dumps(result, indent=2)
-    _write({facts: text, kept: text})
-    return _show(arguments, text, bench_lines(result, pretty=sys.stdout.isatty()))
+    files = {saved: json.dumps(result, indent=2)} if saved is not None else {}
+    return _finish(arguments, files, facts, result, bench_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     facts = json_file(arguments.json)
     out = target_file("--out", arguments.out, (".json",), facts)
-    shapes = [parse_shape(text) for text in arguments.input]
-    options = dict(parse_option(text) for text in arguments.option)
+    shapes, options = _network_options(arguments)
 
     from ..compare.bench import LatencyOptions, latency_model_of, latency_summary, resolve_subject
-    from .output import latency_lines
 
     request = LatencyOptions(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
     usual = parse_shape(default_input(arguments.subject))
     network, example, ignore = resolve_subject(arguments.subject, shapes, options, usual)
     model = latency_model_of(network, example, ignore, request, message_printer(quiet=arguments.quiet))
     result = latency_summary(arguments.subject, model)
-    text = json.dumps(result, indent=2)
-    _write({out: json.dumps(model.to_dict(), indent=1), facts: text})
-    return _show(arguments, text, latency_lines(result, pretty=sys.stdout.isatty()))
+    files = {out: json.dumps(model.to_dict(), indent=1)} if out is not None else {}
+    return _finish(arguments, files, facts, result, latency_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -303,15 +276,13 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     drawing = target_file("--draw", arguments.draw, (".svg", ".html"))
 
     from ..compare.frontier import USUAL, FrontierOptions, draw_frontier, run_frontier
-    from .output import frontier_lines
 
-    at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
-    clock = {"runtime": arguments.runtime, "batch": arguments.batch}
-    request = FrontierOptions(arguments.of, at, arguments.batches, arguments.device, **clock, trust=arguments.trust)
+    names = ("of", "batches", "device", "runtime", "batch", "trust")
+    at = USUAL if arguments.at is None else _names(arguments.at)
+    request = FrontierOptions(at=at, **{name: getattr(arguments, name) for name in names})
     result = run_frontier(arguments.run, request, message_printer(quiet=arguments.quiet))
-    text = json.dumps(result, indent=2)
-    _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
-    return _show(arguments, text, frontier_lines(result, pretty=sys.stdout.isatty()))
+    files = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
+    return _finish(arguments, files, facts, result, frontier_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -319,16 +290,10 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
     from ..export import ExportOptions, export_run
-    from .output import export_lines
 
-    request = ExportOptions(
-        formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),
-        target=arguments.target,
-        batch=arguments.batch,
-        threads=arguments.threads,
-        force=arguments.force,
-        trust=arguments.trust,
-    )
+    names = ("target", "batch", "threads", "force", "trust")
+    options = {name: getattr(arguments, name) for name in names}
+    request = ExportOptions(formats=tuple(_names(arguments.formats)), **options)
     manifest = export_run(arguments.run, arguments.to, request, message_printer(quiet=arguments.quiet))
     print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
     return 0
@@ -341,18 +306,32 @@ def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
     return 128 + stopped.signal
 
 
-def _write(files: Mapping[Path | None, str]) -> None:
-    """Write each text, with a final newline, to its path; entries whose path is None are skipped."""
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _network_options(arguments: argparse.Namespace) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+    """Parse `--input` and `--option`."""
+    return [*map(parse_shape, arguments.input)], dict(map(parse_option, arguments.option))
+
+
+def _finish(
+    arguments: argparse.Namespace,
+    files: Mapping[Path, str],
+    facts: Path | None,
+    result: Mapping[str, Any],
+    lines: Sequence[str],
+) -> int:
+    """Write the files and the result as JSON to `facts`, print the result, and return exit code 0.
+
+    The result is printed as JSON if `--json` was given without a file, else as `lines`.
+    """
     from ..utils.files import write_text
 
-    for path, text in files.items():
-        if path is not None:
-            write_text(path, text if text.endswith("\n") else f"{text}\n")
-            print_message(f"wrote {path}")
-
-
-def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:
-    """Print the result: as JSON if `--json` was given without a file, else as a table. Return exit code 0."""
+    text = json.dumps(result, indent=2)
+    for path, content in {**files, **({facts: text} if facts is not None else {})}.items():
+        write_text(path, content if content.endswith("\n") else f"{content}\n")
+        print_message(f"wrote {path}")
     print(text if arguments.json == STDOUT else "\n".join(lines))
     return 0
 
@@ -373,14 +352,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "arguments": ("make_parser",),
-        "console": (
-            "progress",
-            "transfer",
-        ),
-        "output": (
-            "bench_lines",
-            "frontier_lines",
-            "summary_lines",
-        ),
+        "output": ("bench_lines", "frontier_lines", "progress", "summary_lines", "transfer"),
     },
 )
