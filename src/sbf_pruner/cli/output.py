@@ -376,7 +376,12 @@ def _bar(rich: Any, stream: TextIO, *columns: Any) -> Any:
 
 @contextmanager
 def with_monitors(
-    report: Callable[[Record], None], folder: Path, *, live: str | None, tensorboard: bool, fresh: bool
+    report: Callable[[Record], None],
+    folder: Path,
+    *,
+    live: str | None = None,
+    tensorboard: bool = False,
+    fresh: bool = True,
 ) -> Iterator[Callable[[Record], None]]:
     """Yield a function that calls `report` and writes TensorBoard events, and serve the live page, as requested."""
     reports = [report]
