@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..criteria import METHODS, OWN
 from ..errors import DataError, PruningError, RunError, Stopped, suggestion
 from ..utils.lazy import lazy_exports
+from . import output
 from .arguments import (
     STDOUT,
     default_input,
@@ -34,27 +35,6 @@ from .arguments import (
     resume_command,
     target_file,
 )
-from .output import (
-    bench_lines,
-    check_single_process,
-    compare_lines,
-    exit_code,
-    export_lines,
-    frontier_lines,
-    is_first,
-    latency_lines,
-    log_to_stderr,
-    message_printer,
-    overview_lines,
-    print_error,
-    print_message,
-    progress,
-    report_machine_failure,
-    silence_other_ranks,
-    summary_lines,
-    transfer,
-    with_monitors,
-)
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -68,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    with silence_other_ranks(), log_to_stderr(quiet=getattr(arguments, "quiet", False)):
+    with output.silence_other_ranks(), output.log_to_stderr(quiet=getattr(arguments, "quiet", False)):
         try:
-            check_single_process(arguments.command)
+            output.check_single_process(arguments.command)
             code = _COMMANDS[arguments.command](arguments, given)
             sys.stdout.flush()
             return code
         except PruningError as error:
-            print_error(error)
+            output.print_error(error)
             return 2
         except KeyboardInterrupt:
             print("sbf: stopped", file=sys.stderr)
@@ -84,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (MemoryError, RuntimeError, OSError) as error:
-            if not report_machine_failure(error):
+            if not output.report_machine_failure(error):
                 raise
             return 1
 
@@ -97,32 +77,32 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from ..training.schedule import score_rate_key, total_epochs
 
     folder = RunFolder.of(recipe, arguments.run)
-    if is_first():
+    if output.is_first():
         folder.check(recipe, resume=arguments.resume, force=arguments.force)
     others = [Path(arguments.dense_from)] if arguments.dense_from else []
     trust = named or arguments.trust
     model = build_dense(recipe, folder.origin(*others, trust=trust, resume=arguments.resume))
     options = {name: getattr(arguments, name) for name in ("resume", "force", "dense_from")}
-    monitors = {"live": arguments.live, "tensorboard": arguments.tensorboard} if is_first() else {}
+    monitors = {"live": arguments.live, "tensorboard": arguments.tensorboard} if output.is_first() else {}
     try:
         with (
-            progress(total_epochs(recipe), quiet=arguments.quiet) as report,
-            with_monitors(report, folder.path, fresh=not arguments.resume, **monitors) as reports,
+            output.progress(total_epochs(recipe), quiet=arguments.quiet) as report,
+            output.with_monitors(report, folder.path, fresh=not arguments.resume, **monitors) as reports,
         ):
             result = fit(model, recipe, run=folder.path, trust=trust, report=reports, **options)
     except KeyboardInterrupt as interrupt:
         return _stopped(interrupt, resume_command(given) if folder.begun else "")
     if arguments.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
-        return exit_code(result.summary)
+        return output.exit_code(result.summary)
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
     scored, rate = recipe.phases.cycles > 0, score_rate_key(recipe)
-    lines = summary_lines(result.summary, os.fspath(result.folder), scored=scored, rate=rate)
+    lines = output.summary_lines(result.summary, os.fspath(result.folder), scored=scored, rate=rate)
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
-    return exit_code(result.summary)
+    return output.exit_code(result.summary)
 
 
 def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
@@ -136,10 +116,10 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
         arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` parses it as a port
     named = not (arguments.recipe is None and arguments.resume)
     if not named:
-        if not arguments.run:
-            raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
         from ..training.run_folder import RunFolder
 
+        if not arguments.run:
+            raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
         folder = RunFolder(Path(arguments.run))
         if not folder.begun:
             raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
@@ -165,8 +145,8 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     check_methods(entrants := plan_runs(recipe, methods, seeds, root))
     try:
         for place, entrant in enumerate(entrants, 1):
-            message_printer(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
-            with progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
+            output.message_printer(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
+            with output.progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
                 summaries.append(entrant.run(report).summary)
     except KeyboardInterrupt as interrupt:
         return _stopped(interrupt, f"sbf {shlex.join(given)}")
@@ -174,10 +154,9 @@ def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     summaries += [folder.read_summary() for folder in earlier]
     folders = [*(entrant.folder for entrant in entrants), *earlier]
     result = write_comparison(root, [folder.path for folder in folders], summaries)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print("\n".join(compare_lines(rank_methods(summaries), result["dense_accuracy"], result["epochs"], root)))
+    ranked = rank_methods(summaries)
+    lines = output.compare_lines(ranked, result["dense_accuracy"], result["epochs"], root)
+    print(json.dumps(result, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 
@@ -198,7 +177,7 @@ def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     from ..training.data.cifar10 import data_folders, default_folder, prepare_cifar10
 
     target = Path(arguments.to).expanduser() if arguments.to else default_folder()
-    with transfer(quiet=arguments.quiet) as report:
+    with output.transfer(quiet=arguments.quiet) as report:
         path = prepare_cifar10(arguments.source, target, report)
     print(path)
     if target.resolve() not in [folder.resolve() for folder in data_folders()] and not arguments.quiet:
@@ -226,7 +205,7 @@ def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
     seen = inspect_model(model, tuple(torch.zeros(1, *shape) for shape in shapes))
     files = {graph: draw(seen, graph.suffix)} if graph is not None else {}
-    return _finish(arguments, files, facts, seen.facts, overview_lines(seen.facts))
+    return _finish(arguments, files, [facts], seen.facts, output.overview_lines(seen.facts))
 
 
 def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -250,9 +229,8 @@ def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     else:
         subject = Subject.of_run(arguments.subject, trust=arguments.trust)
     saved = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
-    result = run_bench(subject, settings, message_printer(quiet=arguments.quiet))
-    files = {saved: json.dumps(result, indent=2)} if saved is not None else {}
-    return _finish(arguments, files, facts, result, bench_lines(result, pretty=sys.stdout.isatty()))
+    result = run_bench(subject, settings, output.message_printer(quiet=arguments.quiet))
+    return _finish(arguments, {}, [facts, saved], result, output.bench_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -265,10 +243,10 @@ def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     request = LatencyOptions(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
     usual = parse_shape(default_input(arguments.subject))
     network, example, ignore = resolve_subject(arguments.subject, shapes, options, usual)
-    model = latency_model_of(network, example, ignore, request, message_printer(quiet=arguments.quiet))
+    model = latency_model_of(network, example, ignore, request, output.message_printer(quiet=arguments.quiet))
     result = latency_summary(arguments.subject, model)
     files = {out: json.dumps(model.to_dict(), indent=1)} if out is not None else {}
-    return _finish(arguments, files, facts, result, latency_lines(result, pretty=sys.stdout.isatty()))
+    return _finish(arguments, files, [facts], result, output.latency_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -280,9 +258,9 @@ def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     names = ("of", "batches", "device", "runtime", "batch", "trust")
     at = USUAL if arguments.at is None else _names(arguments.at)
     request = FrontierOptions(at=at, **{name: getattr(arguments, name) for name in names})
-    result = run_frontier(arguments.run, request, message_printer(quiet=arguments.quiet))
+    result = run_frontier(arguments.run, request, output.message_printer(quiet=arguments.quiet))
     files = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
-    return _finish(arguments, files, facts, result, frontier_lines(result, pretty=sys.stdout.isatty()))
+    return _finish(arguments, files, [facts], result, output.frontier_lines(result, pretty=sys.stdout.isatty()))
 
 
 def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -294,15 +272,16 @@ def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     names = ("target", "batch", "threads", "force", "trust")
     options = {name: getattr(arguments, name) for name in names}
     request = ExportOptions(formats=tuple(_names(arguments.formats)), **options)
-    manifest = export_run(arguments.run, arguments.to, request, message_printer(quiet=arguments.quiet))
-    print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
+    manifest = export_run(arguments.run, arguments.to, request, output.message_printer(quiet=arguments.quiet))
+    print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(output.export_lines(manifest)))
     return 0
 
 
 def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
     """Print what was saved and the command that continues, if there is one; return the exit code."""
     stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
-    print_message("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
+    saved = stopped.saved or "stopped"
+    output.print_message(f"{saved}; continue with: {command}" if command else saved)
     return 128 + stopped.signal
 
 
@@ -318,20 +297,20 @@ def _network_options(arguments: argparse.Namespace) -> tuple[list[tuple[int, ...
 def _finish(
     arguments: argparse.Namespace,
     files: Mapping[Path, str],
-    facts: Path | None,
+    results: Sequence[Path | None],
     result: Mapping[str, Any],
     lines: Sequence[str],
 ) -> int:
-    """Write the files and the result as JSON to `facts`, print the result, and return exit code 0.
+    """Write the files, write the result as JSON to the paths `results`, print it, and return exit code 0.
 
     The result is printed as JSON if `--json` was given without a file, else as `lines`.
     """
     from ..utils.files import write_text
 
     text = json.dumps(result, indent=2)
-    for path, content in {**files, **({facts: text} if facts is not None else {})}.items():
+    for path, content in [*files.items(), *((path, text) for path in results if path is not None)]:
         write_text(path, content if content.endswith("\n") else f"{content}\n")
-        print_message(f"wrote {path}")
+        output.print_message(f"wrote {path}")
     print(text if arguments.json == STDOUT else "\n".join(lines))
     return 0
 

@@ -349,7 +349,7 @@ def progress(
     if quiet:
         yield lambda record: None
     elif rich is None:
-        yield _Lines(stream)
+        yield _print_epochs(stream)
     else:
         columns = [rich.MofNCompleteColumn(), "{task.fields[facts]}", rich.TimeRemainingColumn()]
         with _bar(rich, stream, *columns) as bar:
@@ -396,7 +396,7 @@ def with_monitors(
             if live and not live.isdigit():
                 raise PruningError(f"--live {live!r}: a port is a number from 1 to 65535")
             address = stack.enter_context(live_view(folder, int(live or PORT), fresh=fresh))
-            print(f"sbf: live at {address}", file=sys.stderr, flush=True)
+            print_message(f"live at {address}")
 
         def report_all(record: Record) -> None:
             for each in reports:
@@ -413,7 +413,7 @@ def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[C
     if quiet:
         yield lambda what, done, total: None
     elif rich is None:
-        yield _Tenths(stream)
+        yield _print_tenths(stream)
     else:
         with _bar(rich, stream, rich.DownloadColumn(), rich.TransferSpeedColumn()) as bar:
             tasks: dict[str, Any] = {}
@@ -429,38 +429,35 @@ def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[C
             yield show
 
 
-class _Tenths:
-    """Print one plain line per description, and one for every tenth of a transfer."""
+def _print_tenths(stream: TextIO) -> Callable[[str, int, int], None]:
+    """Return a function that prints one plain line per description, and one for every tenth of a transfer."""
+    printed = "", 0
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.printed: tuple[str, int] = "", 0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal printed
         tenth = 10 * done // total if total else 0
-        if (what, tenth) != self.printed:
-            self.printed = what, tenth
-            of = f": {done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else ""
-            print(what + of, file=self.stream, flush=True)
+        if (what, tenth) != printed:
+            printed = what, tenth
+            size = f": {done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else ""
+            print(what + size, file=stream, flush=True)
+
+    return show
 
 
-class _Lines:
-    """Print one plain line per epoch, with the time left."""
+def _print_epochs(stream: TextIO) -> Callable[[Record], None]:
+    """Return a function that prints one plain line per epoch, with the time left."""
+    start: tuple[int, float] | None = None  # epochs done before the first one shown, and the time at its begin
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.began = 0.0
-        self.before: int | None = None  # number of epochs done before the first one shown
-
-    def __call__(self, record: Record) -> None:
-        if self.before is None:
-            # Start the clock at the first epoch: work before it, such as measuring layers, does not recur.
-            self.before, self.began = record["done"] - 1, time.perf_counter() - record["seconds"]
+    def show(record: Record) -> None:
+        nonlocal start
         done, total = record["done"], record["total"]
-        left = (time.perf_counter() - self.began) / (done - self.before) * (total - done)
-        width = len(str(total))
-        where = f"[{done:>{width}}/{total}] {_stage(record)}"
-        print(f"{where:<32} {_facts(record)}  {_clock(left)} left", file=self.stream, flush=True)
+        # Start the clock at the first epoch: work before it, such as measuring layers, does not recur.
+        start = start or (done - 1, time.perf_counter() - record["seconds"])
+        left = (time.perf_counter() - start[1]) / (done - start[0]) * (total - done)
+        where = f"[{done:>{len(str(total))}}/{total}] {_stage(record)}"
+        print(f"{where:<32} {_facts(record)}  {_clock(left)} left", file=stream, flush=True)
+
+    return show
 
 
 def _stage(record: Record) -> str:

@@ -153,13 +153,11 @@ def color_rules(scope: str, dark: bool = False) -> str:
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }
-    text = _rules(scope, rules.items())
     for number, hue in enumerate(DARK_HUES if dark else HUES):
-        at = f"{scope} .g{number}".strip()
-        text += (
-            f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
-        )
-    return text
+        group = f".g{number}"
+        rules[f"{group}.wire,{group}.joint .shape"] = f"stroke:{hue}"
+        rules |= {f"{group} .stripe": f"fill:{hue}", f"{group}.joint text": f"fill:{hue}"}
+    return _rules(scope, rules.items())
 
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
@@ -197,7 +195,7 @@ class Figure:
     legend: Sequence[tuple[str, str]] = ()  # CSS class of the symbol, label
     missing: str = ""  # why there is no picture
     wide: bool = False  # takes the whole width of the page
-    text: Markup = NOTHING  # whole paragraphs and lists
+    text: Markup = NOTHING  # paragraphs and lists
 
     def html(self) -> Markup:
         """Return the content of the figure's section."""
@@ -215,9 +213,8 @@ class Figure:
         if self.picture:
             parts.append(element("figure", self.picture, data_marks="", aria_labelledby=name))
         if self.table is not None:
-            scrolled = scroll(self.table.html(), f"{self.title}: the numbers")
-            summary = element("summary", "The numbers")
-            parts.append(element("details", summary, scrolled, data_key=f"{self.key}-numbers"))
+            content = element("summary", "The numbers"), scroll(self.table.html(), f"{self.title}: the numbers")
+            parts.append(element("details", *content, data_key=f"{self.key}-numbers"))
         return concat(parts)
 
 
@@ -284,7 +281,8 @@ def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
     """Draw a line through points, x in frame units and y in pixels; a single point becomes a dot."""
     if not points:
         return NOTHING
-    return element("path", class_=f"curve {kind}", d=f"{path_data(points, 1)}{'h.01' if len(points) == 1 else ''}")
+    dot = "h.01" if len(points) == 1 else ""
+    return element("path", class_=f"curve {kind}", d=path_data(points, 1) + dot)
 
 
 def path_data(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
@@ -295,25 +293,15 @@ def path_data(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
     """
     unit = 10**digits
     places = [(round(x * unit), round(y * unit)) for x, y in points]
-
-    def spelled(place: tuple[int, int]) -> str:
-        return " ".join(f"{number / unit:g}" for number in place)
-
     steps = [(x - x0, y - y0) for (x0, y0), (x, y) in pairwise(places)]
-    return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
+    start, *rest = [f"{x / unit:g} {y / unit:g}" for x, y in [places[0], *steps]]
+    return f"M{start}" + (f"l{' '.join(rest)}" if rest else "")
 
 
 def nested_svg(top: float, height: float, *inside: Content) -> Markup:
     """Return a nested SVG that stretches with the figure's width and clips what goes beyond it."""
-    return element(
-        "svg",
-        *inside,
-        y=f"{top:.0f}",
-        width="100%",
-        height=f"{height:.0f}",
-        viewBox=f"0 0 {FRAME_WIDTH:.0f} {height:.0f}",
-        preserveAspectRatio="none",
-    )
+    frame = {"width": "100%", "height": f"{height:.0f}", "viewBox": f"0 0 {FRAME_WIDTH:.0f} {height:.0f}"}
+    return element("svg", *inside, y=f"{top:.0f}", **frame, preserveAspectRatio="none")
 
 
 def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup:
@@ -323,35 +311,17 @@ def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup
 
 def svg_file(label: str, width: float, height: float, style: str, *inside: Content) -> str:
     """Return the text of an SVG file with a style sheet, on a background of class "paper"."""
-    w, h = f"{width:.0f}", f"{height:.0f}"
-    return concat(
-        element(
-            "svg",
-            element("style", Markup(style)),
-            element("rect", class_="paper", width="100%", height="100%"),
-            *inside,
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {w} {h}",
-            width=w,
-            height=h,
-            role="img",
-            aria_label=label,
-        ),
-        "\n",
-    )
+    paper = element("rect", class_="paper", width="100%", height="100%")
+    frame = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
+    namespace = "http://www.w3.org/2000/svg"
+    parts = (element("style", Markup(style)), paper, *inside)
+    return element("svg", *parts, xmlns=namespace, **frame, role="img", aria_label=label) + "\n"
 
 
 def hit_area(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
     """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
-    return element(
-        "rect",
-        class_=f"hit {kind}".rstrip(),
-        data_row=row,
-        x=f"{left:.2f}%",
-        y=f"{top:.0f}",
-        width=f"{width:.2f}%",
-        height=f"{height:.0f}",
-    )
+    area = {"x": f"{left:.2f}%", "y": f"{top:.0f}", "width": f"{width:.2f}%", "height": f"{height:.0f}"}
+    return element("rect", class_=f"hit {kind}".rstrip(), data_row=row, **area)
 
 
 def module_axis(names: Sequence[str], height: float) -> Markup:

@@ -110,19 +110,14 @@ def _points(records: Iterable[Record], key: str, epoch: str = "done") -> Points:
 
 
 def _shades(run: Run, height: float) -> list[Markup]:
-    shades = {"score": "score", "joint": "score", "finetune": "tune"}
-    return [
-        element(
-            "rect",
-            class_=f"shade {shades[phase.kind]}",
-            x=f"{100 * phase.first / run.epochs:.3f}%",
-            y=0,
-            width=f"{100 * phase.epochs / run.epochs:.3f}%",
-            height=f"{height:.0f}",
-        )
-        for phase in run.schedule
-        if phase.kind in shades
-    ]
+    kinds = {"score": "score", "joint": "score", "finetune": "tune"}
+    shades = []
+    for phase in run.schedule:
+        if phase.kind in kinds:
+            left, width = (f"{100 * epochs / run.epochs:.3f}%" for epochs in (phase.first, phase.epochs))
+            place = {"x": left, "y": 0, "width": width, "height": f"{height:.0f}"}
+            shades.append(element("rect", class_=f"shade {kinds[phase.kind]}", **place))
+    return shades
 
 
 def _stage_labels(run: Run) -> Markup:
@@ -133,17 +128,11 @@ def _stage_labels(run: Run) -> Markup:
             stage = "cycles" if phase.cycle else STAGES[phase.kind]
             first, _ = spans.get(stage, (phase.first, 0))
             spans[stage] = first, phase.end
-    parts = (
-        element(
-            "span",
-            element("b", stage),
-            " ",
-            element("i", f"{first + 1}{DASH}{end}"),
-            style=f"flex:{(end - first) / run.epochs:.4f}",
-        )
-        for stage, (first, end) in spans.items()
-    )
-    return element("div", parts, class_="stages", aria_hidden="true")
+    labels = []
+    for stage, (first, end) in spans.items():
+        content = element("b", stage), " ", element("i", f"{first + 1}{DASH}{end}")
+        labels.append(element("span", *content, style=f"flex:{(end - first) / run.epochs:.4f}"))
+    return element("div", labels, class_="stages", aria_hidden="true")
 
 
 def _course_caption(run: Run) -> str:
@@ -232,16 +221,10 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Ma
 
 def numbers(layers: Sequence[LayerKept]) -> Table:
     """Return the table of kept filters, with a row per layer."""
-    rows = [
-        [
-            one.name,
-            str(one.after),
-            str(one.before),
-            percent(100 * one.after / one.before, 0),
-            DASH if one.macs_share is None else percent(one.macs_share, 1),
-        ]
-        for one in layers
-    ]
+    rows = []
+    for one in layers:
+        shares = percent(100 * one.after / one.before, 0), percent(one.macs_share, 1)
+        rows.append([one.name, str(one.after), str(one.before), *shares])
     return Table(["layer", "filters kept", "filters before", "share kept", "share of the dense MACs"], rows)
 
 
@@ -255,17 +238,11 @@ def network(run: Run) -> Figure:
     caption = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
     if removed := sum(box.kept == 0 for box in boxes):
         caption += f" {removed} layers are removed (dashed): only their shortcuts remain."
+    frame = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
     # The drawing scales with the page, up to slightly above its own size; below the least width it is scrolled.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
-    picture = element(
-        "svg",
-        body,
-        class_="graph",
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        style=f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px",
-    )
+    limits = f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px"
+    picture = element("svg", body, class_="graph", **frame, style=limits)
     legend = [("block kept", "filters kept"), ("block before", "removed")]
     legend += [("block skipped", "left alone"), ("diamond", "gate")]
     return Figure(key, title, caption, scroll(picture, title), legend=legend, wide=True)
@@ -421,16 +398,15 @@ def _tile(levels: Sequence[Sequence[float]], epochs: int, unstored: int, high: f
             for epoch, line in enumerate(shown, first)
         ]
 
-    return element(
-        "svg",
-        element("path", class_="span", d=f"{path_data([*edge(4), *reversed(edge(0))])}z"),
-        element("path", class_="half", d=f"{path_data([*edge(3), *reversed(edge(1))])}z"),
-        element("path", class_="curve accent", d=path_data(edge(2))),
-        element("path", class_="threshold", d=f"M0 {_TILE_HEIGHT * (1 - threshold / high):.0f}h{_TILE_WIDTH:.0f}"),
-        viewBox=f"0 0 {_TILE_WIDTH:.0f} {_TILE_HEIGHT:.0f}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
+    paths = {
+        "span": f"{path_data([*edge(4), *reversed(edge(0))])}z",
+        "half": f"{path_data([*edge(3), *reversed(edge(1))])}z",
+        "curve accent": path_data(edge(2)),
+        "threshold": f"M0 {_TILE_HEIGHT * (1 - threshold / high):.0f}h{_TILE_WIDTH:.0f}",
+    }
+    frame = {"viewBox": f"0 0 {_TILE_WIDTH:.0f} {_TILE_HEIGHT:.0f}", "preserveAspectRatio": "none"}
+    parts = (element("path", class_=kind, d=path) for kind, path in paths.items())
+    return element("svg", parts, **frame, aria_hidden="true")
 
 
 def skipped(run: Run) -> Figure:
