@@ -29,8 +29,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sbf", description="Prune the filters of a convolutional network.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    first = (_add_run, _add_compare, _add_report, _add_inspect, _add_bench)
-    for add in (*first, _add_latency, _add_export, _add_frontier, _add_data):
+    subcommands = [_add_run, _add_compare, _add_report, _add_inspect, _add_bench]
+    subcommands += [_add_latency, _add_export, _add_frontier, _add_data]
+    for add in subcommands:
         add(commands)
     return parser
 
@@ -91,9 +92,8 @@ def _add_inspect(commands: _Commands) -> None:
 
 
 def _add_bench(commands: _Commands) -> None:
-    bench = commands.add_parser(
-        "bench", help="time a pruned network against the dense one, on every installed runtime"
-    )
+    summary = "time a pruned network against the dense one, on every installed runtime"
+    bench = commands.add_parser("bench", help=summary)
     bench.description = (
         "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
         "and say what to do where it gained little."
@@ -113,9 +113,8 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_latency(commands: _Commands) -> None:
-    latency = commands.add_parser(
-        "latency", help="measure the latency of layers and networks on this machine, for latency targets"
-    )
+    summary = "measure the latency of layers and networks on this machine, for latency targets"
+    latency = commands.add_parser("latency", help=summary)
     latency.description = (
         "Measure a network's layers, and networks extracted from it, on this machine; report "
         "how well the latency of other pruned networks is predicted, and what latency targets would keep. "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..compare.method_runs import MethodResult
 
 Record = dict[str, Any]
+Report = Callable[[Record], None]
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
@@ -228,10 +229,8 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
         left = ["cannot" if (part := target["macs_left"][way]) is None else share(part) for way in ways]
         rows.append([share(target["asked"], 0), *left, target["way"]])
     lines += [*draw(rows, "<" + ">" * len(ways) + "<"), ""]
-    lines.append(
-        f"dense: {result['dense_ms']:.3g} ms in {result['runtime']}, batch {result['batch']}, {result['threads']} "
-        f"threads, {result['machine']['cpu']}"
-    )
+    conditions = f"{result['runtime']}, batch {result['batch']}, {result['threads']} threads"
+    lines.append(f"dense: {result['dense_ms']:.3g} ms in {conditions}, {result['machine']['cpu']}")
     if result["mean_error"] is not None:
         lines.append(
             f"each predicted by a fit to the other networks, from {result['layers']} measured layers: off by "
@@ -257,20 +256,15 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
     rows.append(_frontier_row("the run's own", result["own"]))
     align = "<" + ">" * (len(head) - 1)
     lines = [*(boxed(rows, align) if pretty else table(rows, align)), ""]
-    on = result["recalibrated_on"]
-    trained = {
-        "dense, after the warm-up": result["dense"]["warmup_accuracy"],
-        "dense control": result["dense"]["control_accuracy"],
-        "the run's own, fine-tuned": result["own"]["finetuned_accuracy"],
-    }
+    dense, own = result["dense"], result["own"]
+    trained = {"dense, after the warm-up": dense["warmup_accuracy"], "dense control": dense["control_accuracy"]}
+    trained["the run's own, fine-tuned"] = own["finetuned_accuracy"]
     if known := [f"{what}: {percent(accuracy)}" for what, accuracy in trained.items() if accuracy is not None]:
         lines.append("; ".join(known))
-    lines.append(
-        f"accuracy on {result['judged_images']:,} {result['judged_on']} images; batch-norm statistics from "
-        f"{on['images']:,} training images, nothing retrained"
-    )
-    if clock:
-        lines.append(_clock_note(clock))
+    images = f"{result['judged_images']:,} {result['judged_on']} images"
+    recalibrated = f"batch-norm statistics from {result['recalibrated_on']['images']:,} training images"
+    lines.append(f"accuracy on {images}; {recalibrated}, nothing retrained")
+    lines += [_clock_note(clock)] if clock else []
     if result["judged_on"] == "test":
         lines.append(
             "the recipe holds no images out (data.validation), so a size chosen here is chosen on the test images"
@@ -279,7 +273,6 @@ def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[s
 
 
 def _clock_note(clock: Mapping[str, Any]) -> str:
-    """Describe the conditions of predicted times, and their error."""
     threads = pluralize(clock["threads"], "thread")
     text = f"times are predicted for {clock['runtime']}, batch {clock['batch']}, {threads}"
     if (cpu := clock["machine"].get("cpu")) is not None:
@@ -337,9 +330,7 @@ def _accuracy(values: Sequence[float]) -> str:
 
 
 @contextmanager
-def progress(
-    total: int, *, quiet: bool = False, stream: TextIO | None = None
-) -> Iterator[Callable[[Record], None]]:
+def progress(total: int, *, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Report]:
     """Yield a function that shows the record of an epoch.
 
     It updates a bar if rich is installed and the stream is a terminal, and prints a line otherwise.
@@ -376,13 +367,8 @@ def _bar(rich: Any, stream: TextIO, *columns: Any) -> Any:
 
 @contextmanager
 def with_monitors(
-    report: Callable[[Record], None],
-    folder: Path,
-    *,
-    live: str | None = None,
-    tensorboard: bool = False,
-    fresh: bool = True,
-) -> Iterator[Callable[[Record], None]]:
+    report: Report, folder: Path, *, live: str | None = None, tensorboard: bool = False, fresh: bool = True
+) -> Iterator[Report]:
     """Yield a function that calls `report` and writes TensorBoard events, and serve the live page, as requested."""
     reports = [report]
     with ExitStack() as stack:
@@ -444,7 +430,7 @@ def _print_tenths(stream: TextIO) -> Callable[[str, int, int], None]:
     return show
 
 
-def _print_epochs(stream: TextIO) -> Callable[[Record], None]:
+def _print_epochs(stream: TextIO) -> Report:
     """Return a function that prints one plain line per epoch, with the time left."""
     start: tuple[int, float] | None = None  # epochs done before the first one shown, and the time at its begin
 

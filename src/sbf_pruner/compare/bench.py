@@ -208,6 +208,10 @@ class _Bench:
             raise PruningError(f"nothing could be timed ({reasons}); name other runtimes (--runtimes)")
         parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
         fewer = self.sizes["dense"]["macs"] / max(1, self.sizes["compact"]["macs"])
+        anatomy = [
+            {"batch": batch, **{side: [*map(asdict, timed)] for side, timed in both.items()}}
+            for batch, both in parts.items()
+        ]
         about = {"name": self.subject.name, "input": self.subject.shapes(), **self.sizes, "fewer_macs": fewer}
         return {
             "subject": about,
@@ -215,16 +219,12 @@ class _Bench:
             "measured": measured,
             "missing": missing,
             "not_rewritten": self.not_rewritten,
-            "anatomy": [
-                {"batch": batch, **{side: [*map(asdict, passed)] for side, passed in both.items()}}
-                for batch, both in parts.items()
-            ],
+            "anatomy": anatomy,
             "advice": advise(measured, parts, fewer, self.machine),
             "environment": self.machine,
         }
 
     def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
-        """Time one runtime on one device, with all batch sizes."""
         if device.type not in RUNTIMES[runtime].devices:
             raise Unavailable("timed only on the CPU")
         place = Placement(device, torch.get_num_threads(), self.subject.example)
@@ -365,7 +365,6 @@ def latency_summary(subject: str, model: LatencyModel) -> dict[str, Any]:
         "dense_ms": 1e3 * model.dense_seconds,
         "layers": sum(map(len, model.table.points.values())),
         "networks": [{key: network[key] for key in keys} for network in model.calibration["networks"]],
-        "mean_error": model.calibration.get("mean_error"),
-        "worst_error": model.calibration.get("worst_error"),
+        **{key: model.calibration.get(key) for key in ("mean_error", "worst_error")},
         "targets": targets,
     }

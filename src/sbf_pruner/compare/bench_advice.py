@@ -186,10 +186,9 @@ def _about_memory(measured: Sequence[Record]) -> list[str]:
     for record in measured:
         count = record["page_faults"]["dense"]
         if count and record["device"] == "cpu" and count * FAULT > 0.02 * record["dense_ms"]["median"]:
-            return [
-                f"{record['runtime']}, batch {record['batch']}: {count:,.0f} page faults in a dense pass, because "
-                f"freed memory goes back to the system; on Linux, {STEADY} before the command keeps it"
-            ]
+            faults = f"{record['runtime']}, batch {record['batch']}: {count:,.0f} page faults in a dense pass"
+            why = "because freed memory goes back to the system"
+            return [f"{faults}, {why}; on Linux, {STEADY} before the command keeps it"]
     return []
 
 

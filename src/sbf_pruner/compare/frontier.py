@@ -64,14 +64,10 @@ class Scored:
     records: list[Record]
     summary: Record | None
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the networks."""
-        return self.train.device
-
     def accuracy_of(self, record: Record) -> float | None:
-        """Return the accuracy on the same images (`judged`) that a record of the run holds."""
-        return record[f"{self.judged_on}_accuracy"]
+        """Return the accuracy on the same images (`judged`) in a record, or in a part of the run's summary."""
+        key = f"{self.judged_on}_accuracy"
+        return record[key] if key in record else record["accuracy"]  # a summary's accuracy is that of the test
 
 
 def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
@@ -128,10 +124,8 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
             f"the run in {folder.path} has reached epoch {lines}, but its scores are ready after {end}; "
             "continue it (sbf run ... --resume)"
         )
-    raise RunError(
-        f"the run in {folder.path} has no checkpoints/{SCORED}: it was made by an older version, or "
-        f"moved without this file; {REMEDY}"
-    )
+    why = "it was made by an older version, or moved without this file"
+    raise RunError(f"the run in {folder.path} has no checkpoints/{SCORED}: {why}; {REMEDY}")
 
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
@@ -211,11 +205,13 @@ class _Sweep:
         scored, summary = self.scored, self.scored.summary
         self.dense = self._figures(scored.networks.bare_copy(), self.graph.all_filters())
         whole = self._judged("all filters", self.graph.all_filters())
-        warm = [record for record in scored.records if record["phase"] == "warmup"]
+        warmup = [scored.accuracy_of(record) for record in scored.records if record["phase"] == "warmup"]
+        warmed = warmup[-1] if warmup else None
         points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
         own = self._judged("the run's own filters", scored.plan.masks(self.graph))
-        control = scored.accuracy_of(_as_record(summary["dense"])) if summary else None
-        own["finetuned_accuracy"] = scored.accuracy_of(_as_record(summary["pruned"])) if summary else None
+        control, own["finetuned_accuracy"] = (
+            scored.accuracy_of(summary[part]) if summary else None for part in ("dense", "pruned")
+        )
         batches = min(self.request.batches, len(scored.train))
         result = {
             "run": os.fspath(scored.folder.path),
@@ -227,11 +223,7 @@ class _Sweep:
             "judged_images": scored.judged.count,
             "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
             "clock": self._clock_facts(),
-            "dense": {
-                **whole,
-                "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
-                "control_accuracy": control,
-            },
+            "dense": {**whole, "warmup_accuracy": warmed, "control_accuracy": control},
             "points": points,
             "own": own,
             "smallest": self.smallest,
@@ -239,7 +231,6 @@ class _Sweep:
         return {**result, "said": _summary_sentence(result)}
 
     def _point(self, size: float) -> SizePoint:
-        """Measure the network of one size."""
         target: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
         aim = Selector(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
@@ -255,11 +246,11 @@ class _Sweep:
         plan = Plan.from_masks(masks)
         if plan not in self.tried:
             self.report(f"judging {name}")
-            scored = self.scored
-            small = extract(scored.networks.dense, self.inputs, plan, self.graph)
-            engine = Engine(small, scored.device, order=scored.networks.order)
-            engine.recalibrate(scored.train, 0, self.request.batches)
-            accuracy = engine.evaluate(scored.judged).accuracy
+            networks, train = self.scored.networks, self.scored.train
+            small = extract(networks.dense, self.inputs, plan, self.graph)
+            engine = Engine(small, train.device, order=networks.order)
+            engine.recalibrate(train, 0, self.request.batches)
+            accuracy = engine.evaluate(self.scored.judged).accuracy
             self.tried[plan] = {**self._figures(small, masks), "accuracy": accuracy}
         point = self.tried[plan]
         left = {name: point[key] / self.dense[key] for name, key in _POINT_KEYS.items() if key in point}
@@ -302,21 +293,14 @@ class _Sweep:
         return None
 
     def _clock_facts(self) -> SizePoint | None:
-        """Return the conditions and errors of the latency model, and the measured time of the run's own network."""
         if self.clock is None:
             return None
         own = {} if self.request.measures else (self.scored.summary or {}).get("latency", {})
         return {
             **asdict(self.clock.conditions),
-            "mean_error": self.clock.calibration.get("mean_error"),
-            "worst_error": self.clock.calibration.get("worst_error"),
+            **{key: self.clock.calibration.get(key) for key in ("mean_error", "worst_error")},
             "measured": own.get("measured"),
         }
-
-
-def _as_record(part: dict[str, Any]) -> dict[str, Any]:
-    """Convert a part of a summary to the keys of a record."""
-    return {**part, "test_accuracy": part["accuracy"]}
 
 
 def _summary_sentence(result: dict[str, Any]) -> str:
@@ -403,7 +387,6 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
         if clock["measured"] is not None:
             share = percent(100 * clock["measured"], 1)
             caption += f" Extracted and measured, the run's own network took {share} of the dense network's time."
-    figure = f"against-{key}"
     return accuracy_plot(
-        figure, words, points, caption, first="filters", joined=joined, legend=legend, spelled=spelled
+        f"against-{key}", words, points, caption, "filters", joined=joined, legend=legend, spelled=spelled
     )

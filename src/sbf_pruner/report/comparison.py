@@ -50,26 +50,17 @@ class Entry:
 def comparison_page(runs: Sequence[Run]) -> str:
     """Return the HTML page that compares the runs."""
     entries = [_entry(number, run, name) for number, (run, name) in enumerate(zip(runs, _names(runs), strict=True))]
-    figures = [
-        _against(entries, "macs", "multiply-accumulates"),
-        _against(entries, "params", "parameters"),
-        *over_seeds(runs),
-        _table(entries),
-        *map(_kept, entries),
-        _settings(entries),
-    ]
+    figures = [_against(entries, "macs", "multiply-accumulates"), _against(entries, "params", "parameters")]
+    figures += [*over_seeds(runs), _table(entries), *map(_kept, entries), _settings(entries)]
     facts = " · ".join(dict.fromkeys(run.title for run in runs))
     return figures_page(f"{len(runs)} runs compared", facts, _sentence(entries), figures)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """Return a distinct name for each run: with its seed, and with its folder where that is ambiguous."""
-    short_names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
-    folders = [str(run.folder) for run in runs]
-    return [
-        name if short_names.count(name) == 1 else f"{name} ({folder})"
-        for name, folder in zip(short_names, folders, strict=True)
-    ]
+    names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
+    named = zip(names, runs, strict=True)
+    return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in named]
 
 
 def _entry(number: int, run: Run, name: str) -> Entry:
@@ -98,19 +89,8 @@ def _sentence(entries: Sequence[Entry]) -> str:
 
 
 def _table(entries: Sequence[Entry]) -> Figure:
-    head = [
-        "run",
-        "state",
-        "accuracy",
-        "dense control",
-        "parameters",
-        "change",
-        "MACs",
-        "change",
-        "file",
-        "latency",
-    ]
-    head += ["change", "filters kept", "gated = extracted"]
+    head = ["run", "state", "accuracy", "dense control", "parameters", "change", "MACs", "change", "file"]
+    head += ["latency", "change", "filters kept", "gated = extracted"]
     timed = any(one.run.time is not None for one in entries)
     head += ["latency target", "latency", "measured with"] if timed else []
     rows = []
@@ -131,7 +111,6 @@ def _table(entries: Sequence[Entry]) -> Figure:
 
 
 def _latency_cells(run: Run) -> list[str]:
-    """Return the latency target and the result relative to the dense network, and the conditions."""
     if run.time is None:
         return [DASH] * 3
     share, how = best_known_time(run.time, run.finished)
@@ -225,8 +204,8 @@ def accuracy_plot(
     words: str,
     points: Sequence[Point],
     caption: str,
-    *,
     first: str = "run",
+    *,
     joined: Sequence[tuple[str, Sequence[Point]]] = (),
     legend: Sequence[tuple[str, str]] = (),
     spelled: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count),
@@ -248,11 +227,10 @@ def accuracy_plot(
         at = f"{100 * value / widest:.2f}%"
         parts.append(element("line", class_="grid", x1=at, x2=at, y1=0, y2=f"{_HEIGHT:.0f}"))
         parts.append(element("text", spelled[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
-    if joined:
-        lines = [
-            curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined
-        ]
-        parts.append(nested_svg(0, _HEIGHT, lines))
+    lines = []
+    for kind, line in joined:
+        lines.append(curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]))
+    parts += [nested_svg(0, _HEIGHT, lines)] if lines else []
 
     def near(point: Point, others: Iterable[int], part: float, pixels: float) -> Iterator[int]:
         for row in others:
@@ -286,16 +264,11 @@ def plot_as_svg(figure: Figure, title: str, axis: str) -> str:
         signs.append(element("circle", class_=f"point {sign.rpartition(' ')[2]}", cx=x, cy=y, r=5))
         signs.append(element("text", words, class_="start", x=x + 11, y=y + 4))
     plot = {"x": _LEFT, "y": _TOP, "width": _WIDTH - _LEFT - 24, "height": f"{_HEIGHT:.0f}"}
-    axis_label = {"x": f"{(_LEFT + _WIDTH - 24) / 2:.0f}", "y": f"{height - 14:.0f}"}
-    return svg_file(
-        title,
-        _WIDTH,
-        height,
-        f"{_PLOT_SHAPES}{_colors(LIGHT)}@media (prefers-color-scheme:dark){{{_colors(DARK)}}}",
-        signs,
-        element("svg", figure.picture, class_="plot", **plot),
-        element("text", axis, class_="middle", **axis_label),
-    )
+    below = {"x": f"{(_LEFT + _WIDTH - 24) / 2:.0f}", "y": f"{height - 14:.0f}"}
+    parts = [*signs, element("svg", figure.picture, class_="plot", **plot)]
+    parts.append(element("text", axis, class_="middle", **below))
+    style = f"{_PLOT_SHAPES}{_colors(LIGHT)}@media (prefers-color-scheme:dark){{{_colors(DARK)}}}"
+    return svg_file(title, _WIDTH, height, style, parts)
 
 
 _PLOT_SHAPES = (

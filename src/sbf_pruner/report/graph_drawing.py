@@ -160,12 +160,9 @@ def layout_graph(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]
         left = column.right + 30 + column.room
     for column in columns:
         around |= column.around(top)
-    return Picture(
-        width=columns[-1].right + MARGIN,
-        height=max(column.bottom + column.room for column in columns) + MARGIN,
-        cells=[cell for row in rows for cell in row if cell.box is not None],
-        wires=[(wire, _path(wire, around)) for wire in wires],
-    )
+    height = max(column.bottom + column.room for column in columns) + MARGIN
+    cells = [cell for cell in chain(*rows) if cell.box is not None]
+    return Picture(columns[-1].right + MARGIN, height, cells, [(wire, _path(wire, around)) for wire in wires])
 
 
 class _Column:
@@ -343,14 +340,29 @@ _LEGEND = (
 )
 
 
-def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """Return the drawing with a heading as the text of an SVG file."""
-    body, width, height = drawing(boxes)
+def draw(seen: Inspection, ending: str) -> str:
+    """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
+    body, width, height = drawing(to_boxes(seen))
+    facts = seen.facts
+    if ending == ".html":
+        return _page(body, width, height, facts)
     aside = max(_NARROWEST - width, 0) / 2
     width, height = width + 2 * aside, height + _HEAD
     style = f"{SHAPES}{color_rules('')}@media (prefers-color-scheme:dark){{{color_rules('', dark=True)}}}"
     picture = element("g", body, transform=f"translate({aside:.0f} {_HEAD:.0f})")
     return svg_file(heading(facts), width, height, style, _head(facts), picture)
+
+
+def _page(body: Markup, width: float, height: float, facts: Mapping[str, Any]) -> str:
+    model, _, rest = heading(facts).partition(": ")
+    swatches = []
+    for sign, words, _ in legend(2.0):
+        swatch = element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18)
+        swatches.append(element("p", swatch, words, class_="key"))
+    style = SHAPES + color_rules("") + color_rules(':root[data-theme="dark"]', dark=True)
+    content = {"title": f"{model}: channel graph", "model": model, "heading": rest, "body": body}
+    size = {"width": f"{width:.0f}", "height": f"{height:.0f}"}
+    return document("graph_page", style=style, legend=swatches, **content, **size)
 
 
 def heading(facts: Mapping[str, Any]) -> str:
@@ -369,10 +381,8 @@ def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
         upper, lower = wire[0].box, wire[-1].box
         assert upper is not None and lower is not None
         hue = _hue(upper.group) if upper.group == lower.group else ""
-        gone = " gone" if 0 in (upper.kept, lower.kept) else ""
-        parts.append(
-            element("path", class_=f"wire{hue}{gone}", data_ends=f"{number[upper]} {number[lower]}", d=path)
-        )
+        kind = f"wire{hue}{' gone' if 0 in (upper.kept, lower.kept) else ''}"
+        parts.append(element("path", class_=kind, data_ends=f"{number[upper]} {number[lower]}", d=path))
     parts += [_box(cell.box, cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
     return concat(parts), picture.width, picture.height
 
@@ -389,31 +399,26 @@ def _size(box: Box) -> tuple[float, float]:
 
 
 def _box(box: Box, cell: Cell, number: int, most: int) -> Markup:
-    kind = f"{box.kind} gone" if box.kept == 0 else box.kind
-    return element(
-        "g",
-        element("title", "\n".join(box.tip)),
-        _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most),
-        class_=f"box {kind}{_hue(box.group)}",
-        id=f"b{number}",
-        data_group=box.group,
-    )
+    title = element("title", "\n".join(box.tip))
+    shape = _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most)
+    kind = f"{box.kind}{' gone' if box.kept == 0 else ''}{_hue(box.group)}"
+    return element("g", title, shape, class_=f"box {kind}", id=f"b{number}", data_group=box.group)
 
 
 def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Markup:
-    middle = x + w / 2
+    middle, label = x + w / 2, shorten_name(box.label)
     where = {"x": x, "y": y, "width": w, "height": h}
     if box.kind in (JOINT, INPUT, OUTPUT):
         shape = element("rect", class_="shape", **where, rx=h / 2, stroke_width="1.4")
         return concat(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
-    if box.kind in (GATE, OPAQUE):
-        at = middle + 7 if box.kind == GATE else middle
-        text = element("text", shorten_name(box.label), class_="note", x=at, y=y + 12.5)
-        if box.kind == GATE:
-            back = element("rect", class_="back pill", **where, rx=9)
-            return concat(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
+    if box.kind == GATE:
+        back = element("rect", class_="back pill", **where, rx=9)
+        shape = element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5))
+        return concat(back, shape, element("text", label, class_="note", x=middle + 7, y=y + 12.5))
+    if box.kind == OPAQUE:
         back = element("rect", class_="back", **where, rx=4)
-        return concat(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
+        shape = element("rect", class_="shape", **where, rx=4, fill_opacity=".25")
+        return concat(back, shape, element("text", label, class_="note", x=middle, y=y + 12.5))
     if box.kept is not None:
         strength = 0.07  # the kept part is drawn on top
     elif box.kind == LAYER:
@@ -429,7 +434,7 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Marku
         parts.append(element("rect", class_="kept", **left, rx=6, fill_opacity=".38"))
     if box.group is not None:
         parts.append(element("rect", class_="stripe", x=x, y=y + 5, width=4, height=h - 10, rx=2))
-    parts.append(element("text", shorten_name(box.label), class_="name", x=middle, y=y + 15))
+    parts.append(element("text", label, class_="name", x=middle, y=y + 15))
     parts.append(element("text", box.note, class_="note", x=middle, y=y + 28))
     if box.gate:
         kind = "mark" if box.gate == "affine" else "mark map"
@@ -457,7 +462,7 @@ def _head(facts: Mapping[str, Any]) -> Markup:
 
 def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
     """Return the symbols at position `x`, each with its meaning and the width that both take."""
-    found: list[tuple[Markup, str, float]] = []
+    found = []
     for kind, words, room in _LEGEND:
         if kind == GATE:
             sign = element("g", element("path", class_="shape", d=_diamond(x + 8, 47, 5)), class_="gate")
@@ -468,7 +473,7 @@ def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
             opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
             at = {"x": f"{x:.0f}", "y": 41, "width": 16, "height": 12}
             sign = element("g", element("rect", class_="shape", **at, rx=3, fill_opacity=opacity), class_=kind)
-        found.append((sign, words, room))
+        found.append((sign, words, float(room)))
     return found
 
 
@@ -484,34 +489,6 @@ def shorten_name(name: str) -> str:
     """
     if len(name) <= _LONGEST:
         return name
-    words = name.split(".")
-    while len(words) > 1 and len(".".join(words)) > _LONGEST - 1:
-        words = words[1:]
-    return "…" + ".".join(words)[-_LONGEST + 1 :]
-
-
-def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """Return the drawing as a self-contained HTML page."""
-    body, width, height = drawing(boxes)
-    model, _, rest = heading(facts).partition(": ")
-    swatches = []
-    for sign, words, _ in legend(2.0):
-        swatch = element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18)
-        swatches.append(element("p", swatch, words, class_="key"))
-    return document(
-        "graph_page",
-        title=f"{model}: channel graph",
-        model=model,
-        heading=rest,
-        style=SHAPES + color_rules("") + color_rules(':root[data-theme="dark"]', dark=True),
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        body=body,
-        legend=swatches,
-    )
-
-
-def draw(seen: Inspection, ending: str) -> str:
-    """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
-    boxes = to_boxes(seen)
-    return draw_page(boxes, seen.facts) if ending == ".html" else draw_svg(boxes, seen.facts)
+    while "." in name and len(name) > _LONGEST - 1:
+        name = name.partition(".")[2]
+    return "…" + name[-_LONGEST + 1 :]

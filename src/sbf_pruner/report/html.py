@@ -70,16 +70,13 @@ def document(name: str, connect: str = "'none'", *, style: str, **content: Conte
 
     `connect` is the Content-Security-Policy source that the script may fetch from.
     """
-    parts = {key: concat(part) for key, part in content.items()}
-    own = {"policy": concat(policy(name, connect)), "script": _read(f"{name}.js"), "style": _read(f"{name}.css")}
-    return Template(_read(f"{name}.html")).substitute(parts | own | {"style": own["style"] + style})
+    parts: dict[str, str] = {key: concat(part) for key, part in content.items()}
+    parts |= {"policy": concat(policy(name, connect)), "script": _read(f"{name}.js")}
+    return Template(_read(f"{name}.html")).substitute(parts, style=_read(f"{name}.css") + style)
 
 
 def policy(name: str, connect: str = "'none'") -> str:
-    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but NAME.js runs.
-
-    `connect` is the source that the script may fetch from.
-    """
+    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but NAME.js runs."""
     digest = base64.b64encode(hashlib.sha256(_read(f"{name}.js").encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "

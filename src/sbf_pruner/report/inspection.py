@@ -66,7 +66,7 @@ def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | N
     def shape_and_cost(name: str) -> Facts:
         return _shape_and_cost(name, nodes.get(name), modules, size)
 
-    prunable = [
+    layers = [
         {
             **shape_and_cost(name),
             "gated_at": layer.site.module,
@@ -85,7 +85,7 @@ def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | N
         "params": size.params,
         "macs": size.macs,
         "filters": sum(layer.filters for layer in graph.layers.values()),
-        "layers": prunable,
+        "layers": layers,
         "followers": [{**shape_and_cost(name), "follows": list(leaders)} for name, leaders in followers],
         "skipped": [{**shape_and_cost(name), "reason": reason} for name, reason in graph.skipped.items()],
         "groups": [{"meet": list(group.meet), "layers": list(group.layers)} for group in relations.groups],

@@ -132,9 +132,9 @@ class _View:
 def _stamp(path: Path) -> tuple[float, int] | None:
     try:
         found = path.stat()
+        return found.st_mtime, found.st_size
     except OSError:
         return None
-    return found.st_mtime, found.st_size
 
 
 class _Server(ThreadingHTTPServer):
@@ -158,12 +158,12 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = {f"127.0.0.1:{port}", f"localhost:{port}"} | ({"127.0.0.1", "localhost"} if port == 80 else set())
         if self.headers.get("Host", "").lower() not in hosts:
             return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", _ALONE)
-        address = urlsplit(self.path)
+        address, view = urlsplit(self.path), self.server.view
         if address.path == "/":
-            return self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
+            return self._answer(HTTPStatus.OK, "text/html", view.page())
         if address.path == _NEWS:
-            seen = parse_qs(address.query).get("seen", [""])[0]
-            return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.changed_parts(seen)))
+            parts = view.changed_parts(parse_qs(address.query).get("seen", [""])[0])
+            return self._answer(HTTPStatus.OK, "application/json", json.dumps(parts))
         return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page /\n")
 
     do_HEAD = do_GET
@@ -213,18 +213,16 @@ _SCALARS = {
 }
 
 
-def require_tensorboard() -> Any:
-    """Return `SummaryWriter`; raise a PruningError with the remedy if TensorBoard is not installed."""
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        raise PruningError('--tensorboard needs tensorboard; pip install "sbf-pruner[tensorboard]"') from None
-
-
 @contextmanager
 def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that writes the scalars of an epoch's record, and histograms of the scores of its layers."""
-    make = require_tensorboard()
+    """Yield a function that writes the scalars of an epoch's record, and histograms of the scores of its layers.
+
+    Raises a PruningError with the remedy if TensorBoard is not installed.
+    """
+    try:
+        make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        raise PruningError('--tensorboard needs tensorboard; pip install "sbf-pruner[tensorboard]"') from None
     log: Any = None
 
     def write(record: dict[str, Any]) -> None:

@@ -136,11 +136,9 @@ def _so_far(run: Run) -> str:
     stage = "the dense control" if last["phase"] == "control" else STAGES[last["phase"]]
     cycle = f" of cycle {last['cycle']}" if last["cycle"] else ""
     seconds = [record["seconds"] for record in [*run.records, *run.control]][-20:]
-    left = (last["total"] - last["done"]) * sum(seconds) / len(seconds)
-    return (
-        f"Epoch {last['done']} of {last['total']} has ended, {last['epoch']} of {last['epochs']} of "
-        f"{stage}{cycle}; at this pace {duration(left)} are left."
-    )
+    left = duration((last["total"] - last["done"]) * sum(seconds) / len(seconds))
+    epoch = f"{last['epoch']} of {last['epochs']} of {stage}{cycle}"
+    return f"Epoch {last['done']} of {last['total']} has ended, {epoch}; at this pace {left} are left."
 
 
 def headline(run: Run) -> Markup:
@@ -148,25 +146,19 @@ def headline(run: Run) -> Markup:
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
     if (method := run.recipe.get("method", OWN)) != OWN:
         facts.insert(1, f"filters chosen by {method}")
-    state, progress, last = "finished", NOTHING, run.last
     if run.summary is not None:
+        state, progress, cards = element("span", "finished", class_="state finished"), NOTHING, _finished(run)
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
         facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
         if "dense_from" in run.summary:
             facts.append(f"dense stage of {run.summary['dense_from']}")
     else:
-        state = "not finished"
-        share = 100 * last["done"] / last["total"] if last is not None else 0
+        state, cards = element("span", "not finished", class_="state not"), _unfinished(run)
+        share = 100 * run.last["done"] / run.last["total"] if run.last is not None else 0
         progress = element("progress", percent(share, 0), max=100, value=f"{share:.1f}", aria_label="epochs done")
-    cards = _finished(run) if run.finished else _unfinished(run)
-    shown = element("span", state, class_=f"state {state.split()[0]}")
-    return concat(
-        element("p", shown, " ", " · ".join(filter(None, facts)), class_="facts"),
-        element("h1", run.name),
-        element("p", sentence(run), class_="lead"),
-        progress,
-        element("dl", cards, class_="cards"),
-    )
+    above = element("p", state, " ", " · ".join(filter(None, facts)), class_="facts")
+    lead = element("p", sentence(run), class_="lead")
+    return concat(above, element("h1", run.name), lead, progress, element("dl", cards, class_="cards"))
 
 
 def _card(
@@ -218,7 +210,6 @@ def _finished(run: Run) -> list[Markup]:
 
 
 def _target(run: Run, name: str, spell: Callable[[float], str]) -> str:
-    """Return the recipe's target for a resource as text, empty if there is none."""
     most = float(run.recipe.get("budget", {}).get(name, 1.0))
     if most == 1:
         return ""
@@ -226,7 +217,6 @@ def _target(run: Run, name: str, spell: Callable[[float], str]) -> str:
 
 
 def _latency_card(run: Run) -> list[Markup]:
-    """Return the card of the latency target, if there is one."""
     if run.time is None:
         return []
     share, how = best_known_time(run.time, run.finished)
@@ -246,14 +236,13 @@ def _unfinished(run: Run) -> list[Markup]:
         _card("Test accuracy", percent(last_known(run.records, "test_accuracy")), "latest evaluation"),
         _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
     ]
-    for label, key, spell in (
-        ("Filters alive", "filters", count),
-        ("Parameters", "params", si_number),
-        ("Multiply-accumulates", "macs", si_number),
+    for label, before, left, spell in (
+        ("Filters alive", now["filters_total"], now["filters"], count),
+        ("Parameters", start["params"], now["params"], si_number),
+        ("Multiply-accumulates", start["macs"], now["macs"], si_number),
     ):
-        before = now["filters_total"] if key == "filters" else start[key]
-        note = change(before, now[key]) if now[key] != before else ""
-        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
+        note = change(before, left) if left != before else ""
+        cards.append(_card(label, spell(left), f"dense {spell(before)}", note, left / (before or 1)))
     cards += _latency_card(run)
     if run.control:
         known = percent(last_known(run.control, "test_accuracy"))

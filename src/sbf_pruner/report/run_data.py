@@ -85,7 +85,7 @@ class Run:
 
 
 def last_known(records: Sequence[Record], key: str) -> Any:
-    """Return the latest value of a key that is not None in every record, or None."""
+    """Return the latest value of a key that is not None, or None if every record lacks one."""
     return next((record[key] for record in reversed(records) if record[key] is not None), None)
 
 
@@ -97,9 +97,8 @@ def read_run(folder: str | Path, summary: Record | None = None) -> Run:
     path = Path(folder)
     recipe = _recipe(path)
     run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, phases_of(recipe))
-    records = read_records(path / "metrics.jsonl")
-    run.records = [r for r in records if r["phase"] != "control"]
-    run.control = [r for r in records if r["phase"] == "control"]
+    for record in read_records(path / "metrics.jsonl"):
+        (run.control if record["phase"] == "control" else run.records).append(record)
     run.scores = read_records(path / "scores.jsonl")
     run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
     network = _object(path / "network.json", "environment") or {}
@@ -126,11 +125,8 @@ def _recipe(path: Path) -> Record:
     file = path / "recipe.toml"
     try:
         recipe = tomllib.loads(file.read_text("utf-8"))
-        needed = {
-            "model": {"name"},
-            "data": {"name"},
-            "phases": {"warmup", "cycles", "score", "weights", "finetune"},
-        }
+        phases = {"warmup", "cycles", "score", "weights", "finetune"}
+        needed = {"model": {"name"}, "data": {"name"}, "phases": phases}
         if all(keys <= set(recipe[section]) for section, keys in needed.items()):
             return recipe
     except FileNotFoundError:

@@ -38,13 +38,8 @@ from .html import (
 from .inspection import Box
 from .run_data import LayerKept, Record, Run
 
-STAGES = {
-    "warmup": "warm-up",
-    "score": "scores",
-    "weights": "gated weights",
-    "joint": "scores and weights",
-    "finetune": "fine-tuning",
-}
+STAGES = {"warmup": "warm-up", "score": "scores", "weights": "gated weights"}
+STAGES |= {"joint": "scores and weights", "finetune": "fine-tuning"}
 _PANEL_GAP = 30.0
 
 Points = list[tuple[int, float]]  # (epoch, value)
@@ -121,13 +116,11 @@ def _shades(run: Run, height: float) -> list[Markup]:
 
 
 def _stage_labels(run: Run) -> Markup:
-    """Labels below the figure for warm-up, cycles and fine-tuning, each as wide as its epochs."""
     spans: dict[str, tuple[int, int]] = {}
     for phase in run.schedule:
         if phase.kind != "control":
             stage = "cycles" if phase.cycle else STAGES[phase.kind]
-            first, _ = spans.get(stage, (phase.first, 0))
-            spans[stage] = first, phase.end
+            spans[stage] = spans.get(stage, (phase.first,))[0], phase.end
     labels = []
     for stage, (first, end) in spans.items():
         content = element("b", stage), " ", element("i", f"{first + 1}{DASH}{end}")
@@ -141,10 +134,8 @@ def _course_caption(run: Run) -> str:
         weights = "are trained with them" if "joint" in kinds else "are frozen"
         how = f"In the shaded phases the scores are trained and the weights {weights}."
     elif run.method in METHODS and METHODS[run.method].soft and any(phase.cycle for phase in run.schedule):
-        how = (
-            "After every epoch of the cycles filters are set to zero, and may come back; at the end of the "
-            "cycles they are removed."
-        )
+        how = "After every epoch of the cycles filters are set to zero, and may come back; "
+        how += "at the end of the cycles they are removed."
     else:
         when = "when the warm-up is over" if "warmup" in kinds else "before the first epoch"
         how = f"The filters are removed at once, {when}."
@@ -189,7 +180,6 @@ def kept_totals(layers: Sequence[LayerKept]) -> tuple[int, int, int]:
 
 
 def _chosen(run: Run) -> str:
-    """Describe how the widths of the layers were chosen."""
     if run.method is None:
         return "The learned scores determine the widths."
     across = run.method in METHODS and METHODS[run.method].across
