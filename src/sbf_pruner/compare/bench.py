@@ -199,14 +199,14 @@ class _Bench:
         for device in self.settings.devices:
             for runtime in self.settings.runtimes:
                 try:
-                    measured += self._measured(runtime, torch.device(device))
+                    measured += self._measure(runtime, torch.device(device))
                 except PruningError as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
         if not measured:
             reasons = "; ".join(f"{one['runtime']}, {one['device']}: {one['reason']}" for one in missing)
             raise PruningError(f"nothing could be timed ({reasons}); name other runtimes (--runtimes)")
-        parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
+        parts = {batch: self._profile(batch) for batch in self.settings.batches if self.sources}
         fewer = self.sizes["dense"]["macs"] / max(1, self.sizes["compact"]["macs"])
         anatomy = [
             {"batch": batch, **{side: [*map(asdict, timed)] for side, timed in both.items()}}
@@ -224,7 +224,7 @@ class _Bench:
             "environment": self.machine,
         }
 
-    def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
+    def _measure(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
         if device.type not in RUNTIMES[runtime].devices:
             raise Unavailable("timed only on the CPU")
         place = Placement(device, torch.get_num_threads(), self.subject.example)
@@ -239,13 +239,13 @@ class _Bench:
             inputs = self.subject.inputs(batch)
             passes = {side: {name: bind(inputs) for name, bind in forms.items()} for side, forms in ready.items()}
             with torch.inference_mode():
-                record = self._compared(passes, device, inputs)
+                record = self._time_pairs(passes, device, inputs)
             network = self._candidates("compact", runtime)[record["form"]["compact"]]
             macs = measure(network, self.subject.example).macs
             found.append({"device": str(device), "runtime": runtime, "batch": batch, "form_macs": macs, **record})
         return found
 
-    def _compared(
+    def _time_pairs(
         self, passes: Mapping[str, Mapping[str, Pass]], device: torch.device, inputs: Any
     ) -> dict[str, Any]:
         """Choose the fastest form of each network, then time these two in pairs."""
@@ -270,7 +270,7 @@ class _Bench:
         expected, found = outputs(partial(call, self.subject.compact, inputs)), outputs(run)
         return max((_error(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
 
-    def _anatomy(self, batch: int) -> dict[str, list[Part]]:
+    def _profile(self, batch: int) -> dict[str, list[Part]]:
         """Profile an eager pass of both networks on the CPU, operator by operator."""
         self.report(f"profiling a pass of batch {batch}")
         inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]

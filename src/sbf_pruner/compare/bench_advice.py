@@ -83,15 +83,15 @@ class _Profiler(fx.Interpreter):
         *_, weight = [a for a in args[:3] if isinstance(a, Tensor)][:2]
         macs = result.numel() * weight.numel() // max(1, weight.shape[0])
         source = node.args[1]
-        key = _spelled(str(source.target)) if isinstance(source, fx.Node) else node.name
+        key = _layer_name(str(source.target)) if isinstance(source, fx.Node) else node.name
         widths = (weight.shape[1], weight.shape[0]) if weight.dim() > 1 else (0, 0)
         return Part(self.modules.get(key, key), kind, 0.0, macs, widths)
 
 
-def _spelled(weight: str) -> str:
+def _layer_name(weight: str) -> str:
     """Normalize the name of a weight to that of its layer, however often the network was rewritten.
 
-    >>> _spelled("layer1.0.conv1.module.weight"), _spelled("layer1_0_conv1_weight_1")
+    >>> _layer_name("layer1.0.conv1.module.weight"), _layer_name("layer1_0_conv1_weight_1")
     ('layer1_0_conv1', 'layer1_0_conv1')
     """
     name = re.sub(r"_?weight(_\d+)?$", "", weight.replace(".", "_").lstrip("_"))

@@ -198,17 +198,17 @@ class _Sweep:
         self.stored = FileSize(scored.networks.bare_copy(), self.inputs, self.graph)
         self.free = Selector(self.graph, None, self.guards, stored=self.stored)
         self.clock = self._clock()
-        self.tried: dict[Plan, SizePoint] = {}
+        self.evaluated: dict[Plan, SizePoint] = {}
         self.smallest: SizePoint | None = None
 
     def run(self) -> dict[str, Any]:
         scored, summary = self.scored, self.scored.summary
-        self.dense = self._figures(scored.networks.bare_copy(), self.graph.all_filters())
-        whole = self._judged("all filters", self.graph.all_filters())
+        self.dense = self._sizes(scored.networks.bare_copy(), self.graph.all_filters())
+        whole = self._evaluate("all filters", self.graph.all_filters())
         warmup = [scored.accuracy_of(record) for record in scored.records if record["phase"] == "warmup"]
         warmed = warmup[-1] if warmup else None
-        points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
-        own = self._judged("the run's own filters", scored.plan.masks(self.graph))
+        points = [self._measure(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
+        own = self._evaluate("the run's own filters", scored.plan.masks(self.graph))
         control, own["finetuned_accuracy"] = (
             scored.accuracy_of(summary[part]) if summary else None for part in ("dense", "pruned")
         )
@@ -230,33 +230,33 @@ class _Sweep:
         }
         return {**result, "said": _summary_sentence(result)}
 
-    def _point(self, size: float) -> SizePoint:
+    def _measure(self, size: float) -> SizePoint:
         target: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
         aim = Selector(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
         if budget.asked and not aim.reachable:
-            self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
+            self.smallest = self.smallest or self._evaluate("the smallest", aim.smallest)
             return {**target, "reached": False}
         masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
-        return {**target, "reached": True, **self._judged(f"{format_percentage(100 * target['share'])}%", masks)}
+        return {**target, "reached": True, **self._evaluate(f"{format_percentage(100 * target['share'])}%", masks)}
 
-    def _judged(self, name: str, masks: Masks) -> SizePoint:
+    def _evaluate(self, name: str, masks: Masks) -> SizePoint:
         """Extract a choice of filters, recompute its batch statistics and evaluate it; equal choices are cached."""
         masks = self.graph.settle(masks)
         plan = Plan.from_masks(masks)
-        if plan not in self.tried:
+        if plan not in self.evaluated:
             self.report(f"judging {name}")
             networks, train = self.scored.networks, self.scored.train
             small = extract(networks.dense, self.inputs, plan, self.graph)
             engine = Engine(small, train.device, order=networks.order)
             engine.recalibrate(train, 0, self.request.batches)
             accuracy = engine.evaluate(self.scored.judged).accuracy
-            self.tried[plan] = {**self._figures(small, masks), "accuracy": accuracy}
-        point = self.tried[plan]
+            self.evaluated[plan] = {**self._sizes(small, masks), "accuracy": accuracy}
+        point = self.evaluated[plan]
         left = {name: point[key] / self.dense[key] for name, key in _POINT_KEYS.items() if key in point}
         return {**point, "left": left}
 
-    def _figures(self, network: nn.Module, masks: Masks) -> SizePoint:
+    def _sizes(self, network: nn.Module, masks: Masks) -> SizePoint:
         cost = measure(network, self.scored.networks.images[:1])
         whole = all(mask.all() for mask in masks.values())
         return {
@@ -377,9 +377,9 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
     )
     if key.removesuffix("_ms") != result["of"]:  # A point at 30 % of the MACs is not at 30 % of the parameters.
         caption += f" The percentages are the targets, as shares of the {_TARGET_WORDS[result['of']]}."
-    spelled: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count)
+    formats: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count)
     if key == _TIME:
-        spelled = (lambda value: f"{tick(value)} ms"), milliseconds
+        formats = (lambda value: f"{tick(value)} ms"), milliseconds
         clock = result["clock"]
         if clock["mean_error"] is not None:
             mean, worst = (percent(100 * clock[error], 1) for error in ("mean_error", "worst_error"))
@@ -388,5 +388,5 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
             share = percent(100 * clock["measured"], 1)
             caption += f" Extracted and measured, the run's own network took {share} of the dense network's time."
     return accuracy_plot(
-        f"against-{key}", words, points, caption, "filters", joined=joined, legend=legend, spelled=spelled
+        f"against-{key}", words, points, caption, "filters", joined=joined, legend=legend, formats=formats
     )

@@ -208,12 +208,12 @@ def accuracy_plot(
     *,
     joined: Sequence[tuple[str, Sequence[Point]]] = (),
     legend: Sequence[tuple[str, str]] = (),
-    spelled: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count),
+    formats: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count),
 ) -> Figure:
     """Plot accuracy against size, with a table that has a row for each point.
 
     `words` names the size and `first` the table's first column. `joined` are lines, each with its CSS class and its
-    points in order. `spelled` formats sizes, first for the axis and then for the table.
+    points in order. `formats` are the formatters of sizes, first for the axis and then for the table.
     """
     title = f"Accuracy against {words}"
     if not points:
@@ -226,7 +226,7 @@ def accuracy_plot(
     for value in Scale(0, widest, 1).ticks(5):
         at = f"{100 * value / widest:.2f}%"
         parts.append(element("line", class_="grid", x1=at, x2=at, y1=0, y2=f"{_HEIGHT:.0f}"))
-        parts.append(element("text", spelled[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
+        parts.append(element("text", formats[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
     lines = []
     for kind, line in joined:
         lines.append(curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]))
@@ -250,7 +250,7 @@ def accuracy_plot(
             parts.append(element("text", label, class_="sign", y=y - 10, x=x))
         elif label and next(near(point, range(row), 0.07, 14), None) is None:
             parts.append(element("text", label, class_="sign beside", dx=8, y=y + 15, x=x))
-    rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
+    rows = [[point.name, percent(point.accuracy), formats[1](point.size)] for point in points]
     picture = svg_figure("against", _HEIGHT, title, parts)
     return Figure(key, title, caption, picture, Table([first, "accuracy", words], rows), legend)
 

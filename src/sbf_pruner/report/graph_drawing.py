@@ -240,11 +240,11 @@ def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
     for turn in range(_PASSES):
         down = turn % 2 == 1  # the last pass goes down, to leave wires as straight as possible
         for row in rows if down else reversed(rows):
-            _settle(row, [_wish(cell, down, inside) for cell in row])
+            _place_row(row, [_preferred_x(cell, down, inside) for cell in row])
     _straighten_lanes(rows)
 
 
-def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
+def _preferred_x(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
     """Return the x position preferred by a cell's wires of the largest weight, and that weight."""
     neighbors = cell.above if down else cell.below
     if cell.box is None:  # both ends of a passing wire count, so that it stays straight
@@ -282,12 +282,12 @@ def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
                     cell.x = outermost
 
 
-def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:
-    """Move each cell as close to its wish as order and spacing allow (weighted isotonic regression)."""
+def _place_row(row: Sequence[Cell], targets: Sequence[tuple[float, float]]) -> None:
+    """Move each cell as close to its target position as order and spacing allow (weighted isotonic regression)."""
     offsets = list(accumulate(((a.width + b.width) / 2 + GAP_X for a, b in pairwise(row)), initial=0.0))
-    blocks: list[tuple[float, float, int]] = []  # wish, weight, number of cells
-    for offset, (wish, weight) in zip(offsets, wishes, strict=True):
-        blocks.append((wish - offset, weight, 1))
+    blocks: list[tuple[float, float, int]] = []  # target, weight, number of cells
+    for offset, (target, weight) in zip(offsets, targets, strict=True):
+        blocks.append((target - offset, weight, 1))
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
             (one, w1, n1), (two, w2, n2) = blocks[-2:]
             blocks[-2:] = [((one * w1 + two * w2) / (w1 + w2), w1 + w2, n1 + n2)]

@@ -49,8 +49,8 @@ def element(tag: str, *content: Content, **attributes: Any) -> Markup:
     opened = tag
     for name, value in attributes.items():
         if value is not None:
-            spelled = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
-            opened += f' {name.rstrip("_").replace("_", "-")}="{spelled}"'
+            text = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
+            opened += f' {name.rstrip("_").replace("_", "-")}="{text}"'
     inside = concat(*content)
     return Markup(f"<{opened}/>" if tag in _SHAPES and not inside else f"<{opened}>{inside}</{tag}>")
 

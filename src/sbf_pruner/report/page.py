@@ -192,15 +192,15 @@ def _finished(run: Run) -> list[Markup]:
         ("File", "file_bytes", _bytes, _target(run, "size", _bytes)),
         (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
     ]
-    for label, key, spell, more in sizes:
+    for label, key, format_value, more in sizes:
         before, after = dense.get(key), pruned.get(key)
         if not before or not after:
-            cards.append(_card(label, spell(after), "dense: not stored"))
+            cards.append(_card(label, format_value(after), "dense: not stored"))
             continue
         noise = max(filter(None, spread), default=0.0) if key == "latency_ms" else 0.0
         good = None if abs(after - before) < noise else after <= before  # a difference within the spread is noise
-        was = f"dense {spell(before)}{more}"
-        cards.append(_card(label, spell(after), was, change(before, after), after / before, good))
+        was = f"dense {format_value(before)}{more}"
+        cards.append(_card(label, format_value(after), was, change(before, after), after / before, good))
     cards += _latency_card(run)
     error = run.summary.get("cut_error")
     exact = error is not None and error < _EXACT
@@ -209,11 +209,11 @@ def _finished(run: Run) -> list[Markup]:
     return cards
 
 
-def _target(run: Run, name: str, spell: Callable[[float], str]) -> str:
+def _target(run: Run, name: str, format_value: Callable[[float], str]) -> str:
     most = float(run.recipe.get("budget", {}).get(name, 1.0))
     if most == 1:
         return ""
-    return f" · target: at most {percent(100 * most, 1) if most < 1 else spell(most)}"
+    return f" · target: at most {percent(100 * most, 1) if most < 1 else format_value(most)}"
 
 
 def _latency_card(run: Run) -> list[Markup]:
@@ -236,13 +236,13 @@ def _unfinished(run: Run) -> list[Markup]:
         _card("Test accuracy", percent(last_known(run.records, "test_accuracy")), "latest evaluation"),
         _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
     ]
-    for label, before, left, spell in (
+    for label, before, left, format_value in (
         ("Filters alive", now["filters_total"], now["filters"], count),
         ("Parameters", start["params"], now["params"], si_number),
         ("Multiply-accumulates", start["macs"], now["macs"], si_number),
     ):
         note = change(before, left) if left != before else ""
-        cards.append(_card(label, spell(left), f"dense {spell(before)}", note, left / (before or 1)))
+        cards.append(_card(label, format_value(left), f"dense {format_value(before)}", note, left / (before or 1)))
     cards += _latency_card(run)
     if run.control:
         known = percent(last_known(run.control, "test_accuracy"))
