@@ -1003,7 +1003,7 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_came_before_the_first_epoch_is_not_reckoned_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("sbf_pruner.cli.console.time.perf_counter", lambda: now)
+    monkeypatch.setattr("sbf_pruner.cli.output.time.perf_counter", lambda: now)
     stream = io.StringIO()
     with progress(8, stream=stream) as report:
         now = 500.0  # layers were measured for a latency target, say

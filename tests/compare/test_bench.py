@@ -201,7 +201,7 @@ def test_a_network_that_cannot_be_rewritten_is_timed_as_it_is() -> None:
 def test_on_a_gpu_only_torch_is_timed(subject: Subject) -> None:
     tool = bench._Bench(subject, BenchOptions((1,), ("onnxruntime",), ("cpu",)), lambda line: None)
     with pytest.raises(Unavailable, match="timed only on the CPU"):
-        tool._measured("onnxruntime", torch.device("cuda"))
+        tool._measure("onnxruntime", torch.device("cuda"))
 
 
 def test_pairs_follow_from_the_time_a_pass_takes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

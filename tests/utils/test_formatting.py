@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sbf_pruner.cli import console
+from sbf_pruner.cli import output
 from sbf_pruner.utils import format_percentage, formatting
 
 
@@ -21,8 +21,8 @@ def test_only_nothing_is_nothing_and_only_all_is_all(away: float, digits: int) -
 def test_the_page_and_the_terminal_tell_the_same() -> None:
     for before, after in ((200, 150), (10_000, 1), (10_000, 9_999), (1_000_000, 1_000_001), (3, 3), (2, 4)):
         page = formatting.change(before, after).replace(formatting.MINUS, "-").replace("\u00b1", "+")
-        assert page == console.change(before, after)
+        assert page == output.change(before, after)
     assert formatting.change(10_000, 1).replace(formatting.MINUS, "-") == "-99.99 %"
     for value in (0.004, 50.0, 99.996):
-        assert formatting.percent(value) == console.percent(value)
-    assert console.share(0.0004) == "0.04%"
+        assert formatting.percent(value) == output.percent(value)
+    assert output.share(0.0004) == "0.04%"

@@ -15,114 +15,75 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..criteria import METHODS, OWN
 from ..errors import DataError, PruningError, RunError, Stopped, suggestion
-from ..utils.lazy import lazy_exports
-from .arguments import (
-    STDOUT,
-    default_input,
-    json_file,
-    known_recipe,
-    make_parser,
-    parse_ints,
-    parse_names,
-    parse_option,
-    parse_shape,
-    recipe_overrides,
-    resume_command,
-    target_file,
-)
-from .console import (
-    check_single_process,
-    is_first,
-    log_to_stderr,
-    message_printer,
-    print_error,
-    print_message,
-    report_machine_failure,
-    silence_other_ranks,
-)
+from . import arguments, output
+from .arguments import make_parser
+from .output import bench_lines, frontier_lines, progress, summary_lines, transfer
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
+
+__all__ = ["bench_lines", "frontier_lines", "main", "make_parser", "progress", "summary_lines", "transfer"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
-    arguments = parser.parse_args(given)
-    if arguments.command is None:
+    args = parser.parse_args(given)
+    if args.command is None:
         parser.print_help()
         return 0
-    with silence_other_ranks(), log_to_stderr(quiet=getattr(arguments, "quiet", False)):
-        return _answered(arguments, given)
+    with output.silence_other_ranks(), output.log_to_stderr(quiet=getattr(args, "quiet", False)):
+        try:
+            output.check_single_process(args.command)
+            code = _COMMANDS[args.command](args, given)
+            sys.stdout.flush()
+            return code
+        except PruningError as error:
+            output.print_error(error)
+            return 2
+        except KeyboardInterrupt:
+            print("sbf: stopped", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not output.report_machine_failure(error):
+                raise
+            return 1
 
 
-def _answered(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    try:
-        check_single_process(arguments.command)
-        code = _COMMANDS[arguments.command](arguments, given)
-        sys.stdout.flush()
-        return code
-    except PruningError as error:
-        print_error(error)
-        return 2
-    except KeyboardInterrupt:
-        print("sbf: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not report_machine_failure(error):
-            raise
-        return 1
-
-
-def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    recipe, named = _recipe(arguments)  # before the training imports, so that errors in the recipe come sooner
+def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
+    recipe, named = _recipe(args)  # before the training imports, so that errors in the recipe come sooner
 
     from ..training.run import fit
     from ..training.run_folder import RunFolder, build_dense
     from ..training.schedule import score_rate_key, total_epochs
-    from .console import progress, with_monitors
-    from .output import exit_code, summary_lines
 
-    folder = RunFolder.of(recipe, arguments.run)
-    if is_first():
-        folder.check(recipe, resume=arguments.resume, force=arguments.force)
-    others = [Path(arguments.dense_from)] if arguments.dense_from else []
-    trust = named or arguments.trust
-    model = build_dense(recipe, folder.origin(*others, trust=trust, resume=arguments.resume))
+    folder = RunFolder.of(recipe, args.run)
+    if output.is_first():
+        folder.check(recipe, resume=args.resume, force=args.force)
+    others = [Path(args.dense_from)] if args.dense_from else []
+    trust = named or args.trust
+    model = build_dense(recipe, folder.origin(*others, trust=trust, resume=args.resume))
+    options = {name: getattr(args, name) for name in ("resume", "force", "dense_from")}
+    monitors = {"live": args.live, "tensorboard": args.tensorboard} if output.is_first() else {}
     try:
         with (
-            progress(total_epochs(recipe), quiet=arguments.quiet) as report,
-            with_monitors(
-                report,
-                folder.path,
-                live=arguments.live if is_first() else None,
-                tensorboard=arguments.tensorboard and is_first(),
-                fresh=not arguments.resume,
-            ) as reports,
+            progress(total_epochs(recipe), quiet=args.quiet) as report,
+            output.with_monitors(report, folder.path, fresh=not args.resume, **monitors) as reports,
         ):
-            result = fit(
-                model,
-                recipe,
-                run=folder.path,
-                resume=arguments.resume,
-                force=arguments.force,
-                dense_from=arguments.dense_from,
-                trust=trust,
-                report=reports,
-            )
+            result = fit(model, recipe, run=folder.path, trust=trust, report=reports, **options)
     except KeyboardInterrupt as interrupt:
-        return _stopped(interrupt, resume_command(given) if folder.begun else "")
-    if arguments.json:
+        return _stopped(interrupt, arguments.resume_command(given) if folder.begun else "")
+    if args.json:
         print(json.dumps({**result.summary, "folder": os.fspath(result.folder)}, indent=2))
-        return exit_code(result.summary)
+        return output.exit_code(result.summary)
     if result.was_finished:
         print(f"{result.folder} was finished already; nothing was trained\n")
     scored, rate = recipe.phases.cycles > 0, score_rate_key(recipe)
@@ -130,230 +91,213 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if (page := result.folder / "report.html").is_file():
         lines.insert(-1, f"report: {page}")
     print("\n".join(lines))
-    return exit_code(result.summary)
+    return output.exit_code(result.summary)
 
 
-def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, bool]:
+def _recipe(args: argparse.Namespace) -> tuple[Recipe, bool]:
     """Return the recipe of `sbf run` with its overrides, and whether the user named it.
 
     Without a name, `--resume` takes the recipe from the run folder.
     """
     from ..training.recipe import load_recipe
 
-    if arguments.recipe is None and arguments.live and not arguments.live.isdigit():
-        arguments.recipe, arguments.live = arguments.live, ""  # `--live RECIPE` parses it as a port
-    named = not (arguments.recipe is None and arguments.resume)
+    if args.recipe is None and args.live and not args.live.isdigit():
+        args.recipe, args.live = args.live, ""  # `--live RECIPE` parses it as a port
+    named = not (args.recipe is None and args.resume)
     if not named:
-        if not arguments.run:
-            raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
         from ..training.run_folder import RunFolder
 
-        folder = RunFolder(Path(arguments.run))
+        if not args.run:
+            raise RunError("name the folder of the run to resume, such as --run runs/digits-seed0")
+        folder = RunFolder(Path(args.run))
         if not folder.begun:
-            raise RunError(f"there is no run to resume in {arguments.run}; name a recipe to begin one")
+            raise RunError(f"there is no run to resume in {args.run}; name a recipe to begin one")
         folder.read_recipe()  # raises an error with a remedy if the file is damaged
-        arguments.recipe = folder.recipe
-    overrides = recipe_overrides(arguments.target, arguments.set)
-    overrides += [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    return load_recipe(known_recipe(arguments.recipe), overrides), named
+        args.recipe = folder.recipe
+    overrides = arguments.recipe_overrides(args.target, args.set)
+    overrides += [] if args.seed is None else [f"seed={args.seed}"]
+    return load_recipe(arguments.known_recipe(args.recipe), overrides), named
 
 
-def _compare(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    methods, seeds = (
-        parse_names("--methods", arguments.methods, (OWN, *METHODS)),
-        parse_ints("--seeds", arguments.seeds),
-    )
+def _compare(args: argparse.Namespace, given: Sequence[str]) -> int:
+    methods = arguments.parse_names("--methods", args.methods, (OWN, *METHODS))
+    seeds = arguments.parse_ints("--seeds", args.seeds)
 
     from ..training.recipe import load_recipe
 
-    recipe = load_recipe(known_recipe(arguments.recipe), recipe_overrides(arguments.target, arguments.set))
+    recipe = load_recipe(arguments.known_recipe(args.recipe), arguments.recipe_overrides(args.target, args.set))
 
     from ..compare.method_runs import check_methods, finished_before, plan_runs, rank_methods, write_comparison
     from ..training.schedule import total_epochs
-    from .console import progress
-    from .output import compare_lines
 
-    root, summaries = Path(arguments.run or f"runs/{recipe.name}-compared"), []
+    root, summaries = Path(args.run or f"runs/{recipe.name}-compared"), []
     check_methods(entrants := plan_runs(recipe, methods, seeds, root))
     try:
         for place, entrant in enumerate(entrants, 1):
-            message_printer(quiet=arguments.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
-            with progress(total_epochs(entrant.recipe), quiet=arguments.quiet) as report:
+            output.message_printer(quiet=args.quiet)(f"run {place} of {len(entrants)}: {entrant.folder.path}")
+            with progress(total_epochs(entrant.recipe), quiet=args.quiet) as report:
                 summaries.append(entrant.run(report).summary)
     except KeyboardInterrupt as interrupt:
         return _stopped(interrupt, f"sbf {shlex.join(given)}")
-    runs = [entrant.folder for entrant in entrants]
-    for folder in finished_before(recipe, entrants, root):
-        runs.append(folder)
-        summaries.append(folder.read_summary())
-    result = write_comparison(root, [folder.path for folder in runs], summaries)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print("\n".join(compare_lines(rank_methods(summaries), result["dense_accuracy"], result["epochs"], root)))
+    earlier = finished_before(recipe, entrants, root)
+    summaries += [folder.read_summary() for folder in earlier]
+    folders = [*(entrant.folder for entrant in entrants), *earlier]
+    result = write_comparison(root, [folder.path for folder in folders], summaries)
+    ranked = rank_methods(summaries)
+    lines = output.compare_lines(ranked, result["dense_accuracy"], result["epochs"], root)
+    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
     return 0
 
 
-def _report(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    target = target_file("--to", arguments.to, (".html",))
+def _report(args: argparse.Namespace, given: Sequence[str]) -> int:
+    target = arguments.target_file("--to", args.to, (".html",))
 
     from ..report import write_report
 
-    print(write_report(arguments.runs, target))
+    print(write_report(args.runs, target))
     return 0
 
 
-def _data(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    if arguments.name != "cifar10":
-        hint = suggestion(arguments.name, ["cifar10"])
-        raise DataError(f"no data set called {arguments.name!r} is fetched from elsewhere; {hint}")
+def _data(args: argparse.Namespace, given: Sequence[str]) -> int:
+    if args.name != "cifar10":
+        hint = suggestion(args.name, ["cifar10"])
+        raise DataError(f"no data set called {args.name!r} is fetched from elsewhere; {hint}")
 
     from ..training.data.cifar10 import data_folders, default_folder, prepare_cifar10
-    from .console import transfer
 
-    target = Path(arguments.to).expanduser() if arguments.to else default_folder()
-    with transfer(quiet=arguments.quiet) as report:
-        path = prepare_cifar10(arguments.source, target, report)
+    target = Path(args.to).expanduser() if args.to else default_folder()
+    with transfer(quiet=args.quiet) as report:
+        path = prepare_cifar10(args.source, target, report)
     print(path)
-    if target.resolve() not in [folder.resolve() for folder in data_folders()] and not arguments.quiet:
+    if target.resolve() not in [folder.resolve() for folder in data_folders()] and not args.quiet:
         print(f"sbf: recipes find it with --set data.path={shlex.quote(str(path))}", file=sys.stderr)
     return 0
 
 
-def _inspect(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    if arguments.model is None and arguments.json not in (None, STDOUT):
-        arguments.model, arguments.json = arguments.json, STDOUT  # `--json MODEL` parses it as a file
-    if arguments.model is None:
-        raise PruningError("name a model to inspect: a bundled one such as resnet56, torchvision:NAME, timm:NAME "
-                           "or package.module:callable")  # fmt: skip
-    shapes = [parse_shape(text) for text in arguments.input or [default_input(arguments.model)]]
-    options = dict(parse_option(text) for text in arguments.option)
-    graph = target_file("--graph", arguments.graph, (".svg", ".html"))
-    facts = json_file(arguments.json)
+def _inspect(args: argparse.Namespace, given: Sequence[str]) -> int:
+    if args.model is None and args.json not in (None, arguments.STDOUT):
+        args.model, args.json = args.json, arguments.STDOUT  # `--json MODEL` parses it as a file
+    if args.model is None:
+        names = "a bundled one such as resnet56, torchvision:NAME, timm:NAME or package.module:callable"
+        raise PruningError(f"name a model to inspect: {names}")
+    shapes, options = _network_options(args)
+    shapes = shapes or [arguments.parse_shape(arguments.default_input(args.model))]
+    graph = arguments.target_file("--graph", args.graph, (".svg", ".html"))
+    facts = arguments.json_file(args.json)
 
     import torch
 
     from ..models import resolve
+    from ..report.graph_drawing import draw
     from ..report.inspection import inspect_model
-    from .output import overview_lines
 
-    model = resolve(arguments.model, **{"in_channels": shapes[0][0], **options})
+    model = resolve(args.model, **{"in_channels": shapes[0][0], **options})
     seen = inspect_model(model, tuple(torch.zeros(1, *shape) for shape in shapes))
-    text = json.dumps(seen.facts, indent=2)
-    drawn = ""
-    if graph is not None:
-        from ..report.graph_drawing import draw
-
-        drawn = draw(seen, graph.suffix)
-    _write({graph: drawn, facts: text})
-    return _show(arguments, text, overview_lines(seen.facts))
+    files = {graph: draw(seen, graph.suffix)} if graph is not None else {}
+    return _finish(args, files, [facts], seen.facts, output.overview_lines(seen.facts))
 
 
-def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = json_file(arguments.json)
-    if arguments.save and arguments.plan:
+def _bench(args: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = arguments.json_file(args.json)
+    if args.save and args.plan:
         raise PruningError(
             "--save writes into a run's folder, and a model with --plan has none; use --json FILE.json"
         )
-    shapes = [parse_shape(text) for text in arguments.input]
-    options = dict(parse_option(text) for text in arguments.option)
-    if not arguments.plan and (shapes or options):
+    shapes, options = _network_options(args)
+    if not args.plan and (shapes or options):
         raise PruningError("--input and --option apply to a model with --plan; a run has its own")
 
     from ..compare.bench import Subject, read_settings, run_bench
-    from .output import bench_lines
 
-    settings = read_settings(
-        arguments.batch, arguments.runtimes, arguments.device, arguments.pairs, arguments.threads
-    )
-    if arguments.plan:
-        subject = Subject.of_plan(
-            arguments.subject, shapes or [parse_shape(default_input(arguments.subject))], options, arguments.plan
-        )
+    settings = read_settings(args.batch, args.runtimes, args.device, args.pairs, args.threads)
+    if args.plan:
+        shapes = shapes or [arguments.parse_shape(arguments.default_input(args.subject))]
+        subject = Subject.of_plan(args.subject, shapes, options, args.plan)
     else:
-        subject = Subject.of_run(arguments.subject, trust=arguments.trust)
-    kept = target_file("--save", f"{arguments.subject}/bench.json", (".json",)) if arguments.save else None
-    result = run_bench(subject, settings, message_printer(quiet=arguments.quiet))
-    text = json.dumps(result, indent=2)
-    _write({facts: text, kept: text})
-    return _show(arguments, text, bench_lines(result, pretty=sys.stdout.isatty()))
+        subject = Subject.of_run(args.subject, trust=args.trust)
+    saved = arguments.target_file("--save", f"{args.subject}/bench.json", (".json",)) if args.save else None
+    result = run_bench(subject, settings, output.message_printer(quiet=args.quiet))
+    return _finish(args, {}, [facts, saved], result, bench_lines(result, pretty=sys.stdout.isatty()))
 
 
-def _latency(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = json_file(arguments.json)
-    out = target_file("--out", arguments.out, (".json",), facts)
-    shapes = [parse_shape(text) for text in arguments.input]
-    options = dict(parse_option(text) for text in arguments.option)
+def _latency(args: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = arguments.json_file(args.json)
+    out = arguments.target_file("--out", args.out, (".json",), facts)
+    shapes, options = _network_options(args)
 
     from ..compare.bench import LatencyOptions, latency_model_of, latency_summary, resolve_subject
-    from .output import latency_lines
 
-    request = LatencyOptions(arguments.runtime, arguments.batch, arguments.threads, arguments.again)
-    usual = parse_shape(default_input(arguments.subject))
-    network, example, ignore = resolve_subject(arguments.subject, shapes, options, usual)
-    model = latency_model_of(network, example, ignore, request, message_printer(quiet=arguments.quiet))
-    result = latency_summary(arguments.subject, model)
-    text = json.dumps(result, indent=2)
-    _write({out: json.dumps(model.to_dict(), indent=1), facts: text})
-    return _show(arguments, text, latency_lines(result, pretty=sys.stdout.isatty()))
+    request = LatencyOptions(args.runtime, args.batch, args.threads, args.again)
+    usual = arguments.parse_shape(arguments.default_input(args.subject))
+    network, example, ignore = resolve_subject(args.subject, shapes, options, usual)
+    model = latency_model_of(network, example, ignore, request, output.message_printer(quiet=args.quiet))
+    result = latency_summary(args.subject, model)
+    files = {out: json.dumps(model.to_dict(), indent=1)} if out is not None else {}
+    return _finish(args, files, [facts], result, output.latency_lines(result, pretty=sys.stdout.isatty()))
 
 
-def _frontier(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    facts = json_file(arguments.json)
-    drawing = target_file("--draw", arguments.draw, (".svg", ".html"))
+def _frontier(args: argparse.Namespace, given: Sequence[str]) -> int:
+    facts = arguments.json_file(args.json)
+    drawing = arguments.target_file("--draw", args.draw, (".svg", ".html"))
 
     from ..compare.frontier import USUAL, FrontierOptions, draw_frontier, run_frontier
-    from .output import frontier_lines
 
-    at = USUAL if arguments.at is None else [text.strip() for text in arguments.at.split(",") if text.strip()]
-    clock = {"runtime": arguments.runtime, "batch": arguments.batch}
-    request = FrontierOptions(arguments.of, at, arguments.batches, arguments.device, **clock, trust=arguments.trust)
-    result = run_frontier(arguments.run, request, message_printer(quiet=arguments.quiet))
-    text = json.dumps(result, indent=2)
-    _write({drawing: draw_frontier(result, drawing.suffix) if drawing is not None else "", facts: text})
-    return _show(arguments, text, frontier_lines(result, pretty=sys.stdout.isatty()))
+    names = ("of", "batches", "device", "runtime", "batch", "trust")
+    at = USUAL if args.at is None else _names(args.at)
+    request = FrontierOptions(at=at, **{name: getattr(args, name) for name in names})
+    result = run_frontier(args.run, request, output.message_printer(quiet=args.quiet))
+    files = {drawing: draw_frontier(result, drawing.suffix)} if drawing is not None else {}
+    return _finish(args, files, [facts], result, frontier_lines(result, pretty=sys.stdout.isatty()))
 
 
-def _export(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    if arguments.batch < 1 or (arguments.threads is not None and arguments.threads < 1):
+def _export(args: argparse.Namespace, given: Sequence[str]) -> int:
+    if args.batch < 1 or (args.threads is not None and args.threads < 1):
         raise PruningError("--batch and --threads count samples and threads: give at least 1")
 
     from ..export import ExportOptions, export_run
-    from .output import export_lines
 
-    request = ExportOptions(
-        formats=tuple(name.strip() for name in arguments.formats.split(",") if name.strip()),
-        target=arguments.target,
-        batch=arguments.batch,
-        threads=arguments.threads,
-        force=arguments.force,
-        trust=arguments.trust,
-    )
-    manifest = export_run(arguments.run, arguments.to, request, message_printer(quiet=arguments.quiet))
-    print(json.dumps(manifest, indent=2) if arguments.json else "\n".join(export_lines(manifest)))
+    names = ("target", "batch", "threads", "force", "trust")
+    options = {name: getattr(args, name) for name in names}
+    request = ExportOptions(formats=tuple(_names(args.formats)), **options)
+    manifest = export_run(args.run, args.to, request, output.message_printer(quiet=args.quiet))
+    print(json.dumps(manifest, indent=2) if args.json else "\n".join(output.export_lines(manifest)))
     return 0
 
 
 def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
     """Print what was saved and the command that continues, if there is one; return the exit code."""
     stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
-    print_message("; ".join([stopped.saved or "stopped", *([f"continue with: {command}"] if command else [])]))
+    saved = stopped.saved or "stopped"
+    output.print_message(f"{saved}; continue with: {command}" if command else saved)
     return 128 + stopped.signal
 
 
-def _write(files: Mapping[Path | None, str]) -> None:
-    """Write each text, with a final newline, to its path; entries whose path is None are skipped."""
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _network_options(args: argparse.Namespace) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+    return [*map(arguments.parse_shape, args.input)], dict(map(arguments.parse_option, args.option))
+
+
+def _finish(
+    args: argparse.Namespace,
+    files: Mapping[Path, str],
+    results: Sequence[Path | None],
+    result: Mapping[str, Any],
+    lines: Sequence[str],
+) -> int:
+    """Write the files, write the result as JSON to the paths `results`, print it, and return exit code 0.
+
+    The result is printed as JSON if `--json` was given without a file, else as `lines`.
+    """
     from ..utils.files import write_text
 
-    for path, text in files.items():
-        if path is not None:
-            write_text(path, text if text.endswith("\n") else f"{text}\n")
-            print_message(f"wrote {path}")
-
-
-def _show(arguments: argparse.Namespace, text: str, lines: Sequence[str]) -> int:
-    """Print the result: as JSON if `--json` was given without a file, else as a table. Return exit code 0."""
-    print(text if arguments.json == STDOUT else "\n".join(lines))
+    text = json.dumps(result, indent=2)
+    for path, content in [*files.items(), *((path, text) for path in results if path is not None)]:
+        write_text(path, content if content.endswith("\n") else f"{content}\n")
+        output.print_message(f"wrote {path}")
+    print(text if args.json == arguments.STDOUT else "\n".join(lines))
     return 0
 
 
@@ -368,19 +312,3 @@ _COMMANDS = {
     "report": _report,
     "data": _data,
 }
-
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "arguments": ("make_parser",),
-        "console": (
-            "progress",
-            "transfer",
-        ),
-        "output": (
-            "bench_lines",
-            "frontier_lines",
-            "summary_lines",
-        ),
-    },
-)

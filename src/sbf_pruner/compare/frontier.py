@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 from ..budget.controller import Selector
 from ..budget.file_size import FileSize, saved_bytes
 from ..budget.search import Masks, Values
-from ..budget.targets import MICROSECONDS, Budget, Usage
+from ..budget.targets import MICROSECONDS, Budget
 from ..errors import PruningError, RunError, suggestion
 from ..graph.cost import lay_out
 from ..measurement.calibration import conditions_here, measure_latency_model
@@ -31,10 +31,9 @@ from ..measurement.counts import measure
 from ..measurement.latency_model import LatencyModel
 from ..plan import Plan
 from ..report.comparison import Point, accuracy_plot, plot_as_svg
-from ..report.html import Figure, concat, element, tick
-from ..report.page import HEADLINE, figure_parts, page
-from ..report.run_data import Record
-from ..report.run_data import read_run as read_records
+from ..report.html import Figure, tick
+from ..report.page import figures_page
+from ..report.run_data import Record, read_run
 from ..runtimes.table import LATENCY_RUNTIMES, latency_runtime
 from ..surgery.extract import extract
 from ..training.data.batches import Batches
@@ -45,7 +44,7 @@ from ..training.networks import Networks
 from ..training.recipe import Recipe
 from ..training.run_folder import REMEDY, SCORED, RunFolder, build_dense, load_checkpoint
 from ..training.schedule import cycles_end
-from ..utils.formatting import format_percentage, milliseconds
+from ..utils.formatting import count, format_percentage, milliseconds, percent, si_number
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,10 @@ class Scored:
     records: list[Record]
     summary: Record | None
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the networks."""
-        return self.train.device
-
     def accuracy_of(self, record: Record) -> float | None:
-        """Return the accuracy on the same images (`judged`) that a record of the run holds."""
-        key = "validation_accuracy" if self.judged_on == "validation" else "test_accuracy"
-        found: float | None = record[key]
-        return found
+        """Return the accuracy on the same images (`judged`) in a record, or in a part of the run's summary."""
+        key = f"{self.judged_on}_accuracy"
+        return record[key] if key in record else record["accuracy"]  # a summary's accuracy is that of the test
 
 
 def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
@@ -103,20 +96,17 @@ def read_scored(path: str | Path, device: str | None = None, *, trust: bool = Fa
     # The initial weights are not needed, because the checkpoint holds the trained ones.
     bare = replace(recipe, model=replace(recipe.model, weights=""))
     networks = Networks(model, bare, data, feed, where, folder.latency)
-    _load(networks.dense, state["dense"], folder)
-    known = read_records(folder.path)
-    return Scored(
-        folder,
-        recipe,
-        networks,
-        {name: np.asarray(held.cpu()) for name, held in state["scores"].items()},
-        Plan(state["plan"]),
-        feed.train,
-        feed.test if feed.validation is None else feed.validation,
-        "test" if feed.validation is None else "validation",
-        known.records,
-        known.summary,
-    )
+    try:
+        networks.dense.load_state_dict(state["dense"])
+    except RuntimeError as error:
+        raise RunError(
+            f"the network that the recipe builds is not that of the run in {folder.path}; restore its code"
+        ) from error
+    scores = {name: np.asarray(tensor.cpu()) for name, tensor in state["scores"].items()}
+    judged, judged_on = (feed.test, "test") if feed.validation is None else (feed.validation, "validation")
+    run = read_run(folder.path)
+    plan = Plan(state["plan"])
+    return Scored(folder, recipe, networks, scores, plan, feed.train, judged, judged_on, run.records, run.summary)
 
 
 def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
@@ -134,26 +124,13 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
             f"the run in {folder.path} has reached epoch {lines}, but its scores are ready after {end}; "
             "continue it (sbf run ... --resume)"
         )
-    raise RunError(
-        f"the run in {folder.path} has no checkpoints/{SCORED}: it was made by an older version, or "
-        f"moved without this file; {REMEDY}"
-    )
-
-
-def _load(network: nn.Module, weights: dict[str, torch.Tensor], folder: RunFolder) -> None:
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise RunError(
-            f"the network that the recipe builds is not that of the run in {folder.path}; restore its code"
-        ) from error
+    why = "it was made by an older version, or moved without this file"
+    raise RunError(f"the run in {folder.path} has no checkpoints/{SCORED}: {why}; {REMEDY}")
 
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
-BATCHES = 32
-RUNTIME, BATCH = "onnxruntime", 64  # defaults of a latency model that is measured now, if only one is given
 RESOURCES = tuple(field.name for field in fields(Budget))
-_HELD = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # resource -> key in a point
+_POINT_KEYS = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # by resource
 NEAR = 1.0  # percentage points of accuracy below the best that count as a small loss
 Report = Callable[[str], None]
 SizePoint = dict[str, Any]
@@ -166,7 +143,7 @@ class FrontierOptions:
     of: str = "macs"
     """Resource that the sizes limit."""
     at: Sequence[str] = USUAL
-    batches: int = BATCHES
+    batches: int = 32
     """Training batches for new batch statistics."""
     device: str | None = None
     runtime: str | None = None
@@ -197,8 +174,7 @@ class FrontierOptions:
 
     def sizes(self) -> list[float]:
         """Return the sizes as numbers: up to 1 a share of the dense network, above 1 an absolute amount."""
-        read = (getattr(Budget(**{self.of: text}), self.of) for text in self.at)
-        return list(dict.fromkeys(read))
+        return list(dict.fromkeys(getattr(Budget(**{self.of: text}), self.of) for text in self.at))
 
 
 def run_frontier(
@@ -222,18 +198,20 @@ class _Sweep:
         self.stored = FileSize(scored.networks.bare_copy(), self.inputs, self.graph)
         self.free = Selector(self.graph, None, self.constraints, stored=self.stored)
         self.clock = self._clock()
-        self.tried: dict[Plan, SizePoint] = {}
+        self.evaluated: dict[Plan, SizePoint] = {}
         self.smallest: SizePoint | None = None
 
     def run(self) -> dict[str, Any]:
-        scored = self.scored
-        self.dense = self._figures(scored.networks.bare_copy(), self.graph.all_filters())
-        whole = self._judged("all filters", self.graph.all_filters())
-        warm = [record for record in scored.records if record["phase"] == "warmup"]
-        summary = scored.summary
-        points = [self._point(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
-        own = self._judged("the run's own filters", scored.plan.masks(self.graph))
-        own["finetuned_accuracy"] = scored.accuracy_of(_as_record(summary["pruned"])) if summary else None
+        scored, summary = self.scored, self.scored.summary
+        self.dense = self._sizes(scored.networks.bare_copy(), self.graph.all_filters())
+        whole = self._evaluate("all filters", self.graph.all_filters())
+        warmup = [scored.accuracy_of(record) for record in scored.records if record["phase"] == "warmup"]
+        warmed = warmup[-1] if warmup else None
+        points = [self._measure(size) for size in sorted(self.request.sizes(), key=self._share, reverse=True)]
+        own = self._evaluate("the run's own filters", scored.plan.masks(self.graph))
+        control, own["finetuned_accuracy"] = (
+            scored.accuracy_of(summary[part]) if summary else None for part in ("dense", "pruned")
+        )
         batches = min(self.request.batches, len(scored.train))
         result = {
             "run": os.fspath(scored.folder.path),
@@ -244,48 +222,41 @@ class _Sweep:
             "judged_on": scored.judged_on,
             "judged_images": scored.judged.count,
             "recalibrated_on": {"batches": batches, "images": batches * scored.train.batch_size},
-            "clock": self._clock_told(),
-            "dense": {
-                **whole,
-                "warmup_accuracy": scored.accuracy_of(warm[-1]) if warm else None,
-                "control_accuracy": scored.accuracy_of(_as_record(summary["dense"])) if summary else None,
-            },
+            "clock": self._clock_facts(),
+            "dense": {**whole, "warmup_accuracy": warmed, "control_accuracy": control},
             "points": points,
             "own": own,
             "smallest": self.smallest,
         }
         return {**result, "said": _summary_sentence(result)}
 
-    def _point(self, size: float) -> SizePoint:
-        """Measure the network of one size."""
-        asked: SizePoint = {"asked": size, "share": self._share(size)}
+    def _measure(self, size: float) -> SizePoint:
+        target: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
         aim = Selector(self.graph, budget, self.constraints, self.clock, self.stored, refuse=False)
         if budget.asked and not aim.reachable:
-            self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
-            return {**asked, "reached": False}
+            self.smallest = self.smallest or self._evaluate("the smallest", aim.smallest)
+            return {**target, "reached": False}
         masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
-        return {**asked, "reached": True, **self._judged(f"{format_percentage(100 * asked['share'])}%", masks)}
+        return {**target, "reached": True, **self._evaluate(f"{format_percentage(100 * target['share'])}%", masks)}
 
-    def _judged(self, name: str, masks: Masks) -> SizePoint:
+    def _evaluate(self, name: str, masks: Masks) -> SizePoint:
         """Extract a choice of filters, recompute its batch statistics and evaluate it; equal choices are cached."""
         masks = self.graph.settle(masks)
         plan = Plan.from_masks(masks)
-        if plan not in self.tried:
+        if plan not in self.evaluated:
             self.report(f"judging {name}")
-            scored = self.scored
-            small = extract(scored.networks.dense, self.inputs, plan, self.graph)
-            engine = Engine(small, scored.device, order=scored.networks.order)
-            engine.recalibrate(scored.train, 0, self.request.batches)
-            self.tried[plan] = {
-                **self._figures(small, masks),
-                "accuracy": engine.evaluate(scored.judged).accuracy,
-            }
-        found = self.tried[plan]
-        left = {key: found[held] / self.dense[held] for key, held in _HELD.items() if held in found}
-        return {**found, "left": left}
+            networks, train = self.scored.networks, self.scored.train
+            small = extract(networks.dense, self.inputs, plan, self.graph)
+            engine = Engine(small, train.device, order=networks.order)
+            engine.recalibrate(train, 0, self.request.batches)
+            accuracy = engine.evaluate(self.scored.judged).accuracy
+            self.evaluated[plan] = {**self._sizes(small, masks), "accuracy": accuracy}
+        point = self.evaluated[plan]
+        left = {name: point[key] / self.dense[key] for name, key in _POINT_KEYS.items() if key in point}
+        return {**point, "left": left}
 
-    def _figures(self, network: nn.Module, masks: Masks) -> SizePoint:
+    def _sizes(self, network: nn.Module, masks: Masks) -> SizePoint:
         cost = measure(network, self.scored.networks.images[:1])
         whole = all(mask.all() for mask in masks.values())
         return {
@@ -296,54 +267,40 @@ class _Sweep:
             **({} if self.clock is None else {"latency_ms": 1e3 * self.clock.seconds(lay_out(self.graph, masks))}),
         }
 
-    def _count(self, masks: Masks) -> Usage:
-        counted = self.free.count(masks)
-        if self.clock is None:
-            return counted
-        return {**counted, "latency": MICROSECONDS * self.clock.seconds(lay_out(self.graph, masks))}
-
     def _share(self, size: float) -> float:
-        whole = self._count({})[self.request.of]
-        return size if size <= 1 else min(size / whole, 1.0)
+        """Return a size as a share of the dense network."""
+        if size <= 1:
+            return size
+        if self.request.of == "latency" and self.clock is not None:
+            return min(size / (MICROSECONDS * self.clock.seconds(lay_out(self.graph, {}))), 1.0)
+        return min(size / self.free.count({})[self.request.of], 1.0)
 
     def _clock(self) -> LatencyModel | None:
         """Return a latency model measured now, if requested, else that of the run, or None if it has none."""
-        networks, asked = self.scored.networks, self.request
-        if asked.measures:
-            place = conditions_here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
+        networks, request = self.scored.networks, self.request
+        if request.measures:
+            here = conditions_here(request.runtime or "onnxruntime", request.batch or 64, torch.get_num_threads())
             ignore = self.scored.recipe.constraints.ignore
-            network = networks.bare_copy()
-            return measure_latency_model(
-                network, networks.images, self.graph, place, ignore=ignore, report=self.report
-            )
+            network, images = networks.bare_copy(), networks.images
+            return measure_latency_model(network, images, self.graph, here, ignore=ignore, report=self.report)
         if networks.timed is not None:
             return networks.timed.clock
-        if asked.of == "latency":
+        if request.of == "latency":
             raise RunError(
                 f"the run in {self.scored.folder.path} has no latency model, because its recipe sets no "
                 f"latency target; measure one here with --runtime ({', '.join(LATENCY_RUNTIMES)}) and --batch"
             )
         return None
 
-    def _clock_told(self) -> SizePoint | None:
-        """Return the conditions and errors of the latency model, and the measured time of the run's own network."""
+    def _clock_facts(self) -> SizePoint | None:
         if self.clock is None:
             return None
-        held, known = self.clock.conditions, (self.scored.summary or {}).get("latency", {})
+        own = {} if self.request.measures else (self.scored.summary or {}).get("latency", {})
         return {
-            "runtime": held.runtime,
-            "batch": held.batch,
-            "threads": held.threads,
-            "machine": dict(held.machine),
-            "mean_error": self.clock.calibration.get("mean_error"),
-            "worst_error": self.clock.calibration.get("worst_error"),
-            "measured": None if self.request.measures else known.get("measured"),
+            **asdict(self.clock.conditions),
+            **{key: self.clock.calibration.get(key) for key in ("mean_error", "worst_error")},
+            "measured": own.get("measured"),
         }
-
-
-def _as_record(part: dict[str, Any]) -> dict[str, Any]:
-    """Convert a part of a summary to the keys of a record."""
-    return {**part, "test_accuracy": part["accuracy"]}
 
 
 def _summary_sentence(result: dict[str, Any]) -> str:
@@ -356,19 +313,18 @@ def _summary_sentence(result: dict[str, Any]) -> str:
     near = [point for point in cut if point["accuracy"] >= best - NEAR]
     timed = result["of"] == "latency"
     least = min((point["left"] for point in near), key=lambda left: float(left["latency" if timed else "macs"]))
-    macs = f"{format_percentage(100 * least['macs'], 0)} % of the MACs"
-    best_said = f"network within {NEAR:g} percentage point of the best accuracy ({format_percentage(best, 2)} %)"
+    share = {resource: percent(100 * part, 0) for resource, part in least.items()}
+    network = f"network within {NEAR:g} percentage point of the best accuracy ({percent(best)})"
     if timed:
-        time = f"{format_percentage(100 * least['latency'], 0)} % of the dense network's time, as predicted"
-        return f"Before any retraining, the quickest {best_said} takes {time} ({macs})."
-    params = f"{format_percentage(100 * least['params'], 0)} % of the parameters"
-    return f"Before any retraining, the smallest {best_said} has {macs} ({params})."
+        time = f"takes {share['latency']} of the dense network's time, as predicted"
+        return f"Before any retraining, the quickest {network} {time} ({share['macs']} of the MACs)."
+    size = f"has {share['macs']} of the MACs ({share['params']} of the parameters)"
+    return f"Before any retraining, the smallest {network} {size}."
 
 
 _WORDS = {"macs": "multiply-accumulates", "params": "parameters"}
-_ASKED = {**_WORDS, "size": "file", "latency": "time"}
-_TIME = "latency_ms"
-_SPELLED = {_TIME: (lambda value: f"{tick(value)} ms", milliseconds)}
+_TARGET_WORDS = {**_WORDS, "size": "file", "latency": "time"}
+_TIME = _POINT_KEYS["latency"]
 
 
 def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
@@ -376,18 +332,14 @@ def draw_frontier(result: Mapping[str, Any], ending: str) -> str:
     timed = result["of"] == "latency"
     title = f"{result['name']}, seed {result['seed']}: accuracy against {'time' if timed else 'size'}"
     words = {**_WORDS, **({_TIME: _time(result["clock"])} if result["clock"] else {})}
+    first = _TIME if timed else "macs"
     if ending == ".svg":
-        key = _TIME if timed else "macs"
-        axis = words[key] if timed else f"{words[key]} of one image"
-        return plot_as_svg(_figure(result, key, words[key]), title, axis)
-    first = [_TIME] if timed else []
-    figures = [_figure(result, key, words[key]) for key in dict.fromkeys([*first, *words])]
+        axis = words[first] if timed else f"{words[first]} of one image"
+        return plot_as_svg(_figure(result, first, words[first]), title, axis)
+    figures = [_figure(result, key, words[key]) for key in dict.fromkeys([first, *words])]
     facts = f"{result['judged_images']:,} {result['judged_on']} images · nothing retrained"
     facts += " · no images were held out to choose by" if result["judged_on"] == "test" else ""
-    head = concat(
-        element("p", facts, class_="facts"), element("h1", title), element("p", result["said"], class_="lead")
-    )
-    return page(title, result["said"], {HEADLINE: head} | figure_parts(figures), wide=())
+    return figures_page(title, facts, result["said"], figures)
 
 
 def _time(clock: Mapping[str, Any]) -> str:
@@ -396,28 +348,21 @@ def _time(clock: Mapping[str, Any]) -> str:
 
 def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
     dense, own = result["dense"], result["own"]
-    chosen = [
-        Point(
-            f"target {100 * p['share']:.4g} %",
-            p["accuracy"],
-            p[key],
-            "chosen",
-            f"{100 * p['share']:.3g} %",
-            True,
-        )
-        for p in result["points"]
-        if p["reached"]
-    ]
-    whole = Point("all filters", dense["accuracy"], dense[key], "chosen", "all", True)
-    line = sorted([whole, *chosen], key=lambda point: point.size)
+    line = [Point("all filters", dense["accuracy"], dense[key], "chosen", "all", True)]
+    for p in result["points"]:
+        if p["reached"]:
+            share = 100 * p["share"]
+            name, label = f"target {share:.4g} %", f"{share:.3g} %"
+            line.append(Point(name, p["accuracy"], p[key], "chosen", label, True))
+    line.sort(key=lambda point: point.size)
     legend = [("dot chosen", "chosen by score, recalibrated")]
     points, joined = [*line], [("accent", line)]
-    trained, known = "dense control", dense["control_accuracy"]
-    if known is None:
-        trained, known = "dense, after the warm-up", dense["warmup_accuracy"]
-    if known is not None:
-        points.append(Point(trained, known, dense[key], "whole"))
-        legend.append(("dot whole", trained))
+    trained = {"dense control": "control_accuracy", "dense, after the warm-up": "warmup_accuracy"}
+    for name, stage in trained.items():
+        if dense[stage] is not None:
+            points.append(Point(name, dense[stage], dense[key], "whole"))
+            legend.append(("dot whole", name))
+            break
     before = Point("the run's own filters", own["accuracy"], own[key], "own")
     points.append(before)
     legend.append(("dot own", "the run's own filters, recalibrated"))
@@ -431,22 +376,17 @@ def _figure(result: Mapping[str, Any], key: str, words: str) -> Figure:
         "any training after the removal; the effect of fine-tuning is shown only for the run's own filters."
     )
     if key.removesuffix("_ms") != result["of"]:  # A point at 30 % of the MACs is not at 30 % of the parameters.
-        caption += f" The percentages are the targets, as shares of the {_ASKED[result['of']]}."
+        caption += f" The percentages are the targets, as shares of the {_TARGET_WORDS[result['of']]}."
+    formats: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count)
     if key == _TIME:
-        caption += _trusted(result["clock"])
-    more = {"spelled": _SPELLED[key]} if key in _SPELLED else {}
+        formats = (lambda value: f"{tick(value)} ms"), milliseconds
+        clock = result["clock"]
+        if clock["mean_error"] is not None:
+            mean, worst = (percent(100 * clock[error], 1) for error in ("mean_error", "worst_error"))
+            caption += f" Predicted times were off by {mean} on average and {worst} at most."
+        if clock["measured"] is not None:
+            share = percent(100 * clock["measured"], 1)
+            caption += f" Extracted and measured, the run's own network took {share} of the dense network's time."
     return accuracy_plot(
-        f"against-{key}", words, points, caption, first="filters", joined=joined, legend=legend, **more
+        f"against-{key}", words, points, caption, "filters", joined=joined, legend=legend, formats=formats
     )
-
-
-def _trusted(clock: Mapping[str, Any]) -> str:
-    """State the measured errors of the predicted times."""
-    said = ""
-    if clock["mean_error"] is not None:
-        mean, worst = (f"{format_percentage(100 * clock[key])} %" for key in ("mean_error", "worst_error"))
-        said += f" Predicted times were off by {mean} on average and {worst} at most."
-    if clock["measured"] is not None:
-        part = f"{format_percentage(100 * clock['measured'])} %"
-        said += f" Extracted and measured, the run's own network took {part} of the dense network's time."
-    return said

@@ -29,10 +29,11 @@ def write_report(folders: Sequence[str | Path], to: str | Path | None = None) ->
     for folder in folders:
         named.setdefault(Path(folder).resolve(), folder)  # ignore folders given twice
     runs = list(map(read_run, named.values()))
-    target = Path(to) if to is not None else runs[0].folder / NAME if len(runs) == 1 else Path(COMPARISON)
+    single = len(runs) == 1
+    target = Path(to) if to is not None else runs[0].folder / NAME if single else Path(COMPARISON)
     if (reason := why_not_writable(target)) is not None:
         raise RunError(f"{target} cannot be written, because {reason}; name another file (--to)")
-    write_text(target, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
+    write_text(target, run_page(runs[0]) if single else comparison_page(runs))
     return target
 
 
@@ -50,61 +51,19 @@ def write_own_report(folder: Path, summary: dict[str, Any]) -> None:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "comparison": (
-            "Point",
-            "accuracy_plot",
-            "comparison_page",
-        ),
-        "curves": ("training_curves",),
-        "graph_drawing": (
-            "layout_graph",
-            "draw",
-        ),
-        "html": (
-            "Scale",
-            "Table",
-            "element",
-            "concat",
-        ),
+        "comparison": ("Point", "accuracy_plot", "comparison_page"),
+        "graph_drawing": ("layout_graph", "draw"),
+        "html": ("Scale", "Table", "element", "concat"),
         "inspection": (
-            "Box",
-            "FOLLOWER",
-            "GATE",
-            "JOINT",
-            "LAYER",
-            "SKIPPED",
-            "to_boxes",
-            "inspect_model",
-            "overview",
+            *("Box", "FOLLOWER", "GATE", "JOINT", "LAYER", "SKIPPED"),
+            *("to_boxes", "inspect_model", "overview"),
         ),
-        "live": (
-            "live_view",
-            "tensorboard_log",
-        ),
-        "page": (
-            "FIGURES",
-            "SECTIONS",
-            "WIDE_SECTIONS",
-            "headline",
-            "run_page",
-            "run_parts",
-            "sentence",
-        ),
-        "run_data": (
-            "LayerKept",
-            "Run",
-            "checkpointed_plan",
-            "read_run",
-        ),
+        "live": ("live_view", "tensorboard_log"),
+        "page": ("FIGURES", "SECTIONS", "WIDE_SECTIONS", "headline", "run_page", "run_parts", "sentence"),
+        "run_data": ("LayerKept", "Run", "checkpointed_plan", "read_run"),
         "sections": (
-            "kept_figure",
-            "with_kept",
-            "network",
-            "recipe",
-            "refinement",
-            "scores_figure",
-            "skipped",
-            "latency_section",
+            *("training_curves", "kept_figure", "with_kept", "network", "recipe", "refinement"),
+            *("scores_figure", "skipped", "latency_section"),
         ),
     },
 )

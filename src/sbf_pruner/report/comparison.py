@@ -6,31 +6,32 @@ also draw the plots of `sbf frontier`: the SVG is well-formed XML, so it works i
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean, stdev
 from typing import Any
 
 from ..utils.files import flatten_keys
 from ..utils.formatting import DASH, change, count, milliseconds, percent, scientific, si_number
 from .html import (
+    DARK,
     FRAME_WIDTH,
+    LIGHT,
     Figure,
-    Markup,
     Scale,
     Table,
-    concat,
     curve,
     element,
     grid,
     nested_svg,
-    palette,
     scroll,
     svg_figure,
+    svg_file,
 )
-from .page import HEADLINE, figure_parts, page
-from .run_data import Run
-from .sections import bars, best_known_time, format_setting, latency_conditions, numbers
+from .page import figures_page
+from .run_data import Run, last_known
+from .sections import bars, best_known_time, format_setting, kept_totals, latency_conditions, numbers
 
 
 @dataclass(frozen=True)
@@ -48,110 +49,68 @@ class Entry:
 
 def comparison_page(runs: Sequence[Run]) -> str:
     """Return the HTML page that compares the runs."""
-    entries = [_entry(place, run, _names(runs)[place]) for place, run in enumerate(runs)]
-    figures = [
-        _against(entries, "macs", "multiply-accumulates"),
-        _against(entries, "params", "parameters"),
-        *filter(None, [over_seeds(runs)]),
-        _table(entries),
-        *_kept(entries),
-        _settings(entries),
-    ]
-    title = f"{len(runs)} runs compared"
-    said = _sentence(entries)
-    head = concat(
-        element("p", " · ".join(dict.fromkeys(run.title for run in runs)), class_="facts"),
-        element("h1", title),
-        element("p", said, class_="lead"),
-    )
-    parts = {HEADLINE: head} | figure_parts(figures)
-    return page(title, said, parts, {figure.key for figure in figures if figure.wide})
+    entries = [_entry(number, run, name) for number, (run, name) in enumerate(zip(runs, _names(runs), strict=True))]
+    figures = [_against(entries, "macs", "multiply-accumulates"), _against(entries, "params", "parameters")]
+    figures += [*over_seeds(runs), _table(entries), *map(_kept, entries), _settings(entries)]
+    facts = " · ".join(dict.fromkeys(run.title for run in runs))
+    return figures_page(f"{len(runs)} runs compared", facts, _sentence(entries), figures)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """Return a distinct name for each run: with its seed, and with its folder where that is ambiguous."""
-    short_names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
-    folders = [str(run.folder) for run in runs]
-    return [
-        name if short_names.count(name) == 1 else f"{name} ({folder})"
-        for name, folder in zip(short_names, folders, strict=True)
-    ]
+    names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
+    named = zip(names, runs, strict=True)
+    return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in named]
 
 
-def _entry(place: int, run: Run, name: str) -> Entry:
-    sign = chr(ord("A") + place) if place < 26 else str(place + 1)
+def _entry(number: int, run: Run, name: str) -> Entry:
+    sign = chr(ord("A") + number) if number < 26 else str(number + 1)
     if run.summary is not None:
         dense, pruned = run.summary["dense"], run.summary["pruned"]
         return Entry(sign, name, run, pruned["accuracy"], dense["accuracy"], dense, pruned)
-    judged = [record for record in run.records if record["test_accuracy"] is not None]
+    accuracy, control = (last_known(records, "test_accuracy") for records in (run.records, run.control))
     first, last = (run.records[0], run.records[-1]) if run.records else ({}, {})
     sizes = [{key: record.get(key) for key in ("params", "macs")} for record in (first, last)]
-    control = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
-    return Entry(sign, name, run, judged[-1]["test_accuracy"] if judged else None, control, *sizes)
+    return Entry(sign, name, run, accuracy, control, *sizes)
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
     done = [e for e in entries if e.run.finished and e.accuracy is not None]
-    said = f"{len(done)} of {len(entries)} runs are finished."
+    text = f"{len(done)} of {len(entries)} runs are finished."
     if not done:
-        return said + " The values below are preliminary."
+        return text + " The values below are preliminary."
     best = max(done, key=lambda e: e.accuracy or 0)
     least = min(done, key=lambda e: e.pruned["macs"])
-    said += f" {best.sign} has the highest accuracy ({percent(best.accuracy)})"
+    text += f" {best.sign} has the highest accuracy ({percent(best.accuracy)})"
     if least is best:
-        return said + " and has the fewest multiply-accumulates left."
-    part = 100 * least.pruned["macs"] / least.dense["macs"]
-    return (
-        f"{said}; {least.sign} has the fewest multiply-accumulates ({percent(part, 0)}, {percent(least.accuracy)})."
-    )
+        return text + " and has the fewest multiply-accumulates left."
+    share = percent(100 * least.pruned["macs"] / least.dense["macs"], 0)
+    return f"{text}; {least.sign} has the fewest multiply-accumulates ({share}, {percent(least.accuracy)})."
 
 
 def _table(entries: Sequence[Entry]) -> Figure:
-    head = [
-        "run",
-        "state",
-        "accuracy",
-        "dense control",
-        "parameters",
-        "change",
-        "MACs",
-        "change",
-        "file",
-        "latency",
-    ]
-    head += ["change", "filters kept", "gated = extracted"]
+    head = ["run", "state", "accuracy", "dense control", "parameters", "change", "MACs", "change", "file"]
+    head += ["latency", "change", "filters kept", "gated = extracted"]
     timed = any(one.run.time is not None for one in entries)
     head += ["latency target", "latency", "measured with"] if timed else []
     rows = []
     for one in entries:
-        last = one.run.last
+        last, dense, pruned = one.run.last, one.dense, one.pruned
         state = "finished" if one.run.finished else f"{last['done']}/{last['total']}" if last else "not begun"
-        kept = [sum(getattr(layer, when) for layer in one.run.layers) for when in ("after", "before")]
-        dense, pruned = one.dense, one.pruned
-        rows.append(
-            [
-                f"{one.sign}  {one.name}",
-                state,
-                percent(one.accuracy),
-                percent(one.dense_accuracy),
-                count(pruned.get("params")),
-                change(dense.get("params"), pruned.get("params")),
-                count(pruned.get("macs")),
-                change(dense.get("macs"), pruned.get("macs")),
-                si_number(pruned.get("file_bytes"), "B"),
-                milliseconds(pruned.get("latency_ms")),
-                change(dense.get("latency_ms"), pruned.get("latency_ms")),
-                f"{kept[0]:,} of {kept[1]:,}" if kept[1] else DASH,
-                scientific(one.run.summary.get("cut_error")) if one.run.summary else DASH,
-                *(_time(one.run) if timed else ()),
-            ]
-        )
+        row = [f"{one.sign}  {one.name}", state, percent(one.accuracy), percent(one.dense_accuracy)]
+        for key in ("params", "macs"):
+            row += [count(pruned.get(key)), change(dense.get(key), pruned.get(key))]
+        row += [si_number(pruned.get("file_bytes"), "B"), milliseconds(pruned.get("latency_ms"))]
+        row.append(change(dense.get("latency_ms"), pruned.get("latency_ms")))
+        before, after, _ = kept_totals(one.run.layers)
+        row.append(f"{after:,} of {before:,}" if before else DASH)
+        row.append(scientific(one.run.summary.get("cut_error")) if one.run.summary else DASH)
+        rows.append([*row, *_latency_cells(one.run)] if timed else row)
     table = Table(head, rows, words=2)
     return Figure("table", "All runs", picture=scroll(table.html(), "All runs"), wide=True)
 
 
-def _time(run: Run) -> list[str]:
-    """Table cells of the latency: target and result relative to the dense network, and the conditions."""
+def _latency_cells(run: Run) -> list[str]:
     if run.time is None:
         return [DASH] * 3
     share, how = best_known_time(run.time, run.finished)
@@ -161,47 +120,42 @@ def _time(run: Run) -> list[str]:
 
 def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
     points = []
-    for place, one in enumerate(entries):
-        for what, accuracy, size in (
-            ("dense control", one.dense_accuracy, one.dense.get(key)),
-            ("pruned", one.accuracy, one.pruned.get(key)),
+    for number, one in enumerate(entries):
+        state = "" if one.run.finished else " so far"
+        for what, kind, accuracy, sizes in (
+            ("dense control", " dense", one.dense_accuracy, one.dense),
+            ("pruned", "", one.accuracy, one.pruned),
         ):
-            if accuracy is not None and size:
-                name = f"{one.sign}  {one.name}, {what}{'' if one.run.finished else ' so far'}"
-                kind = f"h{place % 10}{' dense' if what != 'pruned' else ''}"
-                points.append(Point(name, accuracy, size, kind, one.sign))
-    said = "Up and to the left is better. A hollow point is the dense control of the run with the same letter."
-    return accuracy_plot(f"against-{key}", words, points, said)
+            if accuracy is not None and (size := sizes.get(key)):
+                name = f"{one.sign}  {one.name}, {what}{state}"
+                points.append(Point(name, accuracy, size, f"h{number % 10}{kind}", one.sign))
+    caption = "Up and to the left is better. A hollow point is the dense control of the run with the same letter."
+    return accuracy_plot(f"against-{key}", words, points, caption)
 
 
-def _kept(entries: Sequence[Entry]) -> list[Figure]:
-    """One bar chart per run, scaled to the dense widths, so that runs of one network share a scale."""
-    found = []
-    for one in entries:
-        key, title = f"kept-{one.sign}", f"{one.sign}: filters kept"
-        if not one.run.layers:
-            found.append(Figure(key, title, missing=one.run.missing["kept"]))
-            continue
-        before, after = (sum(getattr(layer, when) for layer in one.run.layers) for when in ("before", "after"))
-        gone = sum(not layer.after for layer in one.run.layers)
-        said = f"{one.name}: {after:,} of {before:,}" + (f", {gone} layers gone." if gone else ".")
-        found.append(Figure(key, title, said, bars(one.run.layers, title, 130), numbers(one.run.layers)))
-    return found
+def _kept(one: Entry) -> Figure:
+    """Return the bar chart of a run, scaled to the dense widths, so that runs of one network share a scale."""
+    key, title, layers = f"kept-{one.sign}", f"{one.sign}: filters kept", one.run.layers
+    if not layers:
+        return Figure(key, title, missing=one.run.missing["kept"])
+    before, after, removed = kept_totals(layers)
+    caption = f"{one.name}: {after:,} of {before:,}" + (f", {removed} layers removed." if removed else ".")
+    return Figure(key, title, caption, bars(layers, title, 130), numbers(layers))
 
 
 def _settings(entries: Sequence[Entry]) -> Figure:
-    told = [{key: format_setting(value) for key, value in flatten_keys(one.run.recipe).items()} for one in entries]
-    keys = [key for key in dict.fromkeys(k for table in told for k in table) if len({t.get(key) for t in told}) > 1]
+    tables = [{key: format_setting(value) for key, value in flatten_keys(e.run.recipe).items()} for e in entries]
+    rows = [[key, *(table.get(key, DASH) for table in tables)] for key in dict.fromkeys(chain(*tables))]
+    differing = [[key, *values] for key, *values in rows if len(set(values)) > 1]
     title = "Settings that differ"
-    if not keys:
+    if not differing:
         return Figure("settings", title, missing="None: these are runs of the same recipe.", wide=True)
-    rows = [[key, *(table.get(key, DASH) for table in told)] for key in keys]
-    table = Table(["setting", *(one.sign for one in entries)], rows).html()
+    table = Table(["setting", *(one.sign for one in entries)], differing).html()
     return Figure("settings", title, picture=scroll(table, title), wide=True)
 
 
-def over_seeds(runs: Sequence[Run]) -> Figure | None:
-    """Return a table of means and deviations per recipe, the best first, or None if no recipe has several seeds.
+def over_seeds(runs: Sequence[Run]) -> list[Figure]:
+    """Return a table of means and deviations per recipe, the best first; none if no recipe has several seeds.
 
     Runs belong together if their recipes differ in nothing but `seed` and `dense_control`. Unfinished runs are left
     out, and so are groups in which a seed occurs twice.
@@ -214,40 +168,21 @@ def over_seeds(runs: Sequence[Run]) -> Figure | None:
             groups.setdefault(repr(own), []).append(run)
     found = [group for group in groups.values() if len({run.recipe.get("seed") for run in group}) == len(group)]
     if not any(len(group) > 1 for group in found):
-        return None
-    rows = [_row(group) for group in sorted(found, key=lambda group: -_mean(_accuracies(group)))]
+        return []
+    rows = []
+    for group in found:
+        summaries = [run.summary for run in group if run.summary is not None]
+        accuracies = [summary["pruned"]["accuracy"] for summary in summaries]
+        mean, spread = fmean(accuracies), f"{stdev(accuracies):.2f}" if len(group) > 1 else ""
+        left = [fmean(s["pruned"][key] / s["dense"][key] for s in summaries) for key in ("params", "macs")]
+        sizes = [percent(100 * part, 1) for part in left]
+        rows.append((mean, [group[0].name, str(len(group)), percent(mean), spread, *sizes]))
+    rows.sort(key=lambda row: -row[0])
     head = ["recipe", "seeds", "accuracy", "deviation", "parameters left", "MACs left"]
-    table = Table(head, rows)
-    body = scroll(table.html(), "Over seeds")
-    return Figure("seeds", "Over seeds", "Means of runs that differ in nothing but the seed.", body, wide=True)
+    body = scroll(Table(head, [row for _, row in rows]).html(), "Over seeds")
+    return [Figure("seeds", "Over seeds", "Means of runs that differ in nothing but the seed.", body, wide=True)]
 
 
-def _row(group: Sequence[Run]) -> list[str]:
-    accuracies = _accuracies(group)
-    spread = f"{statistics.stdev(accuracies):.2f}" if len(group) > 1 else ""
-    sizes = [percent(100 * _mean([_left(run, key) for run in group]), 1) for key in ("params", "macs")]
-    return [group[0].name, str(len(group)), percent(_mean(accuracies)), spread, *sizes]
-
-
-def _accuracies(group: Sequence[Run]) -> list[float]:
-    return [_part(run, "pruned")["accuracy"] for run in group]
-
-
-def _left(run: Run, key: str) -> float:
-    return float(_part(run, "pruned")[key] / _part(run, "dense")[key])
-
-
-def _part(run: Run, name: str) -> dict[str, Any]:
-    assert run.summary is not None
-    part: dict[str, Any] = run.summary[name]
-    return part
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
-
-
-Spell = Callable[[float], str]
 _HEIGHT = 250.0
 _WIDTH, _LEFT, _TOP, _BELOW = 760, 66, 104, 54  # pixels, in a standalone SVG
 
@@ -269,16 +204,16 @@ def accuracy_plot(
     words: str,
     points: Sequence[Point],
     caption: str,
-    *,
     first: str = "run",
+    *,
     joined: Sequence[tuple[str, Sequence[Point]]] = (),
     legend: Sequence[tuple[str, str]] = (),
-    spelled: tuple[Spell, Spell] = (si_number, count),
+    formats: tuple[Callable[[float], str], Callable[[float], str]] = (si_number, count),
 ) -> Figure:
     """Plot accuracy against size, with a table that has a row for each point.
 
     `words` names the size and `first` the table's first column. `joined` are lines, each with its CSS class and its
-    points in order. `format_setting` formats sizes, first for the axis and then for the table.
+    points in order. `formats` are the formatters of sizes, first for the axis and then for the table.
     """
     title = f"Accuracy against {words}"
     if not points:
@@ -291,46 +226,33 @@ def accuracy_plot(
     for value in Scale(0, widest, 1).ticks(5):
         at = f"{100 * value / widest:.2f}%"
         parts.append(element("line", class_="grid", x1=at, x2=at, y1=0, y2=f"{_HEIGHT:.0f}"))
-        parts.append(element("text", spelled[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
-    lines = [
-        curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]) for kind, line in joined
-    ]
-    if lines:
-        parts.append(nested_svg(0, _HEIGHT, lines))
-    above = _shared(points, down, widest)
+        parts.append(element("text", formats[0](value), class_="tick middle", x=at, y=f"{_HEIGHT + 16:.0f}"))
+    lines = []
+    for kind, line in joined:
+        lines.append(curve(kind, [(FRAME_WIDTH * p.size / widest, down(p.accuracy)) for p in line]))
+    parts += [nested_svg(0, _HEIGHT, lines)] if lines else []
+
+    def near(point: Point, others: Iterable[int], part: float, pixels: float) -> Iterator[int]:
+        for row in others:
+            apart = abs(down(point.accuracy) - down(points[row].accuracy))
+            if abs(point.size - points[row].size) < part * widest and apart < pixels:
+                yield row
+
+    # The first of several overlapping points carries the labels of all of them.
+    labels: dict[int, list[str]] = {}
+    for row, point in enumerate(points):
+        labels.setdefault(next(near(point, labels, 0.02, 12), row), []).append(point.sign)
     for row, point in enumerate(points):
         x, y = f"{100 * point.size / widest:.2f}%", down(point.accuracy)
         parts.append(element("circle", class_=f"hit point {point.kind}", data_row=row, cx=x, cy=y, r=6))
-        sign = above[row] if not point.beside else "" if _crowded(points[:row], point, down, widest) else point.sign
-        if sign and point.beside:
-            parts.append(element("text", sign, class_="sign beside", dx=8, y=y + 15, x=x))
-        elif sign:
-            parts.append(element("text", sign, class_="sign", y=y - 10, x=x))
-    rows = [[point.name, percent(point.accuracy), spelled[1](point.size)] for point in points]
-    drawn = svg_figure("against", _HEIGHT, title, parts)
-    return Figure(key, title, caption, drawn, Table([first, "accuracy", words], rows), legend)
-
-
-def _shared(points: Sequence[Point], down: Scale, widest: float) -> list[str]:
-    """Return the label above each point; the first of several overlapping points carries all their labels."""
-    first: dict[int, list[str]] = {}
-    for row, point in enumerate(points):
-        near = (
-            other
-            for other in first
-            if abs(point.size - points[other].size) < 0.02 * widest
-            and abs(down(point.accuracy) - down(points[other].accuracy)) < 12
-        )
-        first.setdefault(next(near, row), []).append(point.sign)
-    return [", ".join(filter(None, first.get(row, []))) for row in range(len(points))]
-
-
-def _crowded(before: Sequence[Point], point: Point, down: Scale, widest: float) -> bool:
-    """Return True if a label beside the point would overlap that of an earlier point."""
-    return any(
-        abs(point.size - other.size) < 0.07 * widest and abs(down(point.accuracy) - down(other.accuracy)) < 14
-        for other in before
-    )
+        label = point.sign if point.beside else ", ".join(filter(None, labels.get(row, ())))
+        if label and not point.beside:
+            parts.append(element("text", label, class_="sign", y=y - 10, x=x))
+        elif label and next(near(point, range(row), 0.07, 14), None) is None:
+            parts.append(element("text", label, class_="sign beside", dx=8, y=y + 15, x=x))
+    rows = [[point.name, percent(point.accuracy), formats[1](point.size)] for point in points]
+    picture = svg_figure("against", _HEIGHT, title, parts)
+    return Figure(key, title, caption, picture, Table([first, "accuracy", words], rows), legend)
 
 
 def plot_as_svg(figure: Figure, title: str, axis: str) -> str:
@@ -342,38 +264,22 @@ def plot_as_svg(figure: Figure, title: str, axis: str) -> str:
         signs.append(element("circle", class_=f"point {sign.rpartition(' ')[2]}", cx=x, cy=y, r=5))
         signs.append(element("text", words, class_="start", x=x + 11, y=y + 4))
     plot = {"x": _LEFT, "y": _TOP, "width": _WIDTH - _LEFT - 24, "height": f"{_HEIGHT:.0f}"}
-    across, down = f"{(_LEFT + _WIDTH - 24) / 2:.0f}", f"{height - 14:.0f}"
-    return concat(
-        element(
-            "svg",
-            element("style", Markup(_style())),
-            element("rect", class_="paper", width="100%", height="100%"),
-            signs,
-            element("svg", figure.picture, class_="plot", **plot),
-            element("text", axis, class_="middle", x=across, y=down),
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {_WIDTH} {height:.0f}",
-            width=_WIDTH,
-            height=f"{height:.0f}",
-            role="img",
-            aria_label=title,
-        ),
-        "\n",
-    )
+    below = {"x": f"{(_LEFT + _WIDTH - 24) / 2:.0f}", "y": f"{height - 14:.0f}"}
+    parts = [*signs, element("svg", figure.picture, class_="plot", **plot)]
+    parts.append(element("text", axis, class_="middle", **below))
+    style = f"{_PLOT_SHAPES}{_colors(LIGHT)}@media (prefers-color-scheme:dark){{{_colors(DARK)}}}"
+    return svg_file(title, _WIDTH, height, style, parts)
 
 
-def _style() -> str:
-    shapes = (
-        "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:end}"
-        ".middle,.sign{text-anchor:middle}.start,.title,.beside{text-anchor:start}.title{font-size:14px;font-weight:600}"
-        ".sign{font-weight:600}.plot{overflow:visible}.curve{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}"
-        ".curve.dashed{stroke-dasharray:4 4}.point{stroke-width:2}"
-    )
-    return f"{shapes}{_colours(dark=False)}@media (prefers-color-scheme:dark){{{_colours(dark=True)}}}"
+_PLOT_SHAPES = (
+    "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:end}"
+    ".middle,.sign{text-anchor:middle}.start,.title,.beside{text-anchor:start}.title{font-size:14px;font-weight:600}"
+    ".sign{font-weight:600}.plot{overflow:visible}.curve{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}"
+    ".curve.dashed{stroke-dasharray:4 4}.point{stroke-width:2}"
+)
 
 
-def _colours(*, dark: bool) -> str:
-    tone = palette(dark=dark)
+def _colors(tone: Mapping[str, str]) -> str:
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['soft']}",

@@ -13,11 +13,12 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
-from math import log, log2
+from itertools import accumulate, chain, pairwise, repeat
+from math import inf, log, log2
+from statistics import fmean
 from typing import Any
 
-from .html import HUES, SHAPES, Markup, color_rules, concat, document, element, style
+from .html import HUES, SHAPES, Markup, color_rules, concat, document, element, svg_file
 from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKIPPED, Box, Inspection, to_boxes
 
 _SWEEPS = 8
@@ -40,11 +41,7 @@ class Cell:
     y: float = 0.0  # of the top
 
 
-@dataclass(frozen=True)
-class Wire:
-    """A connection between two boxes: the cells it runs through, including both ends."""
-
-    cells: tuple[Cell, ...]
+Wire = tuple[Cell, ...]  # the cells that a connection of two boxes runs through, including both ends
 
 
 def lay_rows(boxes: Sequence[Box], sizes: dict[Box, tuple[float, float]]) -> tuple[list[list[Cell]], list[Wire]]:
@@ -54,33 +51,33 @@ def lay_rows(boxes: Sequence[Box], sizes: dict[Box, tuple[float, float]]) -> tup
     """
     depth, slack = _depths(boxes)
     readers = Counter(source for box in boxes for source in box.sources)
-    cells = {box: Cell(depth[box], box, *sizes[box]) for box in boxes}
-    lanes: dict[Box, list[Cell]] = {box: [cells[box]] for box in boxes}
+    lanes = {box: [Cell(depth[box], box, *sizes[box])] for box in boxes}
     rows: list[list[Cell]] = [[] for _ in range(max(depth.values()) + 1)]
     wires = []
     for box in boxes:
-        rows[depth[box]].append(cells[box])
+        rows[depth[box]].append(lanes[box][0])
     for box in boxes:
-        meet = MAIN if len(box.sources) >= _BRANCHES else SIDE
+        into = MAIN if len(box.sources) >= _BRANCHES else SIDE
         for source in box.sources:
-            part = MAIN if readers[source] >= _BRANCHES else SIDE
+            out = MAIN if readers[source] >= _BRANCHES else SIDE
             lane = lanes[source]
-            need = depth[box] - depth[source]
-            while len(lane) < need:
+            span = depth[box] - depth[source]
+            while len(lane) < span:
                 passing = Cell(lane[-1].row + 1, None, 8, 0)
-                _join(lane[-1], passing, STRAIGHT if lane[-1].box is None else part)
+                _join(lane[-1], passing, STRAIGHT if lane[-1].box is None else out)
                 rows[passing.row].append(passing)
                 lane.append(passing)
-            main = need == 1 and not slack[box] and not slack[source]
-            _join(lane[need - 1], cells[box], MAIN if main else max(meet, part) if need == 1 else meet)
-            wires.append(Wire((*lane[:need], cells[box])))
+            main = span == 1 and not slack[box] and not slack[source]
+            end = lanes[box][0]
+            _join(lane[span - 1], end, MAIN if main else max(into, out) if span == 1 else into)
+            wires.append((*lane[:span], end))
     _order(rows)
     return rows, wires
 
 
-def _join(upper: Cell, lower: Cell, pull: float) -> None:
-    upper.below.append((lower, pull))
-    lower.above.append((upper, pull))
+def _join(upper: Cell, lower: Cell, weight: float) -> None:
+    upper.below.append((lower, weight))
+    lower.above.append((upper, weight))
 
 
 def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
@@ -100,28 +97,27 @@ def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
 
 
 def _order(rows: list[list[Cell]]) -> None:
-    def number() -> None:
-        for row in rows:
-            for place, cell in enumerate(row):
-                cell.place = place
-
-    number()
+    _number(*rows)
     best, fewest = [list(row) for row in rows], _crossings(rows)
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         for row in rows if down else reversed(rows):
-            row.sort(key=lambda cell: _middle(cell, [n.place for n, _ in (cell.above if down else cell.below)]))
-            for place, cell in enumerate(row):
-                cell.place = place
-        crossings = _crossings(rows)
-        if crossings < fewest:
+            row.sort(key=lambda cell: _middle(cell, cell.above if down else cell.below))
+            _number(row)
+        if (crossings := _crossings(rows)) < fewest:
             best, fewest = [list(row) for row in rows], crossings
     rows[:] = best
-    number()
+    _number(*rows)
 
 
-def _middle(cell: Cell, places: list[int]) -> float:
-    return sum(places) / len(places) if places else cell.place
+def _number(*rows: Sequence[Cell]) -> None:
+    for row in rows:
+        for place, cell in enumerate(row):
+            cell.place = place
+
+
+def _middle(cell: Cell, neighbors: Sequence[tuple[Cell, float]]) -> float:
+    return fmean(other.place for other, _ in neighbors) if neighbors else cell.place
 
 
 def _crossings(rows: Sequence[Sequence[Cell]]) -> int:
@@ -155,19 +151,18 @@ class Picture:
 def layout_graph(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]]) -> Picture:
     """Place the boxes and route the wires; `size` returns the width and height of a box."""
     rows, wires = lay_rows(boxes, {box: size(box) for box in boxes})
-    columns = [_Column(rows[first:last], first, last) for first, last in _columns(rows, _heights(rows))]
+    columns = [_Column(rows[first:last], first, last) for first, last in _columns(rows)]
     top = MARGIN + max(column.room for column in columns)
     left = MARGIN
+    around: dict[tuple[Cell, Cell], str] = {}
     for column in columns:
         column.put(left, top)
         left = column.right + 30 + column.room
-    around = {ends: path for column in columns for ends, path in column.around(top).items()}
-    return Picture(
-        width=columns[-1].right + MARGIN,
-        height=max(column.bottom + column.room for column in columns) + MARGIN,
-        cells=[cell for row in rows for cell in row if cell.box is not None],
-        wires=[(wire, _path(wire, around)) for wire in wires],
-    )
+    for column in columns:
+        around |= column.around(top)
+    height = max(column.bottom + column.room for column in columns) + MARGIN
+    cells = [cell for cell in chain(*rows) if cell.box is not None]
+    return Picture(columns[-1].right + MARGIN, height, cells, [(wire, _path(wire, around)) for wire in wires])
 
 
 class _Column:
@@ -212,12 +207,10 @@ def _heights(rows: Sequence[Sequence[Cell]]) -> list[float]:
     return [max((cell.height for cell in row if cell.box is not None), default=0.0) for row in rows]
 
 
-def _columns(rows: Sequence[Sequence[Cell]], heights: Sequence[float]) -> list[tuple[int, int]]:
+def _columns(rows: Sequence[Sequence[Cell]]) -> list[tuple[int, int]]:
     """Return the ranges of rows that form columns, of about equal height and cut where few wires cross."""
-    ends, total = [], 0.0
-    for tall in heights:
-        total += tall + GAP_Y
-        ends.append(total)
+    ends = list(accumulate(tall + GAP_Y for tall in _heights(rows)))
+    total = ends[-1]
     if total <= _TALL:
         return [(0, len(rows))]
     wide = max(sum(cell.width + GAP_X for cell in row) for row in rows) + 40
@@ -232,8 +225,8 @@ def _columns(rows: Sequence[Sequence[Cell]], heights: Sequence[float]) -> list[t
             if abs(ends[place] - ideal) < 0.45 * reach
         }
         if cost:
-            cuts.append(min(cost, key=lambda place: cost[place]))
-    return list(zip(cuts, [*cuts[1:], len(rows)], strict=True))
+            cuts.append(min(cost, key=cost.__getitem__))
+    return list(pairwise([*cuts, len(rows)]))
 
 
 def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
@@ -247,71 +240,65 @@ def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
     for turn in range(_PASSES):
         down = turn % 2 == 1  # the last pass goes down, to leave wires as straight as possible
         for row in rows if down else reversed(rows):
-            _settle(row, [_wish(cell, down, inside) for cell in row])
+            _place_row(row, [_preferred_x(cell, down, inside) for cell in row])
     _straighten_lanes(rows)
 
 
-def _wish(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
+def _preferred_x(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
     """Return the x position preferred by a cell's wires of the largest weight, and that weight."""
-    neighbours = cell.above if down else cell.below
+    neighbors = cell.above if down else cell.below
     if cell.box is None:  # both ends of a passing wire count, so that it stays straight
-        neighbours = [*cell.above, *cell.below]
-    near = [(other.x, pull) for other, pull in neighbours if other.row in inside]
-    hardest = max((pull for _, pull in near), default=0.0)
-    places = [x for x, pull in near if pull == hardest]
-    return (sum(places) / len(places), hardest) if places else (cell.x, SIDE)
+        neighbors = [*cell.above, *cell.below]
+    near = [(other.x, weight) for other, weight in neighbors if other.row in inside]
+    if not near:
+        return cell.x, SIDE
+    largest = max(weight for _, weight in near)
+    places = [x for x, weight in near if weight == largest]
+    return sum(places) / len(places), largest
 
 
 def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
     """Give a wire that passes several rows the same position in all of them, where there is room."""
-    beside: dict[Cell, tuple[float, float]] = {}
     lanes: dict[Cell, list[Cell]] = {}
-    for row in rows:
-        for cell in row:
-            if cell.box is None:
-                above = cell.above[0][0]
-                lanes[cell] = lanes.get(above, [])
-                lanes[cell].append(cell)
+    for cell in chain(*rows):
+        if cell.box is None:
+            lanes[cell] = lanes.get(cell.above[0][0], [])
+            lanes[cell].append(cell)
     unique = {id(lane): lane for lane in lanes.values()}.values()
+
+    def fits(cell: Cell, x: float) -> bool:
+        row = rows[cell.row - rows[0][0].row]
+        near = [row[i] for i in (cell.place - 1, cell.place + 1) if 0 <= i < len(row)]
+        left = max((other.x + other.width / 2 for other in near if other.x < cell.x), default=-inf)
+        right = min((other.x - other.width / 2 for other in near if other.x > cell.x), default=inf)
+        return left + GAP_X / 2 <= x <= right - GAP_X / 2
+
     # Start with the outermost: when it has moved outward, those inside it can follow.
     for side in (1, -1):
         for lane in sorted(unique, key=lambda lane: -side * max(side * cell.x for cell in lane)):
-            wish = side * max(side * cell.x for cell in lane)
-            for cell in lane:
-                row = rows[cell.row - rows[0][0].row]
-                near = [row[i] for i in (cell.place - 1, cell.place + 1) if 0 <= i < len(row)]
-                beside[cell] = (
-                    max((n.x + n.width / 2 for n in near if n.x < cell.x), default=float("-inf")),
-                    min((n.x - n.width / 2 for n in near if n.x > cell.x), default=float("inf")),
-                )
-            if all(beside[c][0] + GAP_X / 2 <= wish <= beside[c][1] - GAP_X / 2 for c in lane):
+            outermost = side * max(side * cell.x for cell in lane)
+            if all(fits(cell, outermost) for cell in lane):
                 for cell in lane:
-                    cell.x = wish
+                    cell.x = outermost
 
 
-def _settle(row: Sequence[Cell], wishes: Sequence[tuple[float, float]]) -> None:
-    """Move each cell as close to its wish as order and spacing allow (weighted isotonic regression)."""
-    offset, before = 0.0, 0.0
-    blocks: list[tuple[float, float, int]] = []  # wish, weight, number of cells
-    offsets: list[float] = []
-    for cell, (wish, weight) in zip(row, wishes, strict=True):
-        offset += (before + cell.width) / 2 + GAP_X if offsets else 0.0
-        before = cell.width
-        offsets.append(offset)
-        blocks.append((wish - offset, weight, 1))
+def _place_row(row: Sequence[Cell], targets: Sequence[tuple[float, float]]) -> None:
+    """Move each cell as close to its target position as order and spacing allow (weighted isotonic regression)."""
+    offsets = list(accumulate(((a.width + b.width) / 2 + GAP_X for a, b in pairwise(row)), initial=0.0))
+    blocks: list[tuple[float, float, int]] = []  # target, weight, number of cells
+    for offset, (target, weight) in zip(offsets, targets, strict=True):
+        blocks.append((target - offset, weight, 1))
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
             (one, w1, n1), (two, w2, n2) = blocks[-2:]
             blocks[-2:] = [((one * w1 + two * w2) / (w1 + w2), w1 + w2, n1 + n2)]
-    place = 0
-    for wish, _, count in blocks:
-        for cell, offset in zip(row[place : place + count], offsets[place : place + count], strict=True):
-            cell.x = wish + offset
-        place += count
+    starts = chain.from_iterable(repeat(start, count) for start, _, count in blocks)
+    for cell, start, offset in zip(row, starts, offsets, strict=True):
+        cell.x = start + offset
 
 
 def _path(wire: Wire, around: dict[tuple[Cell, Cell], str]) -> str:
     words = []
-    for upper, lower in zip(wire.cells, wire.cells[1:], strict=False):
+    for upper, lower in pairwise(wire):
         if upper.box is None:
             words.append(f"M{upper.x:.1f} {upper.y:.1f}V{upper.y + upper.height:.1f}")
         if (upper, lower) in around:
@@ -353,27 +340,29 @@ _LEGEND = (
 )
 
 
-def draw_svg(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """Return the drawing with a heading as the text of an SVG file."""
-    body, width, height = drawing(boxes)
+def draw(seen: Inspection, ending: str) -> str:
+    """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
+    body, width, height = drawing(to_boxes(seen))
+    facts = seen.facts
+    if ending == ".html":
+        return _page(body, width, height, facts)
     aside = max(_NARROWEST - width, 0) / 2
     width, height = width + 2 * aside, height + _HEAD
-    return concat(
-        element(
-            "svg",
-            element("style", Markup(style())),
-            element("rect", class_="paper", width="100%", height="100%"),
-            _head(facts),
-            element("g", body, transform=f"translate({aside:.0f} {_HEAD:.0f})"),
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {width:.0f} {height:.0f}",
-            width=f"{width:.0f}",
-            height=f"{height:.0f}",
-            role="img",
-            aria_label=heading(facts),
-        ),
-        "\n",
-    )
+    style = f"{SHAPES}{color_rules('')}@media (prefers-color-scheme:dark){{{color_rules('', dark=True)}}}"
+    picture = element("g", body, transform=f"translate({aside:.0f} {_HEAD:.0f})")
+    return svg_file(heading(facts), width, height, style, _head(facts), picture)
+
+
+def _page(body: Markup, width: float, height: float, facts: Mapping[str, Any]) -> str:
+    model, _, rest = heading(facts).partition(": ")
+    swatches = []
+    for sign, words, _ in legend(2.0):
+        swatch = element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18)
+        swatches.append(element("p", swatch, words, class_="key"))
+    style = SHAPES + color_rules("") + color_rules(':root[data-theme="dark"]', dark=True)
+    content = {"title": f"{model}: channel graph", "model": model, "heading": rest, "body": body}
+    size = {"width": f"{width:.0f}", "height": f"{height:.0f}"}
+    return document("graph_page", style=style, legend=swatches, **content, **size)
 
 
 def heading(facts: Mapping[str, Any]) -> str:
@@ -389,61 +378,53 @@ def drawing(boxes: Sequence[Box]) -> tuple[Markup, float, float]:
     most = max((box.filters for box in boxes if box.kind == LAYER), default=1)
     parts = []
     for wire, path in picture.wires:
-        upper, lower = wire.cells[0].box, wire.cells[-1].box
+        upper, lower = wire[0].box, wire[-1].box
         assert upper is not None and lower is not None
         hue = _hue(upper.group) if upper.group == lower.group else ""
-        gone = " gone" if 0 in (upper.kept, lower.kept) else ""
-        parts.append(
-            element("path", class_=f"wire{hue}{gone}", data_ends=f"{number[upper]} {number[lower]}", d=path)
-        )
-    parts += [_box(cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
+        kind = f"wire{hue}{' gone' if 0 in (upper.kept, lower.kept) else ''}"
+        parts.append(element("path", class_=kind, data_ends=f"{number[upper]} {number[lower]}", d=path))
+    parts += [_box(cell.box, cell, number[cell.box], most) for cell in picture.cells if cell.box is not None]
     return concat(parts), picture.width, picture.height
 
 
 def _size(box: Box) -> tuple[float, float]:
+    letters = len(shorten_name(box.label))
     if box.kind == JOINT:
         return (18.0, 18.0) if len(box.label) == 1 else (14 + 6.0 * len(box.label), 18.0)
-    letters = 6.9 * len(shorten_name(box.label))
     if box.kind in (INPUT, OUTPUT):
-        return letters + 22, 22.0
+        return 6.9 * letters + 22, 22.0
     if box.kind in (GATE, OPAQUE):
-        return 5.9 * len(shorten_name(box.label)) + 28, 18.0
-    return max(letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
+        return 5.9 * letters + 28, 18.0
+    return max(6.9 * letters + 24, 5.0 * len(box.note) + 24, 64 + 12 * log2(max(box.filters, 1))), 36.0
 
 
-def _box(cell: Cell, number: int, most: int) -> Markup:
-    box = cell.box
-    assert box is not None
-    kind = f"{box.kind} gone" if box.kept == 0 else box.kind
-    return element(
-        "g",
-        element("title", "\n".join(box.tip)),
-        _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most),
-        class_=f"box {kind}{_hue(box.group)}",
-        id=f"b{number}",
-        data_group=box.group,
-    )
+def _box(box: Box, cell: Cell, number: int, most: int) -> Markup:
+    title = element("title", "\n".join(box.tip))
+    shape = _shape(box, cell.x - cell.width / 2, cell.y, cell.width, cell.height, most)
+    kind = f"{box.kind}{' gone' if box.kept == 0 else ''}{_hue(box.group)}"
+    return element("g", title, shape, class_=f"box {kind}", id=f"b{number}", data_group=box.group)
 
 
 def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Markup:
-    middle = x + w / 2
+    middle, label = x + w / 2, shorten_name(box.label)
     where = {"x": x, "y": y, "width": w, "height": h}
     if box.kind in (JOINT, INPUT, OUTPUT):
         shape = element("rect", class_="shape", **where, rx=h / 2, stroke_width="1.4")
         return concat(shape, element("text", box.label, x=middle, y=y + h / 2 + 3.8))
-    if box.kind in (GATE, OPAQUE):
-        at = middle + 7 if box.kind == GATE else middle
-        text = element("text", shorten_name(box.label), class_="note", x=at, y=y + 12.5)
-        if box.kind == GATE:
-            back = element("rect", class_="back pill", **where, rx=9)
-            return concat(back, element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5)), text)
+    if box.kind == GATE:
+        back = element("rect", class_="back pill", **where, rx=9)
+        shape = element("path", class_="shape", d=_diamond(x + 9.5, y + 9, 4.5))
+        return concat(back, shape, element("text", label, class_="note", x=middle + 7, y=y + 12.5))
+    if box.kind == OPAQUE:
         back = element("rect", class_="back", **where, rx=4)
-        return concat(back, element("rect", class_="shape", **where, rx=4, fill_opacity=".25"), text)
-    strength = 0.06 + 0.54 * (box.filters / most) ** 0.5 if box.kind == LAYER else 0.06
-    if box.kind == SKIPPED:
-        strength = 0.18
+        shape = element("rect", class_="shape", **where, rx=4, fill_opacity=".25")
+        return concat(back, shape, element("text", label, class_="note", x=middle, y=y + 12.5))
     if box.kept is not None:
         strength = 0.07  # the kept part is drawn on top
+    elif box.kind == LAYER:
+        strength = 0.06 + 0.54 * (box.filters / most) ** 0.5
+    else:
+        strength = 0.18 if box.kind == SKIPPED else 0.06
     parts = [
         element("rect", class_="back", **where, rx=6),
         element("rect", class_="shape", **where, rx=6, fill_opacity=f"{min(strength, 0.62):.2f}"),
@@ -453,12 +434,11 @@ def _shape(box: Box, x: float, y: float, w: float, h: float, most: int) -> Marku
         parts.append(element("rect", class_="kept", **left, rx=6, fill_opacity=".38"))
     if box.group is not None:
         parts.append(element("rect", class_="stripe", x=x, y=y + 5, width=4, height=h - 10, rx=2))
-    parts.append(element("text", shorten_name(box.label), class_="name", x=middle, y=y + 15))
+    parts.append(element("text", label, class_="name", x=middle, y=y + 15))
     parts.append(element("text", box.note, class_="note", x=middle, y=y + 28))
     if box.gate:
-        parts.append(
-            element("path", class_="mark" if box.gate == "affine" else "mark map", d=_diamond(middle, y + h, 4.5))
-        )
+        kind = "mark" if box.gate == "affine" else "mark map"
+        parts.append(element("path", class_=kind, d=_diamond(middle, y + h, 4.5)))
     return concat(parts)
 
 
@@ -472,17 +452,17 @@ def _head(facts: Mapping[str, Any]) -> Markup:
         element("text", name, class_="title", x=f"{MARGIN:.0f}", y=26),
         element("text", rest, class_="note left", x=f"{MARGIN + 9 * len(name) + 14:.0f}", y=26),
     ]
-    at = MARGIN
-    for sign, words, room in legend():
-        said = element("text", words, class_="note left", x=21, y=50.5)
-        parts.append(element("g", sign, said, transform=f"translate({at:.0f} 0)"))
-        at += room
+    x = MARGIN
+    for sign, words, width in legend():
+        text = element("text", words, class_="note left", x=21, y=50.5)
+        parts.append(element("g", sign, text, transform=f"translate({x:.0f} 0)"))
+        x += width
     return concat(parts)
 
 
 def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
     """Return the symbols at position `x`, each with its meaning and the width that both take."""
-    found: list[tuple[Markup, str, float]] = []
+    found = []
     for kind, words, room in _LEGEND:
         if kind == GATE:
             sign = element("g", element("path", class_="shape", d=_diamond(x + 8, 47, 5)), class_="gate")
@@ -493,7 +473,7 @@ def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
             opacity = {LAYER: ".45", FOLLOWER: ".06"}.get(kind, ".2")
             at = {"x": f"{x:.0f}", "y": 41, "width": 16, "height": 12}
             sign = element("g", element("rect", class_="shape", **at, rx=3, fill_opacity=opacity), class_=kind)
-        found.append((sign, words, room))
+        found.append((sign, words, float(room)))
     return found
 
 
@@ -509,45 +489,6 @@ def shorten_name(name: str) -> str:
     """
     if len(name) <= _LONGEST:
         return name
-    words = name.split(".")
-    while len(words) > 1 and len(".".join(words)) > _LONGEST - 1:
-        words = words[1:]
-    return "…" + ".".join(words)[-_LONGEST + 1 :]
-
-
-def draw_page(boxes: Sequence[Box], facts: Mapping[str, Any]) -> str:
-    """Return the drawing as a self-contained HTML page."""
-    body, width, height = drawing(boxes)
-    model, _, rest = heading(facts).partition(": ")
-    colour = color_rules("") + color_rules(':root[data-theme="dark"]', dark=True)
-    swatches = [
-        element(
-            "p",
-            element("svg", element("g", sign, transform="translate(0 -38)"), width=20, height=18),
-            words,
-            class_="key",
-        )
-        for sign, words, _ in legend(2.0)
-    ]
-    return document(
-        _read("graph_page.html"),
-        _read("graph_page.js"),
-        title=f"{model}: channel graph",
-        model=model,
-        heading=rest,
-        style=Markup(_read("graph_page.css") + SHAPES + colour),
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        body=body,
-        legend=swatches,
-    )
-
-
-def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
-
-
-def draw(seen: Inspection, ending: str) -> str:
-    """Return the drawing as the text of a file with the given ending, ".svg" or ".html"."""
-    boxes = to_boxes(seen)
-    return draw_page(boxes, seen.facts) if ending == ".html" else draw_svg(boxes, seen.facts)
+    while "." in name and len(name) > _LONGEST - 1:
+        name = name.partition(".")[2]
+    return "…" + name[-_LONGEST + 1 :]

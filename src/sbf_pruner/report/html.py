@@ -16,8 +16,9 @@ import html
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby, pairwise
 from string import Template
 from typing import Any
 
@@ -48,8 +49,8 @@ def element(tag: str, *content: Content, **attributes: Any) -> Markup:
     opened = tag
     for name, value in attributes.items():
         if value is not None:
-            spelled = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
-            opened += f' {name.rstrip("_").replace("_", "-")}="{spelled}"'
+            text = f"{value:.1f}" if isinstance(value, float) else _escaped(str(value))
+            opened += f' {name.rstrip("_").replace("_", "-")}="{text}"'
     inside = concat(*content)
     return Markup(f"<{opened}/>" if tag in _SHAPES and not inside else f"<{opened}>{inside}</{tag}>")
 
@@ -60,66 +61,46 @@ def concat(*content: Content) -> Markup:
     >>> concat("a & ", element("b", "c"), [element("i"), "<"])
     'a &amp; <b>c</b><i></i>&lt;'
     """
-    parts = (part for held in content for part in ([held] if isinstance(held, str) else held))
+    parts = (part for item in content for part in ([item] if isinstance(item, str) else item))
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in parts))
 
 
-def document(template: str, script: str, connect: str = "'none'", **content: Content) -> str:
-    """Fill a page template with content, its one script, and the policy that allows no other script.
+def document(name: str, connect: str = "'none'", *, style: str, **content: Content) -> str:
+    """Fill the template NAME.html with content, NAME.css and more `style`, NAME.js, and the page's policy.
 
     `connect` is the Content-Security-Policy source that the script may fetch from.
     """
-    parts = {name: concat(part) for name, part in content.items()}
-    held = {"policy": concat(policy(script, connect)), "script": Markup(script)}
-    return Template(template).substitute(parts | held)
+    parts: dict[str, str] = {key: concat(part) for key, part in content.items()}
+    parts |= {"policy": concat(policy(name, connect)), "script": _read(f"{name}.js")}
+    return Template(_read(f"{name}.html")).substitute(parts, style=_read(f"{name}.css") + style)
 
 
-def policy(script: str, connect: str = "'none'") -> str:
-    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but the given one runs.
-
-    `connect` is the source that the script may fetch from.
-    """
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def policy(name: str, connect: str = "'none'") -> str:
+    """Return the Content-Security-Policy of a page: nothing is loaded, and no script but NAME.js runs."""
+    digest = base64.b64encode(hashlib.sha256(_read(f"{name}.js").encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 
 
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
 def _escaped(text: str) -> str:
     return html.escape(_UNPRINTABLE.sub("\ufffd", text))
 
 
-HUES = [
-    "#d9730d",
-    "#0f8a5f",
-    "#b5379b",
-    "#5b5bd6",
-    "#b08900",
-    "#c93a3a",
-    "#0b84a5",
-    "#6f9a1d",
-    "#8d5524",
-    "#7a7a8c",
-]
-DARK_HUES = [
-    "#ff9a3d",
-    "#3fcf9b",
-    "#f07ad6",
-    "#9d9dff",
-    "#e6c229",
-    "#ff7b7b",
-    "#4cc3e6",
-    "#a8d44b",
-    "#d29b68",
-    "#b0b0c4",
-]
-_LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
-_LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
-_DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
-_DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
-
-
+HUES = ["#d9730d", "#0f8a5f", "#b5379b", "#5b5bd6", "#b08900"]
+HUES += ["#c93a3a", "#0b84a5", "#6f9a1d", "#8d5524", "#7a7a8c"]
+DARK_HUES = ["#ff9a3d", "#3fcf9b", "#f07ad6", "#9d9dff", "#e6c229"]
+DARK_HUES += ["#ff7b7b", "#4cc3e6", "#a8d44b", "#d29b68", "#b0b0c4"]
+# Colors by role.
+LIGHT = {"paper": "#ffffff", "ink": "#17202b", "soft": "#5a6675", "wire": "#a3adba", "line": "#8492a3"}
+LIGHT |= {"fill": "#2f6fde", "grey": "#9aa4b1", "gate": "#e0457b"}
+DARK = {"paper": "#12161c", "ink": "#e8edf3", "soft": "#9fabba", "wire": "#5b6776", "line": "#76859a"}
+DARK |= {"fill": "#4d8dff", "grey": "#79848f", "gate": "#ff6f9f"}
 SHAPES = (
     "text{font:11px ui-sans-serif,system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;text-anchor:middle}"
     ".note{font-size:9.5px}.left{text-anchor:start}.title{font-size:14px;font-weight:600;text-anchor:start}"
@@ -130,27 +111,20 @@ SHAPES = (
 )
 
 
-def palette(*, dark: bool = False) -> dict[str, str]:
-    """Return the colors by role: paper, ink, soft, wire, line, fill, grey, gate."""
-    return _DARK if dark else _LIGHT
-
-
 def scoped(scope: str) -> str:
     """Return the rules of `SHAPES` under a selector, for a page that has other content too.
 
     >>> scoped(".graph").startswith(".graph text{font:")
     True
     """
-    text = ""
-    for rule in SHAPES.split("}")[:-1]:
-        selectors, _, body = rule.partition("{")
-        text += ",".join(f"{scope} {one}" for one in selectors.split(",")) + f"{{{body}}}"
-    return text
+    return _rules(scope, (rule.split("{") for rule in SHAPES.split("}")[:-1]))
 
 
-def style() -> str:
-    """Return the style sheet of a standalone drawing, light and dark."""
-    return f"{SHAPES}{color_rules('')}@media (prefers-color-scheme:dark){{{color_rules('', dark=True)}}}"
+def _rules(scope: str, rules: Iterable[Iterable[str]]) -> str:
+    return "".join(
+        ",".join(f"{scope} {selector}".strip() for selector in selectors.split(",")) + f"{{{body}}}"
+        for selectors, body in rules
+    )
 
 
 def color_rules(scope: str, dark: bool = False) -> str:
@@ -158,7 +132,7 @@ def color_rules(scope: str, dark: bool = False) -> str:
 
     The classes `g0`, `g1` and so on set the hue of a group of layers that share a layout.
     """
-    tone, hues = palette(dark=dark), DARK_HUES if dark else HUES
+    tone = DARK if dark else LIGHT
     rules = {
         ".paper": f"fill:{tone['paper']}",
         "text": f"fill:{tone['ink']}",
@@ -176,15 +150,11 @@ def color_rules(scope: str, dark: bool = False) -> str:
         ".mark,.gate .shape": f"fill:{tone['gate']};stroke:{tone['paper']}",
         ".mark.map": f"fill:{tone['paper']};stroke:{tone['gate']}",
     }
-    text = ""
-    for key, rule in rules.items():
-        text += ",".join(f"{scope} {one}".strip() for one in key.split(",")) + f"{{{rule}}}"
-    for place, hue in enumerate(hues):
-        at = f"{scope} .g{place}".strip()
-        text += (
-            f"{at}.wire,{at}.joint .shape{{stroke:{hue}}}{at} .stripe{{fill:{hue}}}{at}.joint text{{fill:{hue}}}"
-        )
-    return text
+    for number, hue in enumerate(DARK_HUES if dark else HUES):
+        group = f".g{number}"
+        rules[f"{group}.wire,{group}.joint .shape"] = f"stroke:{hue}"
+        rules |= {f"{group} .stripe": f"fill:{hue}", f"{group}.joint text": f"fill:{hue}"}
+    return _rules(scope, rules.items())
 
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
@@ -203,8 +173,8 @@ class Table:
         """Return the table as HTML; the first cell of each row is its header."""
         rows = []
         for first, *rest in self.rows:
-            kinds = ("w" if place < self.words - 1 else None for place in range(len(rest)))
-            cells = (element("td", cell, class_=kind) for cell, kind in zip(rest, kinds, strict=True))
+            text, numbers = rest[: self.words - 1], rest[self.words - 1 :]
+            cells = [element("td", cell, class_="w") for cell in text] + [element("td", cell) for cell in numbers]
             rows.append(element("tr", element("th", first, scope="row"), cells))
         head = element("tr", (element("th", cell, scope="col") for cell in self.head))
         return element("table", element("thead", head), element("tbody", rows))
@@ -219,10 +189,10 @@ class Figure:
     caption: str = ""  # one paragraph
     picture: Markup = NOTHING  # one element of class "hit" with data-row per row of the table
     table: Table | None = None
-    legend: Sequence[tuple[str, str]] = field(default=())  # CSS class of the symbol, label
+    legend: Sequence[tuple[str, str]] = ()  # CSS class of the symbol, label
     missing: str = ""  # why there is no picture
     wide: bool = False  # takes the whole width of the page
-    text: Markup = NOTHING  # whole paragraphs and lists
+    text: Markup = NOTHING  # paragraphs and lists
 
     def html(self) -> Markup:
         """Return the content of the figure's section."""
@@ -240,9 +210,8 @@ class Figure:
         if self.picture:
             parts.append(element("figure", self.picture, data_marks="", aria_labelledby=name))
         if self.table is not None:
-            scrolled = scroll(self.table.html(), f"{self.title}: the numbers")
-            summary = element("summary", "The numbers")
-            parts.append(element("details", summary, scrolled, data_key=f"{self.key}-numbers"))
+            content = element("summary", "The numbers"), scroll(self.table.html(), f"{self.title}: the numbers")
+            parts.append(element("details", *content, data_key=f"{self.key}-numbers"))
         return concat(parts)
 
 
@@ -264,7 +233,7 @@ class Scale:
         """Return the distance of a value from the top, in pixels."""
         low, high, at = float(self.low), float(self.high), float(value)
         if self.logarithmic:
-            low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
+            low, high, at = math.log(low), math.log(high), math.log(max(at, low))
         return self.height * (1 - (at - low) / (high - low if high > low else 1))
 
     def ticks(self, most: int = 5) -> list[float]:
@@ -309,7 +278,8 @@ def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
     """Draw a line through points, x in frame units and y in pixels; a single point becomes a dot."""
     if not points:
         return NOTHING
-    return element("path", class_=f"curve {kind}", d=f"{path_data(points, 1)}{'h.01' if len(points) == 1 else ''}")
+    dot = "h.01" if len(points) == 1 else ""
+    return element("path", class_=f"curve {kind}", d=path_data(points, 1) + dot)
 
 
 def path_data(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
@@ -320,25 +290,15 @@ def path_data(points: Sequence[tuple[float, float]], digits: int = 0) -> str:
     """
     unit = 10**digits
     places = [(round(x * unit), round(y * unit)) for x, y in points]
-
-    def spelled(place: tuple[int, int]) -> str:
-        return " ".join(f"{number / unit:g}" for number in place)
-
     steps = [(x - x0, y - y0) for (x0, y0), (x, y) in pairwise(places)]
-    return f"M{spelled(places[0])}" + (f"l{' '.join(map(spelled, steps))}" if steps else "")
+    start, *rest = [f"{x / unit:g} {y / unit:g}" for x, y in [places[0], *steps]]
+    return f"M{start}" + (f"l{' '.join(rest)}" if rest else "")
 
 
 def nested_svg(top: float, height: float, *inside: Content) -> Markup:
     """Return a nested SVG that stretches with the figure's width and clips what goes beyond it."""
-    return element(
-        "svg",
-        *inside,
-        y=f"{top:.0f}",
-        width="100%",
-        height=f"{height:.0f}",
-        viewBox=f"0 0 {FRAME_WIDTH:.0f} {height:.0f}",
-        preserveAspectRatio="none",
-    )
+    frame = {"width": "100%", "height": f"{height:.0f}", "viewBox": f"0 0 {FRAME_WIDTH:.0f} {height:.0f}"}
+    return element("svg", *inside, y=f"{top:.0f}", **frame, preserveAspectRatio="none")
 
 
 def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup:
@@ -346,39 +306,35 @@ def svg_figure(kind: str, height: float, label: str, *inside: Content) -> Markup
     return element("svg", *inside, class_=f"plot {kind}", height=f"{height:.0f}", role="group", aria_label=label)
 
 
+def svg_file(label: str, width: float, height: float, style: str, *inside: Content) -> str:
+    """Return the text of an SVG file with a style sheet, on a background of class "paper"."""
+    paper = element("rect", class_="paper", width="100%", height="100%")
+    frame = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
+    namespace = "http://www.w3.org/2000/svg"
+    parts = (element("style", Markup(style)), paper, *inside)
+    return element("svg", *parts, xmlns=namespace, **frame, role="img", aria_label=label) + "\n"
+
+
 def hit_area(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
     """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
-    return element(
-        "rect",
-        class_=f"hit {kind}".rstrip(),
-        data_row=row,
-        x=f"{left:.2f}%",
-        y=f"{top:.0f}",
-        width=f"{width:.2f}%",
-        height=f"{height:.0f}",
-    )
+    area = {"x": f"{left:.2f}%", "y": f"{top:.0f}", "width": f"{width:.2f}%", "height": f"{height:.0f}"}
+    return element("rect", class_=f"hit {kind}".rstrip(), data_row=row, **area)
 
 
 def module_axis(names: Sequence[str], height: float) -> Markup:
     """Label the top-level modules below a figure that has a column per layer name."""
-    spans: list[tuple[str, int, int]] = []
-    for place, name in enumerate(names):
-        part = name.partition(".")[0]
-        if spans and spans[-1][0] == part:
-            spans[-1] = part, spans[-1][1], place + 1
-        else:
-            spans.append((part, place, place + 1))
-    found, each = [], 100 / len(names)
-    for part, first, end in spans:
+    parts, each, first = [], 100 / len(names), 0
+    for module, columns in groupby(name.partition(".")[0] for name in names):
+        end = first + len(list(columns))
         left, right, y = each * (first + 0.12), each * (end - 0.12), f"{height + 5:.0f}"
-        found.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
+        parts.append(element("line", class_="axis", x1=f"{left:.3f}%", x2=f"{right:.3f}%", y1=y, y2=y))
         if right - left > 9:
             at = f"{(left + right) / 2:.3f}%"
-            found.append(element("text", part, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
-    return concat(found)
+            parts.append(element("text", module, class_="tick middle", x=at, y=f"{height + 18:.0f}"))
+        first = end
+    return concat(parts)
 
 
-def pairs(told: Iterable[tuple[str, str]]) -> Markup:
+def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
     """Return a definition list of names and their descriptions."""
-    rows = ((element("dt", name), element("dd", said)) for name, said in told)
-    return element("dl", (part for row in rows for part in row), class_="pairs")
+    return element("dl", (concat(element("dt", name), element("dd", text)) for name, text in rows), class_="pairs")

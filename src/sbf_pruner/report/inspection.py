@@ -10,7 +10,8 @@ Boxes are in execution order, so each comes after its sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +28,6 @@ from ..measurement.counts import Measurement, measure
 from ..utils.formatting import first_names, format_percentage
 
 Facts = dict[str, Any]
-_PARAMETRISED = "parametrizations"  # where torch keeps the original tensors of a parametrized weight
 
 
 @dataclass(frozen=True)
@@ -56,81 +56,66 @@ def overview(model: nn.Module, example_inputs: Any) -> Facts:
 def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
     """Trace a model unless its `graph` is given, measure it, and describe its layers and their couplings."""
     graph = graph if graph is not None else trace(model, example_inputs)
-    relations = graph.relations
-    cost = measure(model, example_inputs)
-    describe, appraiser = _Describer(model, relations, cost), FilterCosts(graph)
-    prunable, followers, skipped = [], [], []
-    behind: dict[str, list[str]] = {}
-    for name, leaders in relations.followers.items():
-        followers.append({**describe(name), "follows": list(leaders)})
-        for leader in leaders:
-            behind.setdefault(leader, []).append(name)
-    for name, layer in graph.layers.items():
-        prunable.append(
-            {
-                **describe(name),
-                "gated_at": layer.site.module,
-                "gate": layer.site.kind,
-                "later_gates": list(relations.later_gates.get(name, ())),
-                "groups": [place for place, group in enumerate(relations.groups) if name in group.layers],
-                "followed_by": behind.get(name, []),
-                "first_filter": asdict(appraiser.first_filter(name)),
-            }
-        )
-    for name, reason in graph.skipped.items():
-        skipped.append({**describe(name), "reason": reason})
+    relations, costs = graph.relations, FilterCosts(graph)
+    size, modules = measure(model, example_inputs), dict(model.named_modules())
+    nodes: dict[str, LayerNode] = {}
+    for node in graph.nodes:
+        if isinstance(node, LayerNode):
+            nodes.setdefault(node.layer, node)
+
+    def shape_and_cost(name: str) -> Facts:
+        return _shape_and_cost(name, nodes.get(name), modules, size)
+
+    layers = [
+        {
+            **shape_and_cost(name),
+            "gated_at": layer.site.module,
+            "gate": layer.site.kind,
+            "later_gates": list(relations.later_gates.get(name, ())),
+            "groups": [place for place, group in enumerate(relations.groups) if name in group.layers],
+            "followed_by": [follower for follower, leaders in relations.followers.items() if name in leaders],
+            "first_filter": asdict(costs.first_filter(name)),
+        }
+        for name, layer in graph.layers.items()
+    ]
+    followers = relations.followers.items()
     facts = {
         "model": type(model).__name__,
         "inputs": [list(value.shape) for value in graph.trace.inputs],
-        "params": cost.params,
-        "macs": cost.macs,
+        "params": size.params,
+        "macs": size.macs,
         "filters": sum(layer.filters for layer in graph.layers.values()),
-        "layers": prunable,
-        "followers": followers,
-        "skipped": skipped,
+        "layers": layers,
+        "followers": [{**shape_and_cost(name), "follows": list(leaders)} for name, leaders in followers],
+        "skipped": [{**shape_and_cost(name), "reason": reason} for name, reason in graph.skipped.items()],
         "groups": [{"meet": list(group.meet), "layers": list(group.layers)} for group in relations.groups],
     }
     return Inspection(graph, relations, facts)
 
 
-class _Describer:
-    """Facts common to prunable layers, followers and layers left alone: shape and cost."""
-
-    def __init__(self, model: nn.Module, relations: Relations, cost: Measurement) -> None:
-        self.modules = dict(model.named_modules())
-        self.cost = cost
-        self.nodes: dict[str, LayerNode] = {}
-        for node in relations.graph.nodes:
-            if isinstance(node, LayerNode):
-                self.nodes.setdefault(node.layer, node)
-
-    def __call__(self, name: str) -> Facts:
-        node = self.nodes.get(name)
-        path = name
-        if node is not None and node.stored and node.op.call is not None:
-            owner = node.weight.name.rpartition(".")[0]
-            path = owner if owner in self.modules and node.op.call.within(owner) else node.op.call.module
-        module = self.modules.get(path)
-        macs = self.cost.by_module.get(path, 0)
-        return {
-            "name": name,
-            "kind": type(module).__name__ if module is not None else "",
-            "filters": node.filters if node is not None else None,
-            "kernel": list(node.weight.shape[2:]) if node is not None else [],
-            "conv_groups": node.groups if node is not None else 1,
-            "map_size": list(node.x.shape[2:]) if node is not None else [],
-            "params": _parameters(module),
-            "macs": macs,
-            "macs_share": 100 * macs / self.cost.macs if self.cost.macs else 0.0,
-        }
-
-
-def _parameters(module: nn.Module | None) -> int:
-    """Count the module's own parameters, including the originals of parametrized ones."""
-    if module is None:
-        return 0
-    held = dict(module.named_parameters())
-    return sum(p.numel() for key, p in held.items() if "." not in key or key.startswith(_PARAMETRISED))
+def _shape_and_cost(
+    name: str, node: LayerNode | None, modules: Mapping[str, nn.Module], size: Measurement
+) -> Facts:
+    path = name
+    if node is not None and node.stored and node.op.call is not None:
+        owner = node.weight.name.rpartition(".")[0]
+        path = owner if owner in modules and node.op.call.within(owner) else node.op.call.module
+    module = modules.get(path)
+    parameters = dict(module.named_parameters()) if module is not None else {}
+    # Count the module's own parameters, including the originals of parametrized ones.
+    own = (p for key, p in parameters.items() if "." not in key or key.startswith("parametrizations"))
+    macs = size.by_module.get(path, 0)
+    return {
+        "name": name,
+        "kind": type(module).__name__ if module is not None else "",
+        "filters": node.filters if node is not None else None,
+        "kernel": list(node.weight.shape[2:]) if node is not None else [],
+        "conv_groups": node.groups if node is not None else 1,
+        "map_size": list(node.x.shape[2:]) if node is not None else [],
+        "params": sum(parameter.numel() for parameter in own),
+        "macs": macs,
+        "macs_share": 100 * macs / size.macs if size.macs else 0.0,
+    }
 
 
 LAYER, FOLLOWER, SKIPPED = "layer", "follower", "skipped"
@@ -163,98 +148,83 @@ def to_boxes(seen: Inspection) -> list[Box]:
     >>> [(box.kind, box.label) for box in to_boxes(inspect_model(net, torch.zeros(1, 3, 8, 8)))]
     [('input', 'input 3x8x8'), ('layer', '0'), ('skipped', '2'), ('output', 'output 4x4x4')]
     """
-    composer = _BoxBuilder(seen)
+    builder = _BoxBuilder(seen)
     for node in seen.graph.nodes:
-        composer.add(node)
-    for place, value in enumerate(seen.graph.outputs):
-        number = f" {place + 1}" if len(seen.graph.outputs) > 1 else ""
-        composer.box(OUTPUT, f"output{number} {_size(value.shape[1:])}", ("output of the network",), [value])
-    return [box for box in composer.boxes if box.kind != INPUT or composer.is_read(box)]
+        builder.add(node)
+    for label, value in _labelled("output", seen.graph.outputs):
+        builder.box(OUTPUT, label, ("output of the network",), [value])
+    read = {source for box in builder.boxes for source in box.sources}
+    return [box for box in builder.boxes if box.kind != INPUT or box in read]
+
+
+def _labelled(kind: str, values: Sequence[Value]) -> Iterator[tuple[str, Value]]:
+    for number, value in enumerate(values, 1):
+        yield f"{kind}{f' {number}' if len(values) > 1 else ''} {_size(value.shape[1:])}", value
 
 
 class _BoxBuilder:
     def __init__(self, seen: Inspection) -> None:
-        self.relations = seen.relations
-        self.facts: dict[str, dict[str, Any]] = {}
-        for key in ("layers", "followers", "skipped"):
-            self.facts |= {fact["name"]: fact for fact in seen.facts[key]}
+        self.group_of = seen.relations.group_of
+        self.facts = {fact["name"]: fact for key in ("layers", "followers", "skipped") for fact in seen.facts[key]}
         self.groups = seen.facts["groups"]
-        self.apart = {edge.module: site for site in seen.graph.sites if not site.layer for edge in site.edges}
+        self.gates = {edge.module for site in seen.graph.sites if not site.layer for edge in site.edges}
         self.read = {value for node in seen.graph.nodes for value in node.inputs} | set(seen.graph.outputs)
-        self.calls: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
         self.boxes: list[Box] = []
-        self.made: dict[Value, Box] = {}  # the box that each tensor comes from
-        self.joined: dict[tuple[int, ...], Box] = {}  # concatenations so far, by the ids of their sources
-        for place, value in enumerate(seen.graph.trace.inputs):
-            number = f" {place + 1}" if len(seen.graph.trace.inputs) > 1 else ""
-            box = self.box(INPUT, f"input{number} {_size(value.shape[1:])}", ("input of the network",), [])
-            self.made[value] = box
+        self.box_of: dict[Value, Box] = {}  # the box that each tensor comes from
+        self.concatenations: dict[tuple[Box, ...], Box] = {}  # by their sources
+        for label, value in _labelled("input", seen.graph.trace.inputs):
+            self.box_of[value] = self.box(INPUT, label, ("input of the network",), [])
 
-    def is_read(self, box: Box) -> bool:
-        return any(box in other.sources for other in self.boxes)
+    def sources(self, values: Iterable[Value]) -> list[Box]:
+        return list(dict.fromkeys(self.box_of[value] for value in values if value in self.box_of))
 
     def box(self, kind: str, label: str, tip: Sequence[str], read: Iterable[Value], **more: Any) -> Box:
-        box = Box(kind, label, tuple(tip), **more)
-        box.sources = list(dict.fromkeys(self.made[v] for v in read if v in self.made))
-        self.boxes.append(box)
-        return box
+        self.boxes.append(Box(kind, label, tuple(tip), **more, sources=self.sources(read)))
+        return self.boxes[-1]
 
     def add(self, node: Node) -> None:
         """Add a box for an operator, or attribute its outputs to the box that it reads."""
-        sources = list(dict.fromkeys(self.made[v] for v in node.inputs if v in self.made))
+        sources = self.sources(node.inputs)
         if not sources:
             return
         if isinstance(node, LayerNode):
-            made = self._layer(node)
-        elif isinstance(node, Norm) and self._stands_apart(node):
-            made = self._gate(node)
+            box = self._layer(node)
+        elif isinstance(node, Norm) and node.op.call is not None and node.op.call.module in self.gates:
+            name = node.op.call.module
+            why = "a gate without scores: it closes removed channels, which the norm's bias would make nonzero"
+            box = self.box(GATE, name, (name, why), [node.x], group=self.group_of(node.out))
         elif isinstance(node, Opaque) and len(node.inputs):
-            made = self.box(OPAQUE, node.op.name.removeprefix("aten."), (node.blocks,), node.inputs)
+            box = self.box(OPAQUE, node.op.name.removeprefix("aten."), (node.blocks,), node.inputs)
         elif len(sources) > 1:
-            made = self._meeting(node, sources)
+            box = self._joint(node, tuple(sources))
         elif isinstance(node, ChannelMove) and len(self.read.intersection(node.outputs)) > 1:
             tip = (f"split into {len(node.outputs)} at {node.op.where}",)
-            made = self.box(JOINT, "split", tip, node.inputs, group=self.relations.group_of(node.inputs[0]))
+            box = self.box(JOINT, "split", tip, node.inputs, group=self.group_of(node.inputs[0]))
         else:
-            made = sources[0]
-        for value in node.outputs:
-            self.made[value] = made
+            box = sources[0]
+        self.box_of |= dict.fromkeys(node.outputs, box)
 
     def _layer(self, node: LayerNode) -> Box:
         name = node.layer
         fact = self.facts.get(name, {"name": name, "kind": "", "macs_share": 0.0, "params": 0, "macs": 0})
-        kind = LAYER if "gated_at" in fact else FOLLOWER if "follows" in fact else SKIPPED
-        self.calls[name] = self.calls.get(name, 0) + 1
-        again = f" (call {self.calls[name]})" if self.calls[name] > 1 else ""
-        group = self.relations.group_of(node.out)
+        self.calls[name] += 1
+        label = f"{name} (call {self.calls[name]})" if self.calls[name] > 1 else name
         size = f" · {_size(node.x.shape[2:])}" if node.x.shape[2:] else ""
         return self.box(
-            kind,
-            name + again,
-            [name + again, *describe(fact, self.groups, node)],
+            LAYER if "gated_at" in fact else FOLLOWER if "follows" in fact else SKIPPED,
+            label,
+            [label, *describe(fact, self.groups, node)],
             [node.x, node.weight],
             note=f"{node.filters}{size} · {format_percentage(fact['macs_share'])} %",
             filters=node.filters,
-            group=group,
+            group=self.group_of(node.out),
             gate=fact.get("gate", ""),
             layer=name,
         )
 
-    def _stands_apart(self, node: Norm) -> bool:
-        call = node.op.call
-        return call is not None and call.module in self.apart
-
-    def _gate(self, node: Norm) -> Box:
-        assert node.op.call is not None
-        module = node.op.call.module
-        why = (
-            "a gate without scores: it closes removed channels, so that the norm's bias does not make them nonzero"
-        )
-        tip = (module, why)
-        return self.box(GATE, module, tip, [node.x], group=self.relations.group_of(node.out))
-
-    def _meeting(self, node: Node, sources: list[Box]) -> Box:
-        group = self.relations.group_of(node.outputs[0]) if node.outputs else None
+    def _joint(self, node: Node, sources: tuple[Box, ...]) -> Box:
+        group = self.group_of(node.outputs[0]) if node.outputs else None
         rule = node.alive_if if isinstance(node, Elementwise) else Alive.ALWAYS
         label, verb = _SIGNS.get(rule, ("*", "combine"))
         if isinstance(node, ChannelMove):
@@ -262,19 +232,15 @@ class _BoxBuilder:
         tip = [f"{verb} at {node.op.where}" if node.op.where else verb]
         if group is not None:
             tip.append("shares one layout: " + ", ".join(self.groups[group]["layers"]))
-        made = self.box(JOINT, label, tip, node.inputs, group=group)
+        box = self.box(JOINT, label, tip, node.inputs, group=group)
         if isinstance(node, ChannelMove):
-            self._shorten(made, sources)
-        return made
-
-    def _shorten(self, made: Box, parts: list[Box]) -> None:
-        """Let a concatenation read an earlier one that has the same leading parts, as in dense blocks."""
-        key = tuple(id(part) for part in parts)
-        for length in range(len(parts) - 1, 1, -1):
-            if key[:length] in self.joined:
-                made.sources = [self.joined[key[:length]], *parts[length:]]
-                break
-        self.joined.setdefault(key, made)
+            # In dense blocks, a concatenation reads the earlier one that has the same leading sources.
+            for length in range(len(sources) - 1, 1, -1):
+                if sources[:length] in self.concatenations:
+                    box.sources = [self.concatenations[sources[:length]], *sources[length:]]
+                    break
+            self.concatenations.setdefault(sources, box)
+        return box
 
 
 def to_json(boxes: Sequence[Box]) -> list[dict[str, Any]]:
@@ -316,9 +282,9 @@ def describe(fact: dict[str, Any], groups: Sequence[dict[str, Any]], node: Layer
     for key, words in (("later_gates", "gates again at"), ("followed_by", "followed by"), ("follows", "follows")):
         if fact.get(key):
             lines.append(f"{words} {first_names(fact[key], 8)}")
-    for place in fact.get("groups", ()):
-        others = [n for n in groups[place]["layers"] if n != fact["name"]]
-        lines.append(f"meets ({', '.join(groups[place]['meet'])}) {first_names(others, 8)}")
+    for group in (groups[place] for place in fact.get("groups", ())):
+        others = [name for name in group["layers"] if name != fact["name"]]
+        lines.append(f"meets ({', '.join(group['meet'])}) {first_names(others, 8)}")
     if "reason" in fact:
         lines.append(f"left alone: {fact['reason']}")
     return lines

@@ -46,13 +46,14 @@ def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator
     """
     view = _View(folder, time.time() if fresh else 0.0)
     try:
-        server = _Server(("127.0.0.1", port), view)
+        server = _Server(("127.0.0.1", port), _Handler)
     except OverflowError:
         raise PruningError(f"--live {port}: a port is a number from 1 to 65535") from None
     except OSError as error:
         raise PruningError(
             f"--live {port}: port {port} cannot be used ({error.strerror or error}); name another one"
         ) from error
+    server.view = view
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     try:
@@ -74,7 +75,7 @@ class _View:
         self.drawn: dict[str, Markup] = {}
         self.title, self.finished = "", False
         self.history: dict[str, dict[str, int]] = {}  # hashes of the parts, by version
-        self.asked, self.shown = 0.0, False
+        self.requested, self.shown = 0.0, False  # time of the last request; whether the final state was fetched
 
     def page(self) -> str:
         """Return the current page."""
@@ -88,16 +89,16 @@ class _View:
         with self.lock:
             self._refresh()
             self.shown = self.finished
-            before, version = self.history.get(seen, {}), self._version()
+            before = self.history.get(seen, {})
             parts = {key: part for key, part in self.drawn.items() if before.get(key) != hash(part)}
-            return {"version": version, "title": self.title, "finished": self.finished, "parts": parts}
+            return {"version": self._version(), "title": self.title, "finished": self.finished, "parts": parts}
 
     def _version(self) -> str:
         """Return an identifier of the current parts, and remember their hashes under it for `changed_parts`."""
-        self.asked = time.monotonic()
-        held = {key: hash(part) for key, part in self.drawn.items()}
-        version = f"{hash(frozenset(held.items())) & 0xFFFFFFFFFFFF:x}"
-        self.history[version] = held
+        self.requested = time.monotonic()
+        hashes = {key: hash(part) for key, part in self.drawn.items()}
+        version = f"{hash(frozenset(hashes.items())) & 0xFFFFFFFFFFFF:x}"
+        self.history[version] = hashes
         return version
 
     def wait_until_seen(self, seconds: float) -> None:
@@ -105,7 +106,7 @@ class _View:
         if not (self.folder / "summary.json").is_file():
             return
         end = time.monotonic() + seconds
-        while time.monotonic() < end and time.monotonic() - self.asked < 5 and not self.shown:
+        while time.monotonic() < end and time.monotonic() - self.requested < 5 and not self.shown:
             time.sleep(0.05)
         if self.shown:
             time.sleep(0.1)  # let the response finish
@@ -114,42 +115,32 @@ class _View:
         stamp = [_stamp(self.folder / name) for name in _FILES]
         if stamp == self.stamp:
             return
-        began = stamp[0] is not None and stamp[0][0] >= self.since - 1
         try:
-            if not began:
+            if stamp[0] is None or stamp[0][0] < self.since - 1:
                 raise RunError("The run is about to begin.")
             run = read_run(self.folder)
-            self.drawn, self.finished = run_parts(run), run.finished
-            self.title = page_title(run)
+            self.drawn, self.title, self.finished = run_parts(run), page_title(run), run.finished
             self.stamp = stamp
         except Exception as error:  # a file may be half written or edited by hand: the next request tries again
-            said = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
-            self.drawn = {HEADLINE: _waiting(self.folder.name, said)}
+            why = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
+            facts = element("p", element("span", "not finished", class_="state not"), class_="facts")
+            lead = element("p", why, class_="lead")
+            self.drawn = {HEADLINE: concat(facts, element("h1", self.folder.name), lead)}
             self.title, self.finished = self.folder.name, False
-
-
-def _waiting(name: str, said: str) -> Markup:
-    """Return the headline of a run that cannot be drawn yet."""
-    state = element("span", "not finished", class_="state not")
-    lead = element("p", said, class_="lead")
-    return concat(element("p", state, class_="facts"), element("h1", name), lead)
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
     try:
         found = path.stat()
+        return found.st_mtime, found.st_size
     except OSError:
         return None
-    return found.st_mtime, found.st_size
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
-
-    def __init__(self, address: tuple[str, int], view: _View) -> None:
-        self.view = view
-        super().__init__(address, _Handler)
+    view: _View
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a request, such as a page that was closed before its response arrived."""
@@ -167,12 +158,12 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = {f"127.0.0.1:{port}", f"localhost:{port}"} | ({"127.0.0.1", "localhost"} if port == 80 else set())
         if self.headers.get("Host", "").lower() not in hosts:
             return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", _ALONE)
-        address = urlsplit(self.path)
+        address, view = urlsplit(self.path), self.server.view
         if address.path == "/":
-            return self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
+            return self._answer(HTTPStatus.OK, "text/html", view.page())
         if address.path == _NEWS:
-            seen = parse_qs(address.query).get("seen", [""])[0]
-            return self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.view.changed_parts(seen)))
+            parts = view.changed_parts(parse_qs(address.query).get("seen", [""])[0])
+            return self._answer(HTTPStatus.OK, "application/json", json.dumps(parts))
         return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page /\n")
 
     do_HEAD = do_GET
@@ -222,18 +213,16 @@ _SCALARS = {
 }
 
 
-def require_tensorboard() -> Any:
-    """Return `SummaryWriter`; raise a PruningError with the remedy if TensorBoard is not installed."""
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        raise PruningError('--tensorboard needs tensorboard; pip install "sbf-pruner[tensorboard]"') from None
-
-
 @contextmanager
 def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that writes the scalars of an epoch's record, and histograms of the scores of its layers."""
-    make = require_tensorboard()
+    """Yield a function that writes the scalars of an epoch's record, and histograms of the scores of its layers.
+
+    Raises a PruningError with the remedy if TensorBoard is not installed.
+    """
+    try:
+        make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        raise PruningError('--tensorboard needs tensorboard; pip install "sbf-pruner[tensorboard]"') from None
     log: Any = None
 
     def write(record: dict[str, Any]) -> None:
@@ -245,17 +234,14 @@ def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
             if record.get(key) is not None:
                 log.add_scalar(control + name, record[key], record["done"])
         if record["phase"] in SCORE_KINDS:
-            for name, scores in _last_scores(folder, record["done"]).items():
-                log.add_histogram(f"scores/{name}", np.asarray(scores), record["done"])
+            lines = (folder / "scores.jsonl").read_text("utf-8").splitlines()
+            last = json.loads(lines[-1]) if lines else {}
+            if last.get("done") == record["done"]:
+                for name, scores in last["scores"].items():
+                    log.add_histogram(f"scores/{name}", np.asarray(scores), record["done"])
 
     try:
         yield write
     finally:
         if log is not None:
             log.close()
-
-
-def _last_scores(folder: Path, done: int) -> dict[str, list[float]]:
-    lines = (folder / "scores.jsonl").read_text("utf-8").splitlines()
-    last = json.loads(lines[-1]) if lines else {}
-    return dict(last["scores"]) if last.get("done") == done else {}

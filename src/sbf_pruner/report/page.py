@@ -7,50 +7,39 @@ nothing. Every part is a section with an id of its own, so that a live page can 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.resources import files
+from functools import partial
 from typing import Any
 
 from ..budget.targets import is_missed
 from ..criteria import OWN
 from ..utils.formatting import DASH, change, count, duration, milliseconds, percent, scientific, si_number, signed
-from .curves import STAGES, training_curves
+from . import sections
 from .html import DARK_HUES, HUES, NOTHING, Figure, Markup, color_rules, concat, document, element, policy, scoped
-from .run_data import Run
-from .sections import (
-    ELSEWHERE,
-    best_known_time,
-    environment,
-    kept_figure,
-    latency_conditions,
-    latency_section,
-    network,
-    recipe,
-    refinement,
-    scores_figure,
-    skipped,
-)
+from .run_data import Run, last_known
+from .sections import ELSEWHERE, STAGES, best_known_time, latency_conditions
 
 HEADLINE = "headline"
 FIGURES: dict[str, Callable[[Run], Figure | None]] = {
-    "course": training_curves,
-    "time": latency_section,
-    "kept": kept_figure,
-    "refinement": refinement,
-    "scores": scores_figure,
-    "network": network,
-    "skipped": skipped,
-    "environment": environment,
-    "recipe": recipe,
+    "course": sections.training_curves,
+    "time": sections.latency_section,
+    "kept": sections.kept_figure,
+    "refinement": sections.refinement,
+    "scores": sections.scores_figure,
+    "network": sections.network,
+    "skipped": sections.skipped,
+    "environment": sections.environment,
+    "recipe": sections.recipe,
 }
 SECTIONS = tuple(FIGURES)
 _FROM_ITSELF = "'self'"  # Content-Security-Policy source of what a live page fetches
+_bytes = partial(si_number, unit="B")
 WIDE_SECTIONS = ("scores", "network", "recipe")  # fixed: a live page is laid out before its sections are drawn
 
 
 def run_parts(run: Run) -> dict[str, Markup]:
     """Return the content of every section of a run's page, in order."""
-    figures = {key: draw(run) for key, draw in FIGURES.items()}
-    return {HEADLINE: headline(run)} | {key: NOTHING if one is None else one.html() for key, one in figures.items()}
+    figures = ((key, draw(run)) for key, draw in FIGURES.items())
+    return {HEADLINE: headline(run)} | {key: figure.html() if figure else NOTHING for key, figure in figures}
 
 
 def run_page(run: Run) -> str:
@@ -77,31 +66,31 @@ def page(
     A live page fetches parts newer than `version` from the path `live` on its own server.
     """
     head, *rest = parts
-    sections = [element("section", parts[key], id=key, class_="wide" if key in wide else None) for key in rest]
     dark = color_rules(".graph", dark=True) + _points(DARK_HUES)
-    style = _read("page.css") + scoped(".graph") + color_rules(".graph") + _points(HUES)
+    style = scoped(".graph") + color_rules(".graph") + _points(HUES)
     return document(
-        _read("page.html"),
-        _read("page.js"),
+        "page",
         _FROM_ITSELF if live else "'none'",
         title=title,
         description=description,
-        style=Markup(f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}"),
+        style=f"{style}@media screen and (prefers-color-scheme:dark){{{dark}}}",
         live=live,
         version=version,
         headline=parts[head],
-        sections=sections,
+        sections=[element("section", parts[key], id=key, class_="wide" if key in wide else None) for key in rest],
     )
 
 
 def live_policy() -> str:
     """Return the Content-Security-Policy of a live page."""
-    return policy(_read("page.js"), _FROM_ITSELF)
+    return policy("page", _FROM_ITSELF)
 
 
-def figure_parts(figures: Sequence[Figure]) -> dict[str, Markup]:
-    """Return the content of the figures' sections by key."""
-    return {figure.key: figure.html() for figure in figures}
+def figures_page(title: str, facts: str, lead: str, figures: Sequence[Figure]) -> str:
+    """Return a page as HTML: a headline of a line of facts, the title and a lead, then a section per figure."""
+    head = concat(element("p", facts, class_="facts"), element("h1", title), element("p", lead, class_="lead"))
+    parts = {HEADLINE: head} | {figure.key: figure.html() for figure in figures}
+    return page(title, lead, parts, {figure.key for figure in figures if figure.wide})
 
 
 def _points(hues: Sequence[str]) -> str:
@@ -112,34 +101,28 @@ def _points(hues: Sequence[str]) -> str:
     )
 
 
-def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
-
-
 def sentence(run: Run) -> str:
     """Summarize the run in one sentence."""
     if run.summary is None:
         return _so_far(run)
     dense, pruned = run.summary["dense"], run.summary["pruned"]
     left = [f"{percent(100 * pruned[key] / dense[key], 0)} of the {words}" for key, words in _SIZES if dense[key]]
-    said = (
-        f"{' and '.join(left)} are left, and {percent(pruned['accuracy'])} of the test images are "
-        "classified correctly"
-    )
+    correct = f"{percent(pruned['accuracy'])} of the test images are classified correctly"
+    text = f"{' and '.join(left)} are left, and {correct}"
     if dense["accuracy"] is None:
         known = _earlier(dense)
-        return said + (f" ({known})." if known else ".")
+        return text + (f" ({known})." if known else ".")
     gap = pruned["accuracy"] - dense["accuracy"]
     if abs(gap) < 0.005:
-        return said + ", as many as with the dense control."
-    return f"{said}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
+        return text + ", as many as with the dense control."
+    return f"{text}, {abs(gap):.2f} points {'more' if gap > 0 else 'fewer'} than with the dense control."
 
 
 def _earlier(dense: Mapping[str, Any]) -> str:
     """Return the known accuracies of the dense network, for a run without a dense control."""
-    known = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
-    told = {words: dense.get(key) for key, words in known.items()}  # older summaries lack some
-    return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in told.items() if accuracy is not None)
+    stages = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
+    known = {words: dense[key] for key, words in stages.items() if dense.get(key) is not None}
+    return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in known.items())
 
 
 _EXACT = 1e-10  # relative to the largest output, in float64; less is rounding error
@@ -153,11 +136,9 @@ def _so_far(run: Run) -> str:
     stage = "the dense control" if last["phase"] == "control" else STAGES[last["phase"]]
     cycle = f" of cycle {last['cycle']}" if last["cycle"] else ""
     seconds = [record["seconds"] for record in [*run.records, *run.control]][-20:]
-    left = (last["total"] - last["done"]) * sum(seconds) / len(seconds)
-    return (
-        f"Epoch {last['done']} of {last['total']} has ended, {last['epoch']} of {last['epochs']} of "
-        f"{stage}{cycle}; at this pace {duration(left)} are left."
-    )
+    left = duration((last["total"] - last["done"]) * sum(seconds) / len(seconds))
+    epoch = f"{last['epoch']} of {last['epochs']} of {stage}{cycle}"
+    return f"Epoch {last['done']} of {last['total']} has ended, {epoch}; at this pace {left} are left."
 
 
 def headline(run: Run) -> Markup:
@@ -165,75 +146,62 @@ def headline(run: Run) -> Markup:
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
     if (method := run.recipe.get("method", OWN)) != OWN:
         facts.insert(1, f"filters chosen by {method}")
-    state, progress, last = "finished", NOTHING, run.last
     if run.summary is not None:
+        state, progress, cards = element("span", "finished", class_="state finished"), NOTHING, _finished(run)
         machine = run.environment.get("gpu") or run.environment.get("cpu") or ""
         facts += [f"{run.summary['epochs']} epochs", duration(run.summary["seconds"]), machine]
         if "dense_from" in run.summary:
             facts.append(f"dense stage of {run.summary['dense_from']}")
     else:
-        state = "not finished"
-        share = 100 * last["done"] / last["total"] if last is not None else 0
+        state, cards = element("span", "not finished", class_="state not"), _unfinished(run)
+        share = 100 * run.last["done"] / run.last["total"] if run.last is not None else 0
         progress = element("progress", percent(share, 0), max=100, value=f"{share:.1f}", aria_label="epochs done")
-    cards = _finished(run) if run.finished else _unfinished(run)
-    shown = element("span", state, class_=f"state {state.split()[0]}")
-    return concat(
-        element("p", shown, " ", " · ".join(filter(None, facts)), class_="facts"),
-        element("h1", run.name),
-        element("p", sentence(run), class_="lead"),
-        progress,
-        element("dl", cards, class_="cards"),
-    )
+    above = element("p", state, " ", " · ".join(filter(None, facts)), class_="facts")
+    lead = element("p", sentence(run), class_="lead")
+    return concat(above, element("h1", run.name), lead, progress, element("dl", cards, class_="cards"))
 
 
 def _card(
     label: str, value: str, was: str, note: str = "", share: float | None = None, good: bool | None = None
 ) -> Markup:
     mood = "" if good is None else " good" if good else " bad"
-    meter = NOTHING
+    parts = [element("b", value), element("span", note, class_=f"note{mood}")]
     if share is not None:
         bar = element("i", style=f"width:{min(100 * share, 100):.1f}%")
-        meter = element("span", bar, class_="meter", aria_hidden="true")
-    told = element("span", note, class_=f"note{mood}")
-    return element(
-        "div",
-        element("dt", label),
-        element("dd", element("b", value), told, meter, element("small", was)),
-        class_="card",
-    )
+        parts.append(element("span", bar, class_="meter", aria_hidden="true"))
+    return element("div", element("dt", label), element("dd", parts, element("small", was)), class_="card")
 
 
 def _finished(run: Run) -> list[Markup]:
     assert run.summary is not None
     dense, pruned = run.summary["dense"], run.summary["pruned"]
-    judged, note = dense["accuracy"], ""
-    if judged is None:
-        was = "; ".join(filter(None, ["no dense control", _earlier(dense)]))
+    if dense["accuracy"] is None:
+        was, note = "; ".join(filter(None, ["no dense control", _earlier(dense)])), ""
     else:
-        was, note = f"dense control {percent(judged)}", signed(pruned["accuracy"] - judged, 2)
+        was, note = f"dense control {percent(dense['accuracy'])}", signed(pruned["accuracy"] - dense["accuracy"], 2)
     cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
-    pruned = {"file_bytes": _stored_bytes(run), **pruned}  # older summaries lack it
+    stored = run.folder / "model.safetensors"
+    if "file_bytes" not in pruned and stored.is_file():  # older summaries lack it
+        pruned = {**pruned, "file_bytes": stored.stat().st_size}
     spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
     timed = f" · {run.environment.get('device', '')}"
     timed += "" if None in spread else f", IQR {milliseconds(spread[0])} and {milliseconds(spread[1])}"
-    sizes = [
-        ("Parameters", "params", si_number, _asked(run, "params", si_number)),
-        ("Multiply-accumulates", "macs", si_number, _asked(run, "macs", si_number)),
-        ("File", "file_bytes", _bytes, _asked(run, "size", _bytes)),
+    sizes: list[tuple[str, str, Callable[[float], str], str]] = [
+        ("Parameters", "params", si_number, _target(run, "params", si_number)),
+        ("Multiply-accumulates", "macs", si_number, _target(run, "macs", si_number)),
+        ("File", "file_bytes", _bytes, _target(run, "size", _bytes)),
         (f"Latency, batch {run.summary.get('latency_batch')}", "latency_ms", milliseconds, timed),
     ]
-    for label, key, spell, more in sizes:
+    for label, key, format_value, more in sizes:
         before, after = dense.get(key), pruned.get(key)
-        if before and after:
-            share, good = after / before, after <= before
-            noise = max((part for part in spread if part is not None), default=0.0) if key == "latency_ms" else 0.0
-            mood = None if abs(after - before) < noise else good  # a difference within the spread is noise
-            cards.append(
-                _card(label, spell(after), f"dense {spell(before)}{more}", change(before, after), share, mood)
-            )
-        else:
-            cards.append(_card(label, spell(after), "dense: not stored"))
-    cards += _timed(run)
+        if not before or not after:
+            cards.append(_card(label, format_value(after), "dense: not stored"))
+            continue
+        noise = max(filter(None, spread), default=0.0) if key == "latency_ms" else 0.0
+        good = None if abs(after - before) < noise else after <= before  # a difference within the spread is noise
+        was = f"dense {format_value(before)}{more}"
+        cards.append(_card(label, format_value(after), was, change(before, after), after / before, good))
+    cards += _latency_card(run)
     error = run.summary.get("cut_error")
     exact = error is not None and error < _EXACT
     was = "largest difference of their outputs, float64"
@@ -241,16 +209,14 @@ def _finished(run: Run) -> list[Markup]:
     return cards
 
 
-def _asked(run: Run, name: str, spell: Callable[[float], str]) -> str:
-    """Return the recipe's target for a resource as text, empty if there is none."""
+def _target(run: Run, name: str, format_value: Callable[[float], str]) -> str:
     most = float(run.recipe.get("budget", {}).get(name, 1.0))
     if most == 1:
         return ""
-    return f" · target: at most {percent(100 * most, 1) if most < 1 else spell(most)}"
+    return f" · target: at most {percent(100 * most, 1) if most < 1 else format_value(most)}"
 
 
-def _timed(run: Run) -> list[Markup]:
-    """Return the card of the latency target, if there is one."""
+def _latency_card(run: Run) -> list[Markup]:
     if run.time is None:
         return []
     share, how = best_known_time(run.time, run.finished)
@@ -262,34 +228,23 @@ def _timed(run: Run) -> list[Markup]:
     return [_card(label, value, was, f"{how}, missed" if late else how, share, False if late else None)]
 
 
-def _stored_bytes(run: Run) -> int | None:
-    stored = run.folder / "model.safetensors"
-    return stored.stat().st_size if stored.is_file() else None
-
-
 def _unfinished(run: Run) -> list[Markup]:
     if not run.records:
         return []
     start, now = run.records[0], run.records[-1]
-    judged = next((r["test_accuracy"] for r in reversed(run.records) if r["test_accuracy"] is not None), None)
     cards = [
-        _card("Test accuracy", percent(judged), "latest evaluation"),
+        _card("Test accuracy", percent(last_known(run.records, "test_accuracy")), "latest evaluation"),
         _card("Loss", f"{now['loss']:.4f}", f"training, epoch {now['done']}"),
     ]
-    for label, key, spell in (
-        ("Filters alive", "filters", count),
-        ("Parameters", "params", si_number),
-        ("Multiply-accumulates", "macs", si_number),
+    for label, before, left, format_value in (
+        ("Filters alive", now["filters_total"], now["filters"], count),
+        ("Parameters", start["params"], now["params"], si_number),
+        ("Multiply-accumulates", start["macs"], now["macs"], si_number),
     ):
-        before = now["filters_total"] if key == "filters" else start[key]
-        note = change(before, now[key]) if now[key] != before else ""
-        cards.append(_card(label, spell(now[key]), f"dense {spell(before)}", note, now[key] / (before or 1)))
-    cards += _timed(run)
+        note = change(before, left) if left != before else ""
+        cards.append(_card(label, format_value(left), f"dense {format_value(before)}", note, left / (before or 1)))
+    cards += _latency_card(run)
     if run.control:
-        known = next((r["test_accuracy"] for r in reversed(run.control) if r["test_accuracy"] is not None), None)
-        cards.append(_card("Dense control", percent(known), f"after {run.control[-1]['epoch']} epochs"))
+        known = percent(last_known(run.control, "test_accuracy"))
+        cards.append(_card("Dense control", known, f"after {run.control[-1]['epoch']} epochs"))
     return cards
-
-
-def _bytes(value: float | None) -> str:
-    return si_number(value, "B")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ class Run:
         return f"{self.recipe['model']['name']} on {self.recipe['data']['name']}"
 
 
+def last_known(records: Sequence[Record], key: str) -> Any:
+    """Return the latest value of a key that is not None, or None if every record lacks one."""
+    return next((record[key] for record in reversed(records) if record[key] is not None), None)
+
+
 def read_run(folder: str | Path, summary: Record | None = None) -> Run:
     """Read a run folder; `summary` stands in for a summary.json that is about to be written.
 
@@ -92,9 +97,8 @@ def read_run(folder: str | Path, summary: Record | None = None) -> Run:
     path = Path(folder)
     recipe = _recipe(path)
     run = Run(path, str(recipe.get("name") or path.resolve().name), recipe, phases_of(recipe))
-    records = read_records(path / "metrics.jsonl")
-    run.records = [r for r in records if r["phase"] != "control"]
-    run.control = [r for r in records if r["phase"] == "control"]
+    for record in read_records(path / "metrics.jsonl"):
+        (run.control if record["phase"] == "control" else run.records).append(record)
     run.scores = read_records(path / "scores.jsonl")
     run.summary = summary if summary is not None else _object(path / "summary.json", "dense", "pruned", "layers")
     network = _object(path / "network.json", "environment") or {}
@@ -109,7 +113,7 @@ def read_run(folder: str | Path, summary: Record | None = None) -> Run:
         run.skipped = (run.summary or {}).get("skipped", {})
     run.layers = _layers(run, {fact["name"]: fact for fact in facts.get("layers", ())})
     run.refinement, run.unmeasured = _refinement(run)
-    run.time = latency_result(path, recipe, run.summary)
+    run.time = _latency(path, recipe, run.summary)
     _explain_missing(run)
     return run
 
@@ -118,19 +122,20 @@ def _recipe(path: Path) -> Record:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise RunError(f"{path} {what}; name the folder of a run, such as runs/digits-seed0")
+    file = path / "recipe.toml"
     try:
-        recipe = tomllib.loads((path / "recipe.toml").read_text("utf-8"))
-        known = all(key in recipe["phases"] for key in ("warmup", "cycles", "score", "weights", "finetune"))
-        known = known and "name" in recipe["model"] and "name" in recipe["data"]
+        recipe = tomllib.loads(file.read_text("utf-8"))
+        phases = {"warmup", "cycles", "score", "weights", "finetune"}
+        needed = {"model": {"name"}, "data": {"name"}, "phases": phases}
+        if all(keys <= set(recipe[section]) for section, keys in needed.items()):
+            return recipe
     except FileNotFoundError:
         raise RunError(f"{path} holds no run (no recipe.toml); name a folder that sbf run wrote") from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{path / 'recipe.toml'} cannot be read ({error}); put back the run's own") from error
+        raise RunError(f"{file} cannot be read ({error}); put back the run's own") from error
     except (KeyError, TypeError):
-        known = False
-    if not known:
-        raise RunError(f"{path / 'recipe.toml'} is not the recipe of a run; put back the run's own")
-    return recipe
+        pass
+    raise RunError(f"{file} is not the recipe of a run; put back the run's own")
 
 
 def _object(path: Path, *keys: str) -> Record | None:
@@ -140,27 +145,23 @@ def _object(path: Path, *keys: str) -> Record | None:
         found = json.loads(read_text(path))
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not set(keys) <= set(found):
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
         raise RunError(f"{path} is damaged; remove it (--resume writes it anew where the run has not ended)")
     return found
 
 
 def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
-    last = run.records[-1] if run.records else None
-    if run.summary is not None:
-        stored = run.summary["layers"]
-        before = {name: layer["before"] for name, layer in stored.items()}
-        after = {name: layer["after"] for name, layer in stored.items()}
-    else:
-        before = {name: fact["filters"] for name, fact in facts.items()}
-        held = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
-        if held is None and last is not None and last["filters"] < last["filters_total"]:
-            held = checkpointed_plan(run.folder)  # methods without learned scores store the plan only there
-            if held is None:
-                return []
-        after = {name: (held or before).get(name, width) for name, width in before.items()}
     shares = {name: fact["macs_share"] for name, fact in facts.items()}
-    return [LayerKept(name, before[name], after[name], shares.get(name)) for name in before]
+    if run.summary is not None:
+        stored = run.summary["layers"].items()
+        return [LayerKept(name, layer["before"], layer["after"], shares.get(name)) for name, layer in stored]
+    kept = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
+    if kept is None and run.records and run.records[-1]["filters"] < run.records[-1]["filters_total"]:
+        kept = checkpointed_plan(run.folder)  # methods without learned scores store the plan only there
+        if kept is None:
+            return []
+    before = {name: fact["filters"] for name, fact in facts.items()}
+    return [LayerKept(name, width, (kept or {}).get(name, width), shares[name]) for name, width in before.items()]
 
 
 def checkpointed_plan(folder: Path) -> dict[str, int] | None:
@@ -182,65 +183,56 @@ def _refinement(run: Run) -> tuple[list[Record], dict[str, str]]:
 
 
 def _explain_missing(run: Run) -> None:
-    scored = any(record["phase"] in SCORE_KINDS for record in run.records)
+    stored = run.scores or not any(record["phase"] in SCORE_KINDS for record in run.records)
     if not run.layers:
         run.missing["kept"] = "Which filters each layer keeps is not stored in this folder yet."
-    if not run.scores:
-        run.missing["scores"] = (
-            "The scores are not stored in this folder." if scored else "No score epoch has been run yet."
-        )
     if run.method is not None:
         run.missing["scores"] = f"No scores are learned: filters are chosen by {describe_method(run.method)}."
-    if not run.refinement:
-        if run.unmeasured:
-            said = f"No residual block was measured: {'; '.join(dict.fromkeys(run.unmeasured.values()))}."
-        elif any("kept" in line for line in run.scores):
-            said = "No residual block was measured: none has a branch that ends in a prunable layer."
-        elif scored and not run.scores:
-            said = "The refinement of blocks is not stored in this folder."
-        elif run.method is not None:
-            said = "The refinement of blocks is measured at the end of every score phase, and this run has none."
-        else:
-            said = "The refinement of blocks is measured at the end of every score phase, and none has ended yet."
-        run.missing["refinement"] = said
+    elif not stored:
+        run.missing["scores"] = "The scores are not stored in this folder."
+    elif not run.scores:
+        run.missing["scores"] = "No score epoch has been run yet."
+    if run.refinement:
+        return
+    if run.unmeasured:
+        why = f"No residual block was measured: {'; '.join(dict.fromkeys(run.unmeasured.values()))}."
+    elif any("kept" in line for line in run.scores):
+        why = "No residual block was measured: none has a branch that ends in a prunable layer."
+    elif not stored:
+        why = "The refinement of blocks is not stored in this folder."
+    else:
+        ended = "this run has none" if run.method is not None else "none has ended yet"
+        why = f"The refinement of blocks is measured at the end of every score phase, and {ended}."
+    run.missing["refinement"] = why
 
 
-LATENCY_FILE = "latency.json"
-
-
-def latency_result(
-    folder: Path, recipe: Mapping[str, Any], summary: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
+def _latency(folder: Path, recipe: Record, summary: Record | None) -> Record | None:
     """Return the latency target, its result and its conditions; None without a target or while nothing is stored.
 
     The values are those of the summary once there is one, before that those of latency.json. "foretold" and
     "measured" are relative to the dense network, and None until known.
     """
-    if summary is not None and "latency" in summary:
-        return dict(summary["latency"])
+    if summary is not None:
+        return summary.get("latency")
     wanted = float(recipe.get("budget", {}).get("latency", 1.0))
-    if wanted == 1 or summary is not None:
+    if wanted == 1:
         return None
     try:
-        held = json.loads((folder / LATENCY_FILE).read_text("utf-8"))
-        return _so_far(held, wanted)
+        stored = json.loads((folder / "latency.json").read_text("utf-8"))
+        dense = float(stored["dense_seconds"])
+        target = wanted if wanted < 1 else min(wanted / MICROSECONDS / dense, 1.0)
+        landings = [{key: landing[key] for key in ("foretold", "measured")} for landing in stored["rounds"]]
+        found = [float(landing["measured"]) for landing in landings]
+        return {
+            "asked": target,
+            "foretold": None,
+            "measured": min(found, key=lambda ratio: abs(ratio / target - 1)) if found else None,
+            "dense_ms": 1e3 * dense,
+            "asked_ms": 1e3 * target * dense,
+            **{key: stored[key] for key in ("runtime", "batch", "threads", "machine")},
+            **stored["chosen"],
+            **{key: error for key, error in stored["calibration"].items() if key.endswith("_error")},
+            "landings": landings,
+        }
     except (OSError, ValueError, KeyError, TypeError):  # the file is half written, or not there yet
         return None
-
-
-def _so_far(held: Mapping[str, Any], wanted: float) -> dict[str, Any]:
-    dense = float(held["dense_seconds"])
-    asked = wanted if wanted < 1 else min(wanted / MICROSECONDS / dense, 1.0)
-    landings = [{key: one[key] for key in ("foretold", "measured")} for one in held["rounds"]]
-    found = [float(one["measured"]) for one in landings]
-    return {
-        "asked": asked,
-        "foretold": None,
-        "measured": min(found, key=lambda ratio: abs(ratio / asked - 1)) if found else None,
-        "dense_ms": 1e3 * dense,
-        "asked_ms": 1e3 * asked * dense,
-        **{key: held[key] for key in ("runtime", "batch", "threads", "machine")},
-        **held["chosen"],
-        **{key: error for key, error in held["calibration"].items() if key.endswith("_error")},
-        "landings": landings,
-    }

@@ -5,7 +5,7 @@ A section whose data is not stored is a figure that gives the reason, from `Run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,18 +14,21 @@ import numpy as np
 from ..budget.targets import Budget
 from ..criteria import METHODS, describe_method
 from ..schedule import SCORE_KINDS
-from ..utils.formatting import DASH, milliseconds, percent
+from ..utils.formatting import DASH, count, milliseconds, percent, pluralize
 from .graph_drawing import drawing
 from .html import (
+    FRAME_WIDTH,
     Figure,
     Markup,
     Scale,
     Table,
     concat,
+    curve,
     element,
     grid,
     hit_area,
     module_axis,
+    nested_svg,
     pairs,
     path_data,
     scroll,
@@ -33,7 +36,126 @@ from .html import (
     tick,
 )
 from .inspection import Box
-from .run_data import LayerKept, Run
+from .run_data import LayerKept, Record, Run
+
+STAGES = {"warmup": "warm-up", "score": "scores", "weights": "gated weights"}
+STAGES |= {"joint": "scores and weights", "finetune": "fine-tuning"}
+_PANEL_GAP = 30.0
+
+Points = list[tuple[int, float]]  # (epoch, value)
+Panel = tuple[
+    str, str, list[tuple[str, Points]], Scale
+]  # name, unit, curves with their CSS classes, vertical scale
+
+
+def training_curves(run: Run) -> Figure:
+    """Return panels for test accuracy, loss and remaining filters per epoch, with the phases shaded.
+
+    The dense control is trained for as many epochs as the pruned network and is drawn over the same epochs.
+    """
+    key, title = "course", "The course of the run"
+    if not run.records:
+        return Figure(key, title, missing="No epoch has ended yet.")
+    top, panels = 0.0, []
+    for name, unit, curves, scale in _panels(run):
+        lines = [
+            curve(kind, [(FRAME_WIDTH * (epoch - 0.5) / run.epochs, scale(value)) for epoch, value in points])
+            for kind, points in curves
+        ]
+        panels += [grid(scale, top, unit, 4 if scale.height > 100 else 3), nested_svg(top, scale.height, lines)]
+        panels.append(element("text", name, class_="panel", x=0, y=f"{top - 7:.0f}"))
+        top += scale.height + _PANEL_GAP
+    height = top - _PANEL_GAP
+    marks = (
+        hit_area("epoch", row, 100 * (record["done"] - 1) / run.epochs, 100 / run.epochs, 0, height)
+        for row, record in enumerate(run.records)
+    )
+    legend = [("line accent", "test"), ("line soft", "training")]
+    legend += [("line dashed", "dense control")] if run.control else []
+    legend += [("shade score", "scores")] if run.method is None else []
+    legend.append(("shade tune", "fine-tuning"))
+    picture = concat(svg_figure(key, height, title, _shades(run, height), panels, marks), _stage_labels(run))
+    return Figure(key, title, _course_caption(run), picture, _epochs_table(run), legend)
+
+
+def _panels(run: Run) -> list[Panel]:
+    test, control = _points(run.records, "test_accuracy"), _points(run.control, "test_accuracy", "epoch")
+    train = _points(run.records, "train_accuracy")
+    seen = sorted(value for _, value in test + control) or sorted(value for _, value in train)
+    best, usual = seen[-1], seen[len(seen) // 10]
+    # The first epochs are far below the rest; a scale that includes them would flatten the differences after them.
+    low = max(0.0, 5 * ((usual - 0.6 * (best - usual) - 1) // 5))
+    accuracies = [("soft", train), ("dashed", control), ("accent", test)]
+
+    losses = [("dashed", _points(run.control, "loss", "epoch")), ("soft", _points(run.records, "loss"))]
+    values = [value for _, points in losses for _, value in points if value > 0] or [1.0]
+    logarithmic = max(values) / min(values) > 30
+    bounds = (min(values) * 0.8, max(values) * 1.1) if logarithmic else (0.0, max(values) * 1.05)
+
+    total = run.records[-1]["filters_total"]
+    return [
+        ("test accuracy", " %", accuracies, Scale(low, 100.0, 150.0)),
+        ("loss", "", losses, Scale(*bounds, 84.0, logarithmic)),
+        ("filters alive", "", [("accent", _points(run.records, "filters"))], Scale(0, total * 1.04, 84.0)),
+    ]
+
+
+def _points(records: Iterable[Record], key: str, epoch: str = "done") -> Points:
+    return [(record[epoch], record[key]) for record in records if record[key] is not None]
+
+
+def _shades(run: Run, height: float) -> list[Markup]:
+    kinds = {"score": "score", "joint": "score", "finetune": "tune"}
+    shades = []
+    for phase in run.schedule:
+        if phase.kind in kinds:
+            left, width = (f"{100 * epochs / run.epochs:.3f}%" for epochs in (phase.first, phase.epochs))
+            place = {"x": left, "y": 0, "width": width, "height": f"{height:.0f}"}
+            shades.append(element("rect", class_=f"shade {kinds[phase.kind]}", **place))
+    return shades
+
+
+def _stage_labels(run: Run) -> Markup:
+    spans: dict[str, tuple[int, int]] = {}
+    for phase in run.schedule:
+        if phase.kind != "control":
+            stage = "cycles" if phase.cycle else STAGES[phase.kind]
+            spans[stage] = spans.get(stage, (phase.first,))[0], phase.end
+    labels = []
+    for stage, (first, end) in spans.items():
+        content = element("b", stage), " ", element("i", f"{first + 1}{DASH}{end}")
+        labels.append(element("span", *content, style=f"flex:{(end - first) / run.epochs:.4f}"))
+    return element("div", labels, class_="stages", aria_hidden="true")
+
+
+def _course_caption(run: Run) -> str:
+    kinds = {phase.kind for phase in run.schedule}
+    if run.method is None:
+        weights = "are trained with them" if "joint" in kinds else "are frozen"
+        how = f"In the shaded phases the scores are trained and the weights {weights}."
+    elif run.method in METHODS and METHODS[run.method].soft and any(phase.cycle for phase in run.schedule):
+        how = "After every epoch of the cycles filters are set to zero, and may come back; "
+        how += "at the end of the cycles they are removed."
+    else:
+        when = "when the warm-up is over" if "warmup" in kinds else "before the first epoch"
+        how = f"The filters are removed at once, {when}."
+    control = " The dense control is another network, trained for as many epochs." if run.control else ""
+    return f"Epochs 1 to {run.epochs}. {how}{control}"
+
+
+def _epochs_table(run: Run) -> Table:
+    control = {record["epoch"]: record["test_accuracy"] for record in run.control}
+    head = ["epoch", "phase", "loss", "training", "test", "filters", "parameters", "MACs", "learning rate"]
+    rows = []
+    for record in run.records:
+        cycle = f" {record['cycle']}" if record["cycle"] else ""
+        row = [str(record["done"]), STAGES[record["phase"]] + cycle, f"{record['loss']:.4f}"]
+        row += [percent(record["train_accuracy"]), percent(record["test_accuracy"])]
+        row += [count(record[key]) for key in ("filters", "params", "macs")]
+        row.append(f"{record['lr']:.3g}")
+        rows.append([*row, percent(control.get(record["done"]))] if control else row)
+    return Table([*head, "dense control"] if control else head, rows, words=2)
+
 
 _HEIGHT = 190.0
 _LABELLED = 26  # with more bars, there is no room for a number on each
@@ -44,19 +166,20 @@ def kept_figure(run: Run) -> Figure:
     key, title = "kept", "Filters kept per layer"
     if not run.layers:
         return Figure(key, title, missing=run.missing["kept"])
-    before, after = sum(one.before for one in run.layers), sum(one.after for one in run.layers)
-    gone = sum(not one.after for one in run.layers)
-    said = f"{after:,} of {before:,} filters are kept"
-    said += f"; {gone} of {len(run.layers)} layers are removed entirely." if gone else "."
-    said += f" {_chosen(run)}"
+    before, after, removed = kept_totals(run.layers)
+    caption = f"{after:,} of {before:,} filters are kept"
+    caption += f"; {removed} of {len(run.layers)} layers are removed entirely. " if removed else ". "
     legend = [("block kept", "kept"), ("block before", "removed")]
-    if gone:
-        legend.append(("cross", "layer gone"))
-    return Figure(key, title, said, bars(run.layers, title), numbers(run.layers), legend)
+    legend += [("cross", "layer removed")] if removed else []
+    return Figure(key, title, caption + _chosen(run), bars(run.layers, title), numbers(run.layers), legend)
+
+
+def kept_totals(layers: Sequence[LayerKept]) -> tuple[int, int, int]:
+    """Return the filters before and after pruning, and the number of layers that are removed entirely."""
+    return sum(one.before for one in layers), sum(one.after for one in layers), sum(not one.after for one in layers)
 
 
 def _chosen(run: Run) -> str:
-    """Describe how the widths of the layers were chosen."""
     if run.method is None:
         return "The learned scores determine the widths."
     across = run.method in METHODS and METHODS[run.method].across
@@ -69,36 +192,29 @@ def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Ma
     each = 100 / len(layers)
     scale = Scale(0, max(one.before for one in layers) * 1.06, height)
     parts = [grid(scale, 0, most=4)]
-    for place, one in enumerate(layers):
-        left, width = each * (place + 0.12), each * 0.76
-        whole, rest = scale(one.before), scale(one.after)
+    for column, one in enumerate(layers):
+        left, width = each * (column + 0.12), each * 0.76
+        before, after = scale(one.before), scale(one.after)
         across = {"x": f"{left:.3f}%", "width": f"{width:.3f}%"}
         middle = f"{left + width / 2:.3f}%"
-        parts.append(element("rect", class_="before", **across, y=whole, height=height - whole))
+        parts.append(element("rect", class_="before", **across, y=before, height=height - before))
         if one.after:
-            parts.append(element("rect", class_="kept", **across, y=rest, height=height - rest))
+            parts.append(element("rect", class_="kept", **across, y=after, height=height - after))
             if len(layers) <= _LABELLED:
-                parts.append(element("text", str(one.after), class_="value", x=middle, y=rest - 4))
+                parts.append(element("text", str(one.after), class_="value", x=middle, y=after - 4))
         else:
             parts.append(element("text", "\u00d7", class_="cross", x=middle, y=height - 4))
-    for place in range(len(layers)):
-        parts.append(hit_area("", place, each * place, each, 0, height))
+    parts += [hit_area("", column, each * column, each, 0, height) for column in range(len(layers))]
     parts.append(module_axis([one.name for one in layers], height))
     return svg_figure("bars", height, label, parts)
 
 
 def numbers(layers: Sequence[LayerKept]) -> Table:
     """Return the table of kept filters, with a row per layer."""
-    rows = [
-        [
-            one.name,
-            str(one.after),
-            str(one.before),
-            percent(100 * one.after / one.before, 0),
-            DASH if one.macs_share is None else percent(one.macs_share, 1),
-        ]
-        for one in layers
-    ]
+    rows = []
+    for one in layers:
+        shares = percent(100 * one.after / one.before, 0), percent(one.macs_share, 1)
+        rows.append([one.name, str(one.after), str(one.before), *shares])
     return Table(["layer", "filters kept", "filters before", "share kept", "share of the dense MACs"], rows)
 
 
@@ -109,28 +225,17 @@ def network(run: Run) -> Figure:
         return Figure(key, title, missing=run.missing["network"], wide=True)
     boxes = with_kept(run.boxes, _kept(run))
     body, width, height = drawing(boxes)
-    gone = [box for box in boxes if box.kept == 0]
-    said = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
-    if gone:
-        said += f" {len(gone)} layers are removed (dashed): only their shortcuts remain."
+    caption = "Channels flow from top to bottom, column by column. A box is filled as far as its filters are kept."
+    if removed := sum(box.kept == 0 for box in boxes):
+        caption += f" {removed} layers are removed (dashed): only their shortcuts remain."
+    frame = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
     # The drawing scales with the page, up to slightly above its own size; below the least width it is scrolled.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
-    picture = element(
-        "svg",
-        body,
-        class_="graph",
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        style=f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px",
-    )
-    legend = [
-        ("block kept", "filters kept"),
-        ("block before", "removed"),
-        ("block skipped", "left alone"),
-        ("diamond", "gate"),
-    ]
-    return Figure(key, title, said, scroll(picture, title), legend=legend, wide=True)
+    limits = f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px"
+    picture = element("svg", body, class_="graph", **frame, style=limits)
+    legend = [("block kept", "filters kept"), ("block before", "removed")]
+    legend += [("block skipped", "left alone"), ("diamond", "gate")]
+    return Figure(key, title, caption, scroll(picture, title), legend=legend, wide=True)
 
 
 def _kept(run: Run) -> dict[str, int]:
@@ -149,21 +254,17 @@ def _kept(run: Run) -> dict[str, int]:
 
 def with_kept(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
     """Return copies of the boxes with the filters kept of each, in the same order."""
-    made: dict[Box, Box] = {}
+    copies: dict[Box, Box] = {}
     for box in boxes:
-        left = kept.get(box.layer) if box.layer else None
-        sources = [made[source] for source in box.sources]
-        if left is None:
-            made[box] = replace(box, sources=sources)
-            continue
-        _, _, rest = box.note.partition(" · ")
-        note = f"{box.filters} \u2192 {left}" + (f" · {rest}" if rest else "")
-        tip = (box.tip[0], f"{left} of {box.filters} filters kept", *box.tip[1:])
-        made[box] = replace(box, sources=sources, kept=left, note=note, tip=tip)
-    return list(made.values())
+        copies[box] = replace(box, sources=[copies[source] for source in box.sources])
+        if box.layer and (left := kept.get(box.layer)) is not None:
+            _, separator, rest = box.note.partition(" · ")
+            note = f"{box.filters} \u2192 {left}{separator}{rest}"
+            tip = (box.tip[0], f"{left} of {box.filters} filters kept", *box.tip[1:])
+            copies[box] = replace(copies[box], kept=left, note=note, tip=tip)
+    return list(copies.values())
 
 
-_REFINEMENT_HEIGHT = 190.0
 _WHEN = {"scored": "Under the scores", "pruned": "At the end"}
 _CAPTION = (
     "The energy a block adds, as a part of what arrives: |S·f(x)|² / |x|² on test images. Under continuous scores "
@@ -183,72 +284,58 @@ def refinement(run: Run) -> Figure:
     blocks = run.refinement
     if not blocks:
         return Figure(key, title, missing=run.missing["refinement"])
-    seen = [value for block in blocks for value in _measured(block) if value] or [1.0]
+    measured = [block.get(when) for block in blocks for when in ("unscored", "scored", "pruned")]
+    seen = list(filter(None, measured)) or [1.0]
     # Lower bounds can be close to zero, so the measured values set the scale and lower bounds are cut off.
-    high = max(block["top"] ** 2 * block["unscored"] if "top" in block else 0.0 for block in blocks)
-    scale = Scale(min(seen) / 3, max(*seen, high) * 1.4, _REFINEMENT_HEIGHT, logarithmic=True)
+    highest = max(_bounds(block)[1] or 0.0 for block in blocks)
+    scale = Scale(min(seen) / 3, max(*seen, highest) * 1.4, _HEIGHT, logarithmic=True)
     each = 100 / len(blocks)
+    width = min(each * 0.6, 4.0)
     parts = [grid(scale, 0)]
-    for place, block in enumerate(blocks):
-        middle = f"{each * (place + 0.5):.3f}%"
-        low, high, bare = _bounds(block)
-        if high is not None and low is not None and bare is not None:
-            top, bottom = scale(high), scale(max(low, scale.low))
-            width = min(each * 0.6, 4.0)
-            left, right = (f"{each * (place + 0.5) + side * width / 2:.3f}%" for side in (-1, 1))
-            height = max(bottom - top, 1)
-            parts.append(
-                element("rect", class_="bounds", x=left, width=f"{width:.3f}%", y=top, height=height, rx=3)
-            )
-            parts.append(element("line", class_="bare", x1=left, x2=right, y1=scale(bare), y2=scale(bare)))
+    for column, block in enumerate(blocks):
+        center = each * (column + 0.5)
+        middle = f"{center:.3f}%"
+        low, high = _bounds(block)
+        if low is not None and high is not None:
+            left, right = (f"{center + side * width / 2:.3f}%" for side in (-1, 1))
+            top, bare = scale(high), scale(block["unscored"])
+            bar = {"x": left, "width": f"{width:.3f}%", "y": top}
+            bar["height"] = max(scale(max(low, scale.low)) - top, 1)
+            parts.append(element("rect", class_="bounds", **bar, rx=3))
+            parts.append(element("line", class_="bare", x1=left, x2=right, y1=bare, y2=bare))
             parts.append(element("circle", class_="scored", cx=middle, cy=scale(block["scored"]), r=3.5))
-        pruned = block.get("pruned")
-        if pruned:
+        if pruned := block.get("pruned"):
             parts.append(element("circle", class_="final", cx=middle, cy=scale(pruned), r=3.5))
         elif pruned == 0:
-            parts.append(element("text", "\u00d7", class_="cross", x=middle, y=f"{_REFINEMENT_HEIGHT - 3:.0f}"))
-    parts += [hit_area("", row, each * row, each, 0, _REFINEMENT_HEIGHT) for row in range(len(blocks))]
-    parts.append(module_axis([block["block"] for block in blocks], _REFINEMENT_HEIGHT))
-    legend = [
-        ("block bounds", "the lemma's bounds"),
-        ("bar bare", "without scores"),
-        ("dot scored", "under the scores"),
-    ]
+            parts.append(element("text", "\u00d7", class_="cross", x=middle, y=f"{_HEIGHT - 3:.0f}"))
+    parts += [hit_area("", column, each * column, each, 0, _HEIGHT) for column in range(len(blocks))]
+    parts.append(module_axis([block["block"] for block in blocks], _HEIGHT))
+    legend = [("block bounds", "the lemma's bounds"), ("bar bare", "without scores")]
+    legend.append(("dot scored", "under the scores"))
     if any(block.get("pruned") is not None for block in blocks):
-        legend += [("dot final", "at the end, pruned and fine-tuned")]
+        legend.append(("dot final", "at the end, pruned and fine-tuned"))
     if any(block.get("pruned") == 0 for block in blocks):
-        legend += [("cross", "block gone")]
+        legend.append(("cross", "block removed"))
     caption = _CAPTION + "".join(
         f" {_WHEN[which]} nothing could be measured: {why}." for which, why in run.unmeasured.items()
     )
-    return Figure(key, title, caption, svg_figure(key, _REFINEMENT_HEIGHT, title, parts), _table(run), legend)
-
-
-def _bounds(block: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
-    if "unscored" not in block:
-        return None, None, None
-    bare = block["unscored"]
-    return block["delta"] ** 2 * bare, block["top"] ** 2 * bare, bare
-
-
-def _measured(block: Mapping[str, Any]) -> tuple[float | None, ...]:
-    return block.get("unscored"), block.get("scored"), block.get("pruned")
-
-
-def _table(run: Run) -> Table:
-    def said(value: float | None) -> str:
-        return DASH if value is None else f"{value:.3g}"
-
     head = ["block", "lower bound", "under the scores", "upper bound", "without scores", "least score"]
     rows = []
-    for block in run.refinement:
-        low, high, bare = _bounds(block)
-        row = [low, block.get("scored"), high, bare, block.get("delta"), block.get("top"), block.get("pruned")]
-        rows.append([block["block"], *map(said, row)])
-    return Table([*head, "greatest score", "at the end"], rows)
+    for block in blocks:
+        low, high = _bounds(block)
+        row = [low, block.get("scored"), high, *(block.get(key) for key in ("unscored", "delta", "top", "pruned"))]
+        rows.append([block["block"], *(DASH if value is None else f"{value:.3g}" for value in row)])
+    table = Table([*head, "greatest score", "at the end"], rows)
+    return Figure(key, title, caption, svg_figure(key, _HEIGHT, title, parts), table, legend)
 
 
-_WIDE, _HIGH = 300.0, 140.0  # units of a picture, fine enough for whole coordinates
+def _bounds(block: Record) -> tuple[float, float] | tuple[None, None]:
+    if "unscored" not in block:
+        return None, None
+    return block["delta"] ** 2 * block["unscored"], block["top"] ** 2 * block["unscored"]
+
+
+_TILE_WIDTH, _TILE_HEIGHT = 300.0, 140.0  # units of a picture, fine enough for whole coordinates
 _LEVELS = (0, 25, 50, 75, 100)
 
 
@@ -260,60 +347,56 @@ def scores_figure(run: Run) -> Figure:
     key, title = "scores", "Scores over time"
     if not run.scores:
         return Figure(key, title, missing=run.missing["scores"], wide=True)
-    last = run.scores[-1]
-    names = list(last["scores"])
+    last = run.scores[-1]["scores"]
     # Reserve room for score epochs still to come, and for those that an older version did not store.
     planned = sum(phase.epochs for phase in run.schedule if phase.trains_scores)
-    missed = max(sum(record["phase"] in SCORE_KINDS for record in run.records) - len(run.scores), 0)
-    times = max(planned, len(run.scores))
+    unstored = max(sum(record["phase"] in SCORE_KINDS for record in run.records) - len(run.scores), 0)
+    epochs = max(planned, len(run.scores))
     threshold = float(run.recipe.get("scores", {}).get("threshold", 0.5))
-    held = {name: [np.percentile(line["scores"][name], _LEVELS) for line in run.scores] for name in names}
-    high = max(1.1, *(float(levels[-1][-1]) for levels in held.values()))
-    kept = {one.name: one for one in run.layers}
+    levels = {name: [np.percentile(line["scores"][name], _LEVELS) for line in run.scores] for name in last}
+    high = max(1.1, *(float(over_epochs[-1][-1]) for over_epochs in levels.values()))
+    kept = {one.name: one.after for one in run.layers}
     tiles, rows = [], []
-    for row, name in enumerate(names):
-        now = held[name][-1]
-        over = sum(score >= threshold for score in last["scores"][name])
-        width = len(last["scores"][name])
-        after = f"{kept[name].after}/{width}" if name in kept else f"{over}/{width}"
-        tile = _tile(held[name], times, missed, high, threshold)
-        tiles.append(
-            element("div", tile, element("b", name), element("span", after), class_="tile hit", data_row=row)
-        )
-        rows.append([name, str(width), str(over), *(f"{level:.2f}" for level in now)])
-    said = (
+    for row, (name, scores) in enumerate(last.items()):
+        over, width = sum(score >= threshold for score in scores), len(scores)
+        tile = _tile(levels[name], epochs, unstored, high, threshold)
+        label = (element("b", name), element("span", f"{kept.get(name, over)}/{width}"))
+        tiles.append(element("div", tile, *label, class_="tile hit", data_row=row))
+        rows.append([name, str(width), str(over), *(f"{level:.2f}" for level in levels[name][-1])])
+    caption = (
         f"Each picture is a layer and runs over {len(run.scores)} epochs of scores, from the start at 1 on the "
         f"left; below {tick(threshold)} (the dotted line) a filter is closed"
     )
     budget = run.recipe.get("budget", {})
-    asked = any(budget.get(target.name, 1) != 1 for target in fields(Budget))
-    said += ", unless a target size or latency sets another threshold." if asked else "."
-    if missed:
-        said += f" The first {missed} epochs were run by an older version, which did not store them."
+    targeted = any(budget.get(target.name, 1) != 1 for target in fields(Budget))
+    caption += ", unless a target size or latency sets another threshold." if targeted else "."
+    if unstored:
+        caption += f" The first {unstored} epochs were run by an older version, which did not store them."
     head = ["layer", "filters", f"scores of {tick(threshold)} or more", "lowest", "lower quarter", "median"]
     table = Table([*head, "upper quarter", "highest"], rows)
     legend = [("block span", "all scores"), ("block half", "the middle half"), ("line accent", "median")]
-    return Figure(key, title, said, element("div", tiles, class_="tiles"), table, legend, wide=True)
+    return Figure(key, title, caption, element("div", tiles, class_="tiles"), table, legend, wide=True)
 
 
-def _tile(levels: Sequence[Sequence[float]], times: int, missed: int, high: float, threshold: float) -> Markup:
+def _tile(levels: Sequence[Sequence[float]], epochs: int, unstored: int, high: float, threshold: float) -> Markup:
     # All scores start at 1; this point is drawn unless the epochs after it were not stored.
-    held, first = (levels, missed + 1) if missed else ([[1.0] * len(_LEVELS), *levels], 0)
-    across = [_WIDE * (first + time) / times for time in range(len(held))]
+    shown, first = (levels, unstored + 1) if unstored else ([[1.0] * len(_LEVELS), *levels], 0)
 
     def edge(level: int) -> list[tuple[float, float]]:
-        return [(x, _HIGH * (1 - line[level] / high)) for x, line in zip(across, held, strict=True)]
+        return [
+            (_TILE_WIDTH * epoch / epochs, _TILE_HEIGHT * (1 - line[level] / high))
+            for epoch, line in enumerate(shown, first)
+        ]
 
-    return element(
-        "svg",
-        element("path", class_="span", d=f"{path_data([*edge(4), *reversed(edge(0))])}z"),
-        element("path", class_="half", d=f"{path_data([*edge(3), *reversed(edge(1))])}z"),
-        element("path", class_="curve accent", d=path_data(edge(2))),
-        element("path", class_="threshold", d=f"M0 {_HIGH * (1 - threshold / high):.0f}h{_WIDE:.0f}"),
-        viewBox=f"0 0 {_WIDE:.0f} {_HIGH:.0f}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
+    paths = {
+        "span": f"{path_data([*edge(4), *reversed(edge(0))])}z",
+        "half": f"{path_data([*edge(3), *reversed(edge(1))])}z",
+        "curve accent": path_data(edge(2)),
+        "threshold": f"M0 {_TILE_HEIGHT * (1 - threshold / high):.0f}h{_TILE_WIDTH:.0f}",
+    }
+    frame = {"viewBox": f"0 0 {_TILE_WIDTH:.0f} {_TILE_HEIGHT:.0f}", "preserveAspectRatio": "none"}
+    parts = (element("path", class_=kind, d=path) for kind, path in paths.items())
+    return element("svg", parts, **frame, aria_hidden="true")
 
 
 def skipped(run: Run) -> Figure:
@@ -321,39 +404,35 @@ def skipped(run: Run) -> Figure:
 
     Reasons for other sections that are missing are listed too.
     """
-    rows = [(name, reason) for name, reason in run.skipped.items()]
+    rows = [*run.skipped.items()]
     rows += [(name, f"follows {', '.join(leaders)}") for name, leaders in run.followers.items()]
     if not rows and "network" in run.missing and not run.summary:
         return Figure("skipped", "Left alone", missing="Which layers are left alone is not stored in this folder.")
     parts = [pairs(rows) if rows else element("p", "Nothing: every layer with filters can be pruned.")]
-    missing = [why for part, why in run.missing.items() if part != "network"]
-    if missing:
-        parts.append(element("h3", "Not in this report"))
-        parts.append(element("ul", (element("li", why) for why in missing)))
+    if missing := [element("li", why) for part, why in run.missing.items() if part != "network"]:
+        parts += [element("h3", "Not in this report"), element("ul", missing)]
     return Figure("skipped", "Left alone", text=concat(parts))
 
 
 def environment(run: Run) -> Figure:
     """Return the machine and the versions of the software."""
+    key, title = "environment", "Environment"
     if not run.environment:
-        return Figure(
-            "environment", "Environment", missing="It is stored when a run ends, and this one has not ended."
-        )
-    rows = [(str(key), str(value)) for key, value in run.environment.items() if value is not None]
-    return Figure("environment", "Environment", text=pairs(rows))
+        return Figure(key, title, missing="It is stored when a run ends, and this one has not ended.")
+    rows = ((str(name), str(value)) for name, value in run.environment.items() if value is not None)
+    return Figure(key, title, text=pairs(rows))
 
 
 def recipe(run: Run) -> Figure:
     """Return every setting of the resolved recipe."""
-    plain = {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}
-    parts = [_section("", plain)]
-    parts += [_section(key, value) for key, value in run.recipe.items() if isinstance(value, Mapping)]
+    sections: dict[str, Mapping[str, Any]]
+    sections = {"": {key: value for key, value in run.recipe.items() if not isinstance(value, Mapping)}}
+    sections |= {key: value for key, value in run.recipe.items() if isinstance(value, Mapping)}
+    parts = []
+    for name, values in sections.items():
+        rows = pairs((key, format_setting(value)) for key, value in values.items())
+        parts.append(element("div", element("h3", name) if name else "", rows))
     return Figure("recipe", "Recipe", text=element("div", parts, class_="sections"), wide=True)
-
-
-def _section(name: str, values: Mapping[str, Any]) -> Markup:
-    rows = pairs((key, format_setting(value)) for key, value in values.items())
-    return element("div", element("h3", name) if name else "", rows)
 
 
 def format_setting(value: Any) -> str:
@@ -371,7 +450,7 @@ def format_setting(value: Any) -> str:
     return str(value) if value != "" else "none"
 
 
-_EACH, _BAR = 38.0, 12.0  # pixels: height of a row, and of the bar in it
+_ROW = 38.0  # pixels
 ELSEWHERE = "not measured here: the latency model is from another machine, or its runtime is not installed"
 
 
@@ -380,38 +459,34 @@ def latency_section(run: Run) -> Figure | None:
     time = run.time
     if time is None:
         return None
-    bars = [
+    shares = [
         ("dense, in its fastest form", 1.0, "before"),
         ("target", time["asked"], "before"),
         ("predicted by the latency model", time["foretold"], "before"),
         ("measured against the dense network", time["measured"], "kept"),
     ]
-    rows = [
-        [name, percent(100 * share, 1), milliseconds(share * time["dense_ms"])]
-        for name, share, _ in bars
-        if share is not None
-    ]
-    parts = [
-        _bar(place, name, share, kind, row)
-        for place, ((name, share, kind), row) in enumerate(
-            zip((bar for bar in bars if bar[1] is not None), rows, strict=True)
-        )
-    ]
-    at, high = f"{100 * time['asked']:.2f}%", _EACH * len(rows)
-    parts.append(element("line", class_="bound", x1=at, x2=at, y1=0, y2=f"{high:.0f}"))
-    parts += [hit_area("", row, 0, 100, _EACH * row, _EACH) for row in range(len(rows))]
-    drawn = svg_figure("times", high, "Latency against the target", parts)
-    legend = [("line dashed", "target")]
+    rows: list[list[str]] = []
+    parts = []
+    for name, share, kind in shares:
+        if share is not None:
+            top, width = _ROW * len(rows), f"{min(100 * share, 100):.2f}%"
+            row = [name, _percentage(share), milliseconds(share * time["dense_ms"])]
+            parts.append(element("text", name, class_="start", x=0, y=f"{top + 14:.0f}"))
+            parts.append(element("text", " · ".join(row[1:]), x="100%", y=f"{top + 14:.0f}"))
+            parts.append(element("rect", class_=kind, x=0, width=width, y=f"{top + 19:.0f}", height=12))
+            rows.append(row)
+    at, height = f"{100 * time['asked']:.2f}%", _ROW * len(rows)
+    parts.append(element("line", class_="bound", x1=at, x2=at, y1=0, y2=f"{height:.0f}"))
+    parts += [hit_area("", row, 0, 100, _ROW * row, _ROW) for row in range(len(rows))]
+    title = "Latency against the target"
+    picture = concat(svg_figure("times", height, title, parts), _latency_facts(time))
     table = Table(["a pass of the network", "share of the dense network's time", "time"], rows)
-    return Figure(
-        "time", "Latency against the target", _said(run, time), concat(drawn, _facts(time)), table, legend
-    )
+    return Figure("time", title, _latency_caption(run, time), picture, table, [("line dashed", "target")])
 
 
 def latency_conditions(time: Mapping[str, Any]) -> str:
     """Describe the conditions of a latency: runtime, batch size and threads."""
-    threads = f"{time['threads']} thread{'' if time['threads'] == 1 else 's'}"
-    return f"{time['runtime']}, batch {time['batch']}, {threads}"
+    return f"{time['runtime']}, batch {time['batch']}, {pluralize(time['threads'], 'thread')}"
 
 
 def best_known_time(time: Mapping[str, Any], finished: bool) -> tuple[float | None, str]:
@@ -421,61 +496,48 @@ def best_known_time(time: Mapping[str, Any], finished: bool) -> tuple[float | No
     return time["foretold"], "predicted" if finished else "filters not chosen yet"
 
 
-def _bar(place: int, name: str, share: float, kind: str, row: list[str]) -> Markup:
-    top = _EACH * place
-    words, bar = {"y": f"{top + 14:.0f}"}, {"y": f"{top + 19:.0f}", "height": f"{_BAR:.0f}"}
-    return concat(
-        element("text", name, class_="start", x=0, **words),
-        element("text", f"{row[1]} · {row[2]}", x="100%", **words),
-        element("rect", class_=kind, x=0, width=f"{min(100 * share, 100):.2f}%", **bar),
-    )
-
-
-def _said(run: Run, time: Mapping[str, Any]) -> str:
-    asked = f"{percent(100 * time['asked'], 1)} of the dense network's {milliseconds(time['dense_ms'])}"
-    said = f"The target was {asked}, {milliseconds(time['asked_ms'])}, in {latency_conditions(time)}"
+def _latency_caption(run: Run, time: Mapping[str, Any]) -> str:
+    share = f"{_percentage(time['asked'])} of the dense network's {milliseconds(time['dense_ms'])}"
+    target = f"The target was {share}, {milliseconds(time['asked_ms'])}, in {latency_conditions(time)}"
     if time["measured"] is not None:
-        beside = (
-            "extracted and timed alternately with the dense network, the pruned one takes "
-            f"{_part(time['measured'])} of its time"
-        )
-        return f"{said}; {beside}."
+        how = "extracted and timed alternately with the dense network, the pruned one takes"
+        return f"{target}; {how} {_percentage(time['measured'])} of its time."
     if not run.finished:
-        return f"{said}; the filters that meet it are chosen after the last score phase."
-    return f"{said}. That was {ELSEWHERE}; the latency model predicts {_part(time['foretold'])}."
+        return f"{target}; the filters that meet it are chosen after the last score phase."
+    return f"{target}. That was {ELSEWHERE}; the latency model predicts {_percentage(time['foretold'])}."
 
 
-def _facts(time: Mapping[str, Any]) -> Markup:
+def _latency_facts(time: Mapping[str, Any]) -> Markup:
     facts = {"way": _way(time)}
-    machine = ", ".join(_named(key, value) for key, value in time["machine"].items() if value is not None)
-    facts["measured on"] = machine or "a machine that the latency model does not name"
+    machine = [
+        str(value) if key in ("cpu", "gpu") else f"{value} cores" if key == "cores" else f"{key} {value}"
+        for key, value in time["machine"].items()
+        if value is not None
+    ]
+    facts["measured on"] = ", ".join(machine) or "a machine that the latency model does not name"
     if time.get("mean_error") is not None:
-        mean, worst = (percent(100 * time[key], 1) for key in ("mean_error", "worst_error"))
+        mean, worst = (_percentage(time[key]) for key in ("mean_error", "worst_error"))
         facts["the latency model"] = f"off by {mean} on average, {worst} at most, for held-out networks"
     if time["landings"]:
-        each = [f"{_part(one['measured'])} (predicted {_part(one['foretold'])})" for one in time["landings"]]
-        facts["landings"] = ", then ".join(each)
+        shares = ([_percentage(landing[key]) for key in ("measured", "foretold")] for landing in time["landings"])
+        facts["landings"] = ", then ".join(f"{measured} (predicted {predicted})" for measured, predicted in shares)
     return pairs(facts.items())
 
 
 def _way(time: Mapping[str, Any]) -> str:
     """Describe the way of removal: chosen because it keeps the most MACs in the time, or set in the recipe."""
-    left = time["macs_left"]
+    chosen, left = time["way"], time["macs_left"]
     if not left:
-        return f"{time['way']}, set in the recipe"
-    others = [
-        f"{name} {'cannot reach the target' if share is None else f'would keep {_part(share)}'}"
-        for name, share in left.items()
-        if name != time["way"]
-    ]
-    own = left.get(time["way"])
-    kept = "" if own is None else f", predicted to keep {_part(own)} of the MACs"
-    return "; ".join([f"{time['way']}{kept}", *others])
+        return f"{chosen}, set in the recipe"
+    own = left.get(chosen)
+    parts = [chosen if own is None else f"{chosen}, predicted to keep {_percentage(own)} of the MACs"]
+    for name, share in left.items():
+        if name != chosen:
+            parts.append(
+                f"{name} {'cannot reach the target' if share is None else f'would keep {_percentage(share)}'}"
+            )
+    return "; ".join(parts)
 
 
-def _named(key: str, value: Any) -> str:
-    return str(value) if key in ("cpu", "gpu") else f"{value} cores" if key == "cores" else f"{key} {value}"
-
-
-def _part(share: float) -> str:
+def _percentage(share: float) -> str:
     return percent(100 * share, 1)
