@@ -5,33 +5,11 @@ from ..utils.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "capture": (
-            "export_program",
-            "first_line",
-        ),
-        "choice": (
-            "choose",
-            "min_times",
-        ),
-        "forms": (
-            "BRANCHES",
-            "CapturedNetwork",
-            "Form",
-            "make_forms",
-        ),
-        "onnx": (
-            "run",
-            "session",
-            "to_onnx",
-        ),
-        "table": (
-            "LATENCY_RUNTIMES",
-            "Placement",
-            "RUNTIMES",
-            "Unavailable",
-            "make_runner",
-            "outputs",
-        ),
+        "capture": ("export_program", "first_line"),
+        "choice": ("choose", "min_times"),
+        "forms": ("BRANCHES", "CapturedNetwork", "Form", "make_forms"),
+        "onnx": ("run", "session", "to_onnx"),
+        "table": ("LATENCY_RUNTIMES", "Placement", "RUNTIMES", "Unavailable", "make_runner", "outputs"),
         "widths": ("groups",),
     },
 )

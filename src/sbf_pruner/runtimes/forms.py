@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import PruningError, suggestion
-from .capture import (
-    Node,
-    capture_graph,
-    output_shape,
-    remove_dead,
-    suppress_exporter_output,
-)
+from .capture import Node, capture_graph, output_shape, remove_dead, suppress_exporter_output
 from .rewrite import merge_remaps, no_remap, shortcuts_as_convolutions, simplify, write_in_place, write_remaps
 from .widths import widen
 

@@ -6,19 +6,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "distributed": ("DistributedContext",),
-        "files": (
-            "flatten_keys",
-            "from_plain",
-            "read_tensors",
-            "atomic_path",
-            "write_text",
-        ),
-        "formatting": (
-            "DASH",
-            "MINUS",
-            "pluralize",
-            "format_percentage",
-        ),
+        "files": ("flatten_keys", "from_plain", "read_tensors", "atomic_path", "write_text"),
+        "formatting": ("DASH", "MINUS", "pluralize", "format_percentage"),
         "settings": ("Section",),
         "timing": (
             "Interval",
@@ -31,11 +20,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "version_of",
             "synchronizer",
         ),
-        "user_code": (
-            "TRUSTED",
-            "Origin",
-            "UNTRUSTED",
-        ),
+        "user_code": ("TRUSTED", "Origin", "UNTRUSTED"),
         "user_model": (
             "pruner_hooks",
             "call",
