@@ -30,9 +30,8 @@ from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write
 from .training.data.batches import LazySplit, Split
 from .training.data.datasets import Data, batches_of, load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
-from .utils.files import atomic_path, path_exists, temporary_path, write_text
+from .utils.files import atomic_path, path_exists, temporary_path, why_not_writable, write_text
 from .utils.formatting import first_names, format_percentage
-from .utils.paths import why_not_writable
 from .utils.timing import environment, version_of
 from .utils.user_model import call, random_inputs
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..criteria import METHODS, OWN
 from ..errors import DataError, PruningError, RunError, Stopped, suggestion
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 from .arguments import (
     STDOUT,
     default_input,

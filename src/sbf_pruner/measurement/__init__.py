@@ -1,6 +1,6 @@
 """Measure or predict the parameters, MACs, accuracy and latency of a network."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -1,6 +1,6 @@
 """Rewrites of a trained network for inference in a runtime: eager PyTorch, torch.compile or ONNX Runtime."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

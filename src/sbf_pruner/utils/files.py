@@ -137,6 +137,19 @@ def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be read: {error.strerror or error}; make it readable and try again")
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Return why nothing can be written at a path, or None if it can; missing parent folders are no obstacle.
+
+    >>> why_not_writable(Path("new/folder/file.json"))
+    """
+    above = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if above == path.absolute() and above.is_file():
+        above = above.parent
+    if above.is_dir() and os.access(above, os.W_OK):
+        return None
+    return f"{above} is {'a file' if above.is_file() else 'not a folder that can be written to'}"
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a text file and flush it to disk, so that files written afterwards may refer to it."""
     new = not path.exists()
