@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from .errors import DataError, PruningError, RunError, suggestion
 from .runtimes.capture import export_program, suppress_exporter_output
-from .runtimes.choice import SMALLEST, TARGETS, TIMING_SECONDS, choose
 from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
+from .runtimes.table import SMALLEST, TARGETS, TIMING_SECONDS, choose
 from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
 from .training.data.batches import LazySplit, Split
 from .training.data.datasets import Data, batches_of, load_data

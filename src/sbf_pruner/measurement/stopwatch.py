@@ -25,10 +25,9 @@ from torch.nn import functional
 from ..errors import PruningError
 from ..plan import Plan
 from ..runtimes.capture import first_line
-from ..runtimes.choice import min_times
 from ..runtimes.forms import CapturedNetwork, Form, make_forms
 from ..runtimes.onnx import import_onnxruntime, session_options
-from ..runtimes.table import RUNTIMES, latency_runtime, make_runner
+from ..runtimes.table import RUNTIMES, latency_runtime, make_runner, min_times
 from ..surgery.extract import extract
 from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
 from ..utils.user_model import random_inputs

@@ -6,10 +6,17 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "capture": ("export_program", "first_line"),
-        "choice": ("choose", "min_times"),
-        "forms": ("BRANCHES", "CapturedNetwork", "Form", "make_forms"),
+        "forms": ("BRANCHES", "CapturedNetwork", "Form", "groups", "make_forms"),
         "onnx": ("run", "session", "to_onnx"),
-        "table": ("LATENCY_RUNTIMES", "Placement", "RUNTIMES", "Unavailable", "make_runner", "outputs"),
-        "widths": ("groups",),
+        "table": (
+            "LATENCY_RUNTIMES",
+            "Placement",
+            "RUNTIMES",
+            "Unavailable",
+            "choose",
+            "make_runner",
+            "min_times",
+            "outputs",
+        ),
     },
 )

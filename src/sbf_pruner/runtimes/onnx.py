@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..utils.files import atomic_path
-from .capture import arguments, batch_of_two, dynamic_batch, eval_copy, first_line, suppress_exporter_output
+from .capture import eval_copy, export_arguments, first_line, suppress_exporter_output
 
 EXTRA = 'pip install "sbf-pruner[export]"'
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -34,8 +34,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     import_onnxruntime()
     path = Path(path)
     network = eval_copy(model)
-    args, kwargs = arguments(batch_of_two(example_inputs))
-    shapes = dynamic_batch(kwargs or args)
+    args, kwargs, shapes = export_arguments(example_inputs)
     try:
         with suppress_exporter_output(), torch.no_grad():
             # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
