@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from sbf_pruner import Plan, Pruner, extract, measure, trace
+from sbf_pruner import Plan, Pruner, Scores, extract, measure, trace
 from sbf_pruner.graph import ChannelGraph
 from sbf_pruner.modules import RemappedModule
 from sbf_pruner.utils import resized_inputs
@@ -51,7 +51,7 @@ def work(name: str) -> zoos.Row:
     if not graph.layers:
         reason, count = Counter(graph.unscored.values()).most_common(1)[0]
         return row | {"ok": False, "error": f"nothing can be pruned; {count} layers: {reason}"}
-    pruner = Pruner(model, images, graph=graph, projection="free")
+    pruner = Pruner(model, images, graph=graph, scores=Scores(projection="free"))
     with torch.no_grad():
         whole = leaves(model(images))
     others = other_images(model, images)

@@ -27,7 +27,7 @@ from limits import gather
 from torch import Tensor, nn
 
 from saving import save_result
-from sbf_pruner import Plan, Pruner, measure
+from sbf_pruner import Plan, Pruner, Scores, measure
 from sbf_pruner.models import resolve
 from sbf_pruner.training import ComputeConfig, OptimizerConfig
 from sbf_pruner.training.data import Augment, DeviceBatches, Split
@@ -289,7 +289,7 @@ def short_run(machine: ComputeConfig, setting: Setting) -> tuple[list[EpochResul
     torch.manual_seed(0)
     device = machine.device
     model = resolve(setting.checked).to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, setting.side, setting.side, device=device), lr=1e-4)
+    pruner = Pruner(model, torch.zeros(1, 3, setting.side, setting.side, device=device), scores=Scores(lr=1e-4))
     engine, batches = make_engine(model, machine, pruner), made_up(setting, 4 * setting.batch, device)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.01))
     tallies = [engine.train_epoch(batches, epoch, optimizer, [0.01] * 4) for epoch in range(2)]

@@ -17,7 +17,7 @@ import torch
 from quiet import wait
 
 from saving import save_result
-from sbf_pruner import Budget, Plan, Pruner
+from sbf_pruner import Budget, Plan, Pruner, Scores
 from sbf_pruner.budget import Constraints, Selector
 from sbf_pruner.graph import ChannelGraph, network_cost, trace
 from sbf_pruner.measurement import (
@@ -32,7 +32,7 @@ from sbf_pruner.measurement import (
     synthetic_scores,
 )
 from sbf_pruner.models import resolve
-from sbf_pruner.training import LatencyTarget, pruner_options
+from sbf_pruner.training import LatencyTarget, with_way
 from sbf_pruner.utils import busy_cores
 
 RUNTIMES = ("onnxruntime", "eager")
@@ -53,9 +53,11 @@ def to_target(model: LatencyModel, pairs: PlanTimer, share: float, args: argpars
     graph = trace(network, example)
     clock, budget = from_dict(model.to_dict(), graph), Budget(latency=share)
     chosen = choose_coupling(graph, clock, budget, Constraints())
-    pruner = Pruner(network, example, budget=budget, clock=clock, graph=graph, **pruner_options(chosen.way))
-    scores = synthetic_scores(graph, pruner.aim.guards)
-    pruner.rank(scores)
+    settings, constraints = with_way(chosen.way, Scores(), Constraints())
+    pruner = Pruner(
+        network, example, budget=budget, scores=settings, constraints=constraints, clock=clock, graph=graph
+    )
+    pruner.rank(synthetic_scores(graph, pruner.aim.constraints))
     timed = LatencyTarget(clock, chosen)
 
     def ratio(plan: Plan) -> float:

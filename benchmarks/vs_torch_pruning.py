@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from sbf_pruner import Plan, Pruner, extract, measure, trace
+from sbf_pruner import Plan, Pruner, Scores, extract, measure, trace
 from sbf_pruner.graph import ChannelGraph
 
 RATIO = 0.5
@@ -162,7 +162,7 @@ def _ours(
         plan = _plan(model, graph, gone)
         small = extract(model, images, plan, graph)
         seconds = traced + time.process_time() - start
-        pruner = Pruner(model, images, graph=graph, projection="free")
+        pruner = Pruner(model, images, graph=graph, scores=Scores(projection="free"))
         pruner.gate(plan)
         with torch.no_grad():
             error = error_between(leaves(small.eval()(images)), leaves(model(images)))

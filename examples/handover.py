@@ -27,7 +27,7 @@ def build():
 
 
 model, images, labels = build(), torch.rand(32, 3, 16, 16), torch.randint(0, 10, (32,))
-pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="30%", size="20kB"), speed=0.1)
+pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="30%", size="20kB"), scores=sbf.Scores(speed=0.1))
 with pruner.scoring():  # see own_loop.py for all of the training
     for _ in range(10):
         (nn.functional.cross_entropy(model(images), labels) + pruner.penalty()).backward()

@@ -45,7 +45,9 @@ def accuracy(network):
 train(model, epochs=4)
 dense = accuracy(model)
 
-pruner = sbf.Pruner(model, images[:1], penalty=0.01, speed=0.1)  # speed: how far a score's logit moves in a step
+pruner = sbf.Pruner(
+    model, images[:1], scores=sbf.Scores(penalty=0.01, speed=0.1)
+)  # speed: how far a score's logit moves in a step
 for _ in range(3):
     with pruner.scoring():  # weights and batch norm frozen, continuous scores
         for x, y in loader:

@@ -39,7 +39,7 @@ print("left alone:", graph.skipped)
 
 # `ignore` leaves layers alone by name; `couple="streams"` has layers that are added up keep the same filters, so
 # that the residual stream itself becomes narrower and every layer that reads it does less.
-pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), couple="streams")
+pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), constraints=sbf.Constraints(couple="streams"))
 norms = {name: dict(model.named_modules())[name].weight.detach().abs().sum((1, 2, 3)) for name in graph.layers}
 pruner.rank(norms)
 coupled = pruner.plan()
@@ -47,7 +47,9 @@ assert coupled.keep["stem"] == coupled.keep["branches.0.0"] == coupled.keep["bra
 pruner.detach()
 
 # `round_to` asks for widths that hardware likes, `min_filters` and `max_removed` for what no layer may lose.
-pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), ignore=["stem"], round_to=4)
+pruner = sbf.Pruner(
+    model, images[:1], budget=sbf.Budget(macs="50%"), constraints=sbf.Constraints(ignore=["stem"], round_to=4)
+)
 pruner.rank({name: norms[name] for name in pruner.graph.layers})
 assert "stem" not in pruner.plan().keep
 assert all(len(kept) % 4 == 0 for kept in pruner.plan().keep.values())

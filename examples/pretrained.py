@@ -33,7 +33,7 @@ def train(network, steps):
 
 
 # With a budget no penalty has to be found: it follows the limit, and the filters land on it from below.
-pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), speed=0.2)
+pruner = sbf.Pruner(model, images[:1], budget=sbf.Budget(macs="50%"), scores=sbf.Scores(speed=0.2))
 for part_of_the_way in (0.5, 1):
     pruner.progress = part_of_the_way  # the limit closes in from cycle to cycle
     with pruner.scoring(tune=lambda: model(images)):  # norms take their statistics under the scores

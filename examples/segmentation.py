@@ -47,7 +47,7 @@ def train(network, steps):
 
 
 model = TwoEyedUnet()
-pruner = sbf.Pruner(model, inputs, budget=sbf.Budget(macs="40%"), speed=0.1)
+pruner = sbf.Pruner(model, inputs, budget=sbf.Budget(macs="40%"), scores=sbf.Scores(speed=0.1))
 for part_of_the_way in (0.5, 1, 1):
     with pruner.gated():  # at first all gates are open: plain training
         train(model, steps=10)

@@ -157,21 +157,21 @@ def test_run_json_prints_json_alone(here: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_limits_by_layer_are_set_kept_and_resumed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = ["--set", 'guards.max_removed={"*"=0.9, "0"=0}', "--set", 'guards.round_to={"3"=2}']
+    limits = ["--set", 'constraints.max_removed={"*"=0.9, "0"=0}', "--set", 'constraints.round_to={"3"=2}']
     words = ["run", "tiny.toml", "--quiet", "--target", "macs=0.8", *limits]
     assert main(words) == 0
     folder = here / "runs/tiny-seed0"
     kept = json.loads((folder / "plan.json").read_text())["keep"]
     assert len(kept["0"]) == 8 and len(kept["3"]) in (2, 4)
-    guards = load_recipe(folder / "recipe.toml").guards
+    guards = load_recipe(folder / "recipe.toml").constraints
     assert guards.max_removed == {"*": 0.9, "0": 0.0} and guards.round_to == {"3": 2}
     assert "0 = 0.0" in (folder / "report.html").read_text("utf-8")
     assert main([*words, "--resume"]) == 0 and "was finished already" in capsys.readouterr().out
-    assert main([*words, "--resume", "--set", 'guards.max_removed={"0"=0.5}']) == 2
+    assert main([*words, "--resume", "--set", 'constraints.max_removed={"0"=0.5}']) == 2
     assert "was run with guards.max_removed.0 = 0.0, not 0.5" in capsys.readouterr().err
     turned = [word.replace('{"*"=0.9, "0"=0}', '{"0"=0, "*"=0.9}') for word in words]
     assert main([*turned, "--resume"]) == 2
-    assert "was run with the patterns of its guards in another order" in capsys.readouterr().err
+    assert "was run with the patterns of its constraints in another order" in capsys.readouterr().err
 
 
 def test_resuming_a_finished_run_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,12 +317,12 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "ill-typed key": (["tiny.toml", "--set", "phases.cycles=many"], "phases.cycles: expected int, got str"),
     "out of bounds": (["tiny.toml", "--set", "warmup.lr=-1"], "warmup.lr: must be above 0"),
     "no such layer": (
-        ["tiny.toml", "--set", 'guards.max_removed={"conv.*"=0.5}'],
+        ["tiny.toml", "--set", 'constraints.max_removed={"conv.*"=0.5}'],
         "max_removed: no layer is called 'conv.*'; known: 0, 3\n",
     ),
     "no table": (
-        ["tiny.toml", "--set", 'guards.max_removed={"0": 0.5}'],
-        'guards.max_removed: expected float, or a table such as {"layer1.*" = 1}, got str',
+        ["tiny.toml", "--set", 'constraints.max_removed={"0": 0.5}'],
+        'constraints.max_removed: expected float, or a table such as {"layer1.*" = 1}, got str',
     ),
     "no value": (["tiny.toml", "--set", "phases.cycles"], "write KEY=VALUE"),
     "negative seed": (["tiny.toml", "--seed", "-1"], "seed: must be at least 0"),
@@ -610,8 +610,10 @@ def test_latency_measures_and_its_table_serves_a_run(
     words = ["latency", "tiny.toml", "--runtime", "eager", "--batch", "4", "--threads", "1"]
     assert main([*words, "--out", "table.json"]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[0].split()[:3] == ["cut", "for", "real"]
-    assert "foretold by a fit to the others" in said.out and "ms in eager, batch 4, 1 thread" in said.out
+    assert said.out.splitlines()[0].split()[:3] == ["removed", "share", "kept"]
+    assert (
+        "each predicted by a fit to the other networks" in said.out and "ms in eager, batch 4, 1 thread" in said.out
+    )
     assert "sbf: measuring" in said.err and said.err.endswith("sbf: wrote table.json\n")
     # A second time all is known.
     assert main([*words, "--json", "--quiet"]) == 0
@@ -689,7 +691,7 @@ BAD_BENCH = {
     "no plan": (["resnet20", "--plan", "x.json"], "the plan x.json cannot be read (No such file or directory)"),
     "not a plan": (["resnet20", "--plan", "tiny.toml"], "the plan is not JSON"),
     "saving a model": (["resnet20", "--plan", "x.json", "--save"], "--save writes into a run's folder"),
-    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option belong to a model with --plan"),
+    "input of a run": (["begun", "--input", "3,8,8"], "--input and --option apply to a model with --plan"),
     "runtime": (["begun", "--runtimes", "onnx"], "--runtimes: none is called 'onnx'; known: eager, compile"),
     "batch": (["begun", "--batch", "one"], "--batch 'one': write numbers with commas between them"),
     "file": (["begun", "--json", "x.txt"], "--json 'x.txt': give a file that ends in .json"),

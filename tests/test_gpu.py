@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 pytestmark = pytest.mark.gpu
 SHORT = ["phases.warmup=2", "phases.cycles=2", "phases.score=2", "phases.weights=1", "phases.finetune=2",
          "dense_control=false", "evaluate_every=1", "device=cuda", "budget.macs=0.5", "budget.settled=1",
-         "budget.steer=true", "scores.balance=cost"]  # fmt: skip
+         "scores.steer=true", "scores.balance=cost"]  # fmt: skip
 WAYS = {
     "budget": [],
     "joint": ["scores.joint=true"],

@@ -367,7 +367,7 @@ def test_dropout_falls_elsewhere_in_training_mode_alone() -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_half_precision_is_scored_and_cut_on_the_cpu(kind: torch.dtype) -> None:
     model, x = Net().to(kind), IMAGE.to(kind)
-    pruner = sbf.Pruner(model, x, penalty=1.0, speed=1.0)
+    pruner = sbf.Pruner(model, x, scores=sbf.Scores(penalty=1.0, speed=1.0))
     with pruner.scoring():
         (model(x).float().square().mean() + pruner.penalty()).backward()
         pruner.step()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from clocks import clock_of
+from sbf_pruner import Constraints, Scores
 from sbf_pruner.budget import Budget
 from sbf_pruner.compare import run_frontier
 from sbf_pruner.errors import PlanError, PruningError, RunError, TraceError
@@ -294,21 +295,18 @@ def test_unknown_name_to_ignore():
             "min_filters: '0' never applies, because later patterns match all its layers and the last match wins; "
             "move it after them",
         ),
-        ({"min_filters": {"4": -1}}, "min_filters['4']: a layer cannot keep -1 filters; give 0 or more"),
-        ({"min_filters": {"4": 0.5}}, "min_filters['4'] counts filters; give a whole number, not 0.5"),
-        (
-            {"max_removed": {"4": 2}},
-            "max_removed['4'] is the fraction of filters that may be removed, from 0 to 1, not 2",
-        ),
-        ({"round_to": {"4": 0}}, "round_to['4']: widths must be multiples of a number of at least 1, not of 0"),
-        ({"round_to": {4: 2}}, 'round_to: keys must be layer name patterns, not int; give {"layer1.*": ...}'),
-        ({"round_to": 0}, "round_to: widths must be multiples of a number of at least 1, not of 0"),
+        ({"min_filters": {"4": -1}}, "min_filters.4: must be at least 0, got -1"),
+        ({"min_filters": {"4": 0.5}}, "min_filters.4: expected int, got float (0.5)"),
+        ({"max_removed": {"4": 2}}, "max_removed.4: must be at most 1, got 2.0"),
+        ({"round_to": {"4": 0}}, "round_to.4: must be at least 1, got 0"),
+        ({"round_to": {4: 2}}, "a key of round_to: expected str, got int (4)"),
+        ({"round_to": 0}, "round_to: must be at least 1, got 0"),
     ],
     ids=str,
 )
 def test_limits_for_layers_that_are_not_there(asked, sentence):
     with says(PruningError, sentence):
-        Pruner(*plain(), **asked)
+        Pruner(*plain(), constraints=Constraints(**asked))
 
 
 def test_a_limit_for_a_layer_that_is_left_alone():
@@ -316,7 +314,7 @@ def test_a_limit_for_a_layer_that_is_left_alone():
         PruningError,
         "max_removed: '4' matches no layer that can be pruned (4: ignored as asked (4)); leave it out",
     ):
-        Pruner(*plain(), ignore=["4"], max_removed={"4": 0.5})
+        Pruner(*plain(), constraints=Constraints(ignore=["4"], max_removed={"4": 0.5}))
 
 
 # -- a latency target --------------------------------------------------------------------------------------
@@ -373,9 +371,9 @@ def test_a_time_too_short():
 def test_no_branches_to_keep_whole():
     with says(
         PruningError,
-        'couple: "blocks" needs residual blocks that can be pruned, and the model has none; use "none"',
+        'couple: "blocks" needs residual blocks that can be pruned, and the model has none; leave it out',
     ):
-        Pruner(*plain(), couple="blocks")
+        Pruner(*plain(), constraints=Constraints(couple="blocks"))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------
@@ -388,21 +386,36 @@ def test_no_branches_to_keep_whole():
         ({"threshold": 0}, "threshold: must be above 0, got 0.0"),
         ({"threshold": 1.5}, "threshold: must be at most 1, got 1.5"),
         ({"lr": -1.0}, "lr: must be above 0, got -1.0"),
-        ({"lr": True}, "lr: expected a finite number, got True"),
+        ({"lr": True}, "lr: expected float, got bool (True)"),
         ({"penalty": -1.0}, "penalty: must be at least 0, got -1.0"),
-        ({"speed": "fast"}, "speed: expected a finite number, got 'fast'"),
-        ({"speed": None}, "speed: expected a finite number, got None"),
+        ({"speed": "fast"}, "speed: expected float, got str ('fast')"),
+        ({"balance": "aera"}, "balance: 'aera' is not one of auto, area, side, none, cost; did you mean 'area'?"),
         ({"leak": -0.1}, "leak: must be at least 0, got -0.1"),
         ({"eps": float("inf")}, "eps: expected a finite number, got inf"),
-        ({"budget": {"macs": 0.5}}, "a budget is an sbf.Budget, not dict; write sbf.Budget(macs=0.5)"),
-        ({"budget": 0.5}, "a budget is an sbf.Budget, not float; write sbf.Budget(macs=0.5)"),
     ],
 )
-def test_what_a_pruner_cannot_be_told(given, sentence):
+def test_settings_of_scores_out_of_bounds(given, sentence):
+    with says(PruningError, sentence):
+        Scores(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"budget": {"macs": 0.5}}, "budget: expected an sbf.Budget, got dict; write sbf.Budget(macs=0.5)"),
+        ({"budget": 0.5}, "budget: expected an sbf.Budget, got float; write sbf.Budget(macs=0.5)"),
+        ({"scores": {"lr": 0.1}}, "scores: expected an sbf.Scores, got dict; write sbf.Scores(lr=0.1)"),
+        (
+            {"constraints": 8},
+            "constraints: expected an sbf.Constraints, got int; write sbf.Constraints(round_to=8)",
+        ),
+    ],
+)
+def test_arguments_of_another_type_leave_the_model_alone(given, sentence):
     model, inputs = plain()
     with says(PruningError, sentence):
         Pruner(model, inputs, **given)
-    Pruner(model, inputs)  # which nothing is left of
+    Pruner(model, inputs)
 
 
 # -- plans -------------------------------------------------------------------------------------------------
@@ -580,8 +593,8 @@ def test_two_pruners():
 
 def test_unknown_projection():
     model, inputs = plain()
-    with pytest.raises(PruningError, match=r"^projection 'factor' is not known; did you mean 'factored'\?$"):
-        Pruner(model, inputs, projection="factor")
+    with pytest.raises(PruningError, match=r"^projection: 'factor' is not one of .*; did you mean 'factored'\?$"):
+        Pruner(model, inputs, scores=Scores(projection="factor"))
 
 
 def test_a_step_outside_a_phase():
@@ -649,8 +662,10 @@ def small_net():
 
 def test_layers_are_ignored_by_their_names():
     model = small_net()
-    with says(PruningError, "ignore: give names or patterns of layers, such as 'layer4.*', not Conv2d"):
-        trace(model, IMAGE, ignore=[model[0]])
+    with says(PruningError, "ignore: give modules, or names or patterns of layers such as 'layer4.*', not int"):
+        trace(model, IMAGE, ignore=[0])
+    with says(PruningError, "ignore: the Conv2d given is not a module of the model"):
+        trace(model, IMAGE, ignore=[nn.Conv2d(3, 4, 1)])
 
 
 def test_scores_are_given_by_layer():

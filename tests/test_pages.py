@@ -316,7 +316,7 @@ def test_sizes_beside_each_other(visit: Open, sizes: tuple[dict[str, Any], Path]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert visible(page, "#against-macs circle") == visible(page, "#against-params circle") == 6
     page.locator("#against-macs circle.chosen").first.hover()
-    assert tip(page).startswith("40 % asked for") and f"{found['points'][1]['macs']:,}" in tip(page)
+    assert tip(page).startswith("target 40 %") and f"{found['points'][1]['macs']:,}" in tip(page)
     page.locator("#against-params circle.tuned").hover()
     assert "fine-tuned" in tip(page) and f"{found['own']['params']:,}" in tip(page)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from sbf_pruner import Budget, Plan, Pruner, PruningError, measure, trace
+from sbf_pruner import Budget, Constraints, Plan, Pruner, PruningError, Scores, measure, trace
 from sbf_pruner.models import resolve
 from sbf_pruner.scores import LeafGates
 
@@ -77,14 +77,14 @@ def test_a_network_whose_blocks_cannot_be_found_is_left_alone(monkeypatch: pytes
     model = network()
     monkeypatch.setattr("sbf_pruner.pruner.residual_blocks", lost)
     with pytest.raises(PruningError, match="no way back"):
-        Pruner(model, IMAGES, blocks=True)
+        Pruner(model, IMAGES, scores=Scores(blocks=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     Pruner(model, IMAGES)
 
 
 def test_a_phase_that_cannot_land_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network().train()
-    pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)
+    pruner = Pruner(model, IMAGES, scores=Scores(lr=1e-2, penalty=1e-2))
     before, held = state(model), pruner.plan()
 
     def nowhere(*given: object) -> None:
@@ -103,7 +103,7 @@ def test_a_phase_that_cannot_land_is_cut_short(monkeypatch: pytest.MonkeyPatch) 
 
 def test_scoring_freezes_weights_and_statistics_even_if_the_model_is_put_in_training_mode() -> None:
     model = network().train()
-    pruner = Pruner(model, IMAGES, lr=1e-2, penalty=1e-2)
+    pruner = Pruner(model, IMAGES, scores=Scores(lr=1e-2, penalty=1e-2))
     before = state(model)
     with pruner.scoring():
         model.train()
@@ -168,7 +168,7 @@ def joint_steps(pruner: Pruner, optimizer: torch.optim.Optimizer, count: int = 3
 
 def test_a_joint_phase_moves_weights_statistics_and_scores_and_then_sets_the_gates() -> None:
     model = network().train()
-    pruner = Pruner(model, IMAGES, lr=3e-3, penalty=1e-2)
+    pruner = Pruner(model, IMAGES, scores=Scores(lr=3e-3, penalty=1e-2))
     before = state(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with pruner.scoring(joint=True):
@@ -188,7 +188,7 @@ def test_a_joint_step_is_the_gradient_of_the_loss_with_the_penalty() -> None:
     """Free logits and plain steps: both move along the gradient of one function, written out here."""
     net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(1176, 2)).double()
     images, twin = IMAGES.double(), copy.deepcopy(net)
-    pruner = Pruner(net, images, penalty=0.3, projection="free", balance="none")
+    pruner = Pruner(net, images, scores=Scores(penalty=0.3, projection="free", balance="none"))
     scores = torch.full((6,), 0.8, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         pruner.gates.soft.fill_(0.8)
@@ -220,7 +220,7 @@ def test_an_exception_in_a_score_phase_leaves_a_usable_model() -> None:
 
 def test_a_loss_that_is_not_finite_moves_no_score_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
-    pruner = Pruner(model, IMAGES, lr=1e-3, penalty=1e-2, projection="free")
+    pruner = Pruner(model, IMAGES, scores=Scores(lr=1e-3, penalty=1e-2, projection="free"))
     with pruner.scoring():
         (model(IMAGES * torch.nan).mean() + pruner.penalty()).backward()
         pruner.step()
@@ -239,7 +239,7 @@ def test_a_gradient_too_large_to_square_is_skipped_and_told(
     projection: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In Adam's second moment it would be infinite, and no score would ever move again."""
-    pruner = Pruner(network(), IMAGES, lr=1e-2, penalty=1.0, projection=projection)
+    pruner = Pruner(network(), IMAGES, scores=Scores(lr=1e-2, penalty=1.0, projection=projection))
     with pruner.scoring():
         (1e30 * pruner.penalty()).backward()
         pruner.step()
@@ -247,13 +247,13 @@ def test_a_gradient_too_large_to_square_is_skipped_and_told(
     assert all((scores < 1).all() for scores in pruner.scores().values())
     assert "1 of the steps of this score phase moved no score" in caplog.text
     with pytest.raises(PruningError, match=r"^penalty: must be at most 1e\+10, got 1e\+30$"):
-        Pruner(network(), IMAGES, penalty=1e30)
+        Pruner(network(), IMAGES, scores=Scores(penalty=1e30))
 
 
 def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     def run(stop: bool) -> Pruner:
         model = network()
-        pruner = Pruner(model, IMAGES, lr=1e-3, penalty=1e-2)
+        pruner = Pruner(model, IMAGES, scores=Scores(lr=1e-3, penalty=1e-2))
         with pruner.scoring():
             score_steps(pruner, 2)
         if not stop:
@@ -263,7 +263,7 @@ def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
         with pruner.scoring():
             score_steps(pruner, 2)
             saved = copy.deepcopy(pruner.state_dict())
-        again = Pruner(network(), IMAGES, lr=1e-3, penalty=1e-2)
+        again = Pruner(network(), IMAGES, scores=Scores(lr=1e-3, penalty=1e-2))
         again.load_state_dict(saved)
         with again.scoring():
             score_steps(again, 2)
@@ -279,25 +279,33 @@ def test_a_score_phase_can_be_saved_in_its_middle_and_gone_on_with() -> None:
     [
         (
             {},
-            {"ignore": ["conv1"]},
+            {"constraints": Constraints(ignore=["conv1"])},
             "has 16 filters to prune in conv1 where the model has 0; load it",
         ),
-        ({"ignore": ["conv1"]}, {}, "has 0 filters to prune in conv1 where the model has 16"),
-        ({}, {"blocks": True}, "the state was saved with blocks=False; create the pruner with blocks=False"),
-        ({"blocks": True}, {}, "the state was saved with blocks=True"),
+        (
+            {"constraints": Constraints(ignore=["conv1"])},
+            {},
+            "has 0 filters to prune in conv1 where the model has 16",
+        ),
         (
             {},
-            {"projection": "free"},
+            {"scores": Scores(blocks=True)},
+            "the state was saved with blocks=False; create the pruner with blocks=False",
+        ),
+        ({"scores": Scores(blocks=True)}, {}, "the state was saved with blocks=True"),
+        (
+            {},
+            {"scores": Scores(projection="free")},
             "holds nothing for 'logits' where .* it was saved from",
         ),
-        ({"projection": "free"}, {}, "holds nothing for 'base'"),
+        ({"scores": Scores(projection="free")}, {}, "holds nothing for 'base'"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     saved: dict[str, object], loaded: dict[str, object], message: str
 ) -> None:
     state = Pruner(network(), IMAGES, **saved).state_dict()  # type: ignore[arg-type]
-    pruner = Pruner(network(), IMAGES, speed=0.1, penalty=1.0, **loaded)  # type: ignore[arg-type]
+    pruner = Pruner(network(), IMAGES, **loaded)  # type: ignore[arg-type]
     with pruner.scoring():
         score_steps(pruner, 1)
     before = pruner.scores()
@@ -308,8 +316,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
 
 
 def test_a_state_of_another_network_is_refused() -> None:
-    state = Pruner(network(), IMAGES, projection="free").state_dict()
-    pruner = Pruner(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 2, 3)), IMAGES, projection="free")
+    state = Pruner(network(), IMAGES, scores=Scores(projection="free")).state_dict()
+    pruner = Pruner(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 2, 3)), IMAGES, scores=Scores(projection="free"))
     with pytest.raises(PruningError, match="the saved state has 0 filters to prune in 0 where the model has 9"):
         pruner.load_state_dict(state)
 
@@ -329,7 +337,7 @@ def test_a_deep_copy_has_gates_of_its_own() -> None:
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_a_model_that_is_cast_is_scored_and_cut_in_its_new_type(kind: torch.dtype) -> None:
     model = network()
-    pruner = Pruner(model, IMAGES[:1], lr=1e-3)
+    pruner = Pruner(model, IMAGES[:1], scores=Scores(lr=1e-3))
     images = IMAGES.to(kind)
     model.to(kind).eval()
     with pruner.scoring():
@@ -460,7 +468,7 @@ class Anchored(nn.Module):
 def test_what_is_kept_for_images_of_another_size_is_no_obstacle(caplog: pytest.LogCaptureFixture) -> None:
     model = Anchored().eval()
     model(IMAGES)
-    pruner = Pruner(model, IMAGES, speed=1.0, budget=Budget(macs=0.6))
+    pruner = Pruner(model, IMAGES, scores=Scores(speed=1.0), budget=Budget(macs=0.6))
     model(torch.rand(1, 3, 24, 24))
     with pruner.scoring():
         score_steps(pruner, 1)
@@ -476,7 +484,7 @@ def test_scores_that_would_cut_the_network_keep_the_best_filter() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(720, 2)
     )
-    pruner = Pruner(net, IMAGES, penalty=1e3, lr=10.0, projection="free")
+    pruner = Pruner(net, IMAGES, scores=Scores(penalty=1e3, lr=10.0, projection="free"))
     with pruner.scoring():
         score_steps(pruner, 5)
     widths = pruner.plan().widths()
@@ -520,7 +528,7 @@ def test_folded_gates_give_the_same_gradients_as_hooks() -> None:
 def test_binary_gates_pass_their_gradient_on_to_the_scores_behind_them() -> None:
     torch.manual_seed(0)
     model = network()
-    pruner = Pruner(model, IMAGES, binary=True, projection="free", speed=0.4, penalty=0.0)
+    pruner = Pruner(model, IMAGES, scores=Scores(binary=True, projection="free", speed=0.4, penalty=0.0))
     seen = []
     with pruner.scoring():
         for _ in range(16):
@@ -533,7 +541,7 @@ def test_binary_gates_pass_their_gradient_on_to_the_scores_behind_them() -> None
     scores = torch.stack([*seen, torch.cat(list(pruner.scores().values()))])
     assert (scores[0] == 1).all() and (scores[1] < 1).all() and (scores[2] < 0.5).all()
     assert (scores[-1] > 0.5).all() and pruner.gates.soft.min() == 1
-    again = Pruner(network(), IMAGES, binary=True, projection="free", speed=0.4)
+    again = Pruner(network(), IMAGES, scores=Scores(binary=True, projection="free", speed=0.4))
     again.load_state_dict(pruner.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(again.scores().values(), pruner.scores().values(), strict=True))
     assert torch.equal(again.gates.soft, pruner.gates.soft)
@@ -561,8 +569,17 @@ def test_a_look_at_the_gates_leaves_a_score_phase_as_it_was() -> None:
         assert torch.equal(model(IMAGES), soft) and soft.requires_grad
 
 
+def test_a_module_to_ignore_stands_for_its_layers() -> None:
+    model = network()
+    pruner = Pruner(model, IMAGES, constraints=Constraints(ignore=[model.layer1, "conv1"]))
+    named = Pruner(network(), IMAGES, constraints=Constraints(ignore=["layer1.*", "conv1"]))
+    assert list(pruner.graph.layers) == list(named.graph.layers) and pruner.filters == named.filters
+    with pytest.raises(PruningError, match="a recipe cannot hold a value of type"):
+        Constraints(ignore=model.layer1).to_dict()
+
+
 def test_ignored_layers_are_not_scored() -> None:
-    pruner = Pruner(network(), IMAGES, ignore=["layer1.*", "conv1"])
+    pruner = Pruner(network(), IMAGES, constraints=Constraints(ignore=["layer1.*", "conv1"]))
     assert not any(name.startswith("layer1.") for name in pruner.graph.layers)
     assert pruner.graph.skipped["conv1"] == "ignored as asked (conv1)"
     assert "conv1" not in pruner.plan().keep
@@ -571,10 +588,9 @@ def test_ignored_layers_are_not_scored() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"projection": "factord"}, "did you mean 'factored'"),
-        ({"ignore": ["layer9.*"]}, "no layer is called 'layer9"),
-        ({"balance": "aera"}, "did you mean 'area'"),
-        ({"activation": "sigmid"}, "did you mean 'sigmoid'"),
+        ({"scores": "factored"}, "expected an sbf.Scores"),
+        ({"constraints": Constraints(ignore=["layer9.*"])}, "no layer is called 'layer9"),
+        ({"constraints": Constraints(couple=["conv?"])}, "two are needed"),
     ],
 )
 def test_bad_arguments_are_refused_and_leave_the_model_alone(arguments: dict[str, object], message: str) -> None:
@@ -598,7 +614,7 @@ def test_a_model_takes_one_pruner_and_a_step_belongs_into_a_phase() -> None:
 
 def test_a_score_phase_holds_no_other_and_nothing_is_extracted_in_it() -> None:
     model = network()
-    pruner = Pruner(model, IMAGES, speed=0.1)
+    pruner = Pruner(model, IMAGES, scores=Scores(speed=0.1))
     with pruner.scoring():
         with pytest.raises(PruningError, match="a score phase is already under way"), pruner.scoring():
             pass
@@ -634,7 +650,7 @@ def test_attaching_to_a_resnet50_costs_less_than_its_weights() -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_norms_are_frozen_in_score_phases_unless_asked_otherwise(frozen: bool) -> None:
     model = network()
-    pruner = Pruner(model, IMAGES, freeze_norms=frozen)
+    pruner = Pruner(model, IMAGES, scores=Scores(freeze_norms=frozen))
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     before = norm.running_mean.clone()
     with pruner.scoring():
@@ -651,7 +667,7 @@ def test_a_block_that_does_nothing_goes_as_one() -> None:
         idle = model.layer2[1]
         idle.bn2.weight.zero_()
         target = model(images)
-    pruner = Pruner(model, images, blocks=True, speed=0.05, penalty=1e-3, balance="none")
+    pruner = Pruner(model, images, scores=Scores(blocks=True, speed=0.05, penalty=1e-3, balance="none"))
     assert len(pruner.blocks.layers) == 9
     for _ in range(2):
         with pruner.scoring():
@@ -663,7 +679,7 @@ def test_a_block_that_does_nothing_goes_as_one() -> None:
     assert pruner.plan().keep["layer2.1.conv2"] == ()
     state = pruner.state_dict()
     pruner.detach()
-    again = Pruner(model, images, blocks=True, speed=0.05)
+    again = Pruner(model, images, scores=Scores(blocks=True, speed=0.05))
     again.load_state_dict(state)
     assert torch.equal(again.blocks.logits, pruner.blocks.logits)
 
@@ -678,7 +694,7 @@ def test_the_gate_opens_at_the_threshold_itself() -> None:
 
 def test_a_sigmoid_gives_scores_below_two() -> None:
     model = network()
-    pruner = Pruner(model, IMAGES, activation="sigmoid", projection="free", lr=1.0, penalty=1.0)
+    pruner = Pruner(model, IMAGES, scores=Scores(activation="sigmoid", projection="free", lr=1.0, penalty=1.0))
     with pruner.scoring():
         for _ in range(3):
             (model(IMAGES).mean() + pruner.penalty()).backward()
@@ -758,7 +774,7 @@ def test_layers_are_not_ignored_in_a_graph_that_is_there() -> None:
     model = network()
     graph = trace(model, IMAGES)
     with pytest.raises(PruningError, match="ignore has no effect on graph"):
-        Pruner(model, IMAGES, graph=graph, ignore=["conv1"])
+        Pruner(model, IMAGES, graph=graph, constraints=Constraints(ignore=["conv1"]))
 
 
 def test_a_phase_that_cannot_end_leaves_the_model_to_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -779,7 +795,7 @@ def scored_for(budget: Budget | None, caplog: pytest.LogCaptureFixture, **more: 
     """A network after one score phase, and what was logged."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    pruner = Pruner(net, torch.rand(1, 3, 8, 8), budget=budget, **more)
+    pruner = Pruner(net, torch.rand(1, 3, 8, 8), budget=budget, scores=Scores(**more))
     caplog.clear()
     with pruner.scoring():
         for _ in range(5):
@@ -805,7 +821,7 @@ def test_with_a_budget_filters_are_weighed_by_what_they_cost_of_it(caplog: pytes
 
 def test_what_breaks_the_budget_is_told_as_it_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     net, images = resolve("resnet20"), torch.rand(1, 3, 32, 32)
-    pruner = Pruner(net, images, budget=Budget(macs=0.5), speed=0.1)
+    pruner = Pruner(net, images, budget=Budget(macs=0.5), scores=Scores(speed=0.1))
     pruner.extract()  # nothing has landed yet
     assert "(100.0%), and the budget is" in caplog.text and "macs (50.0%); call land() first" in caplog.text
     caplog.clear()

@@ -13,40 +13,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .budget.constraints import Constraints, Counts, Couple, Parts, with_coupled
+from .budget.constraints import Constraints
 from .budget.controller import LatencyClock, Selector, Steering
 from .budget.file_size import FileSize
 from .budget.search import Landing
-from .budget.targets import Budget, check_budget
+from .budget.targets import Budget
 from .errors import PruningError
-from .graph.build import trace
+from .graph.build import Ignored, trace
 from .graph.channel_graph import ChannelGraph, FixedSizes, residual_blocks
 from .graph.nodes import Mask
 from .graph.tracer import current_weights
 from .measurement.latency_model import bind_clock
 from .plan import Plan, check_plan
+from .scores.config import Scores
 from .scores.freezing import freeze_model
 from .scores.gates import Gates
 from .scores.norm_statistics import fresh_statistics
-from .scores.penalty import Balance, BlockScores, Gradient, Penalty, check_saved, for_this_device
+from .scores.penalty import BlockScores, Gradient, Penalty, check_saved, for_this_device
 from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, normalize_scores
 from .surgery.extract import extract, find_fixed_sizes
 from .utils.distributed import DistributedContext
-from .utils.settings import check_name, check_numbers
+from .utils.settings import check_type
 from .utils.user_model import check_no_pruner_hooks, map_tensors, remove_pruner_hooks
 
 _log = logging.getLogger("sbf_pruner")
 
 
 def prunable_graph(
-    model: nn.Module, example_inputs: Any, graph: ChannelGraph | None, ignore: Sequence[str], *, sized: bool
+    model: nn.Module, example_inputs: Any, graph: ChannelGraph | None, ignore: Sequence[Ignored], *, sized: bool
 ) -> ChannelGraph:
     """Return the channel graph of a model: `graph` if it was traced before, otherwise a new trace.
 
@@ -71,7 +72,7 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
     Raises a PruningError if one of the others fails.
 
     >>> import torch
-    >>> from .graph.build import trace
+    >>> from .graph.build import Ignored, trace
     >>> net, images = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.rand(1, 3, 5, 5)
     >>> try_cuts(net, images, trace(net, images)) is None
     True
@@ -190,33 +191,21 @@ class GatedModel:
 class Pruner(GatedModel):
     """Learns one score per filter from the filter weights, while the user alternates `scoring()` and `gated()`.
 
-    Inputs: `example_inputs` are those of `trace`; `graph` is what `trace` returned for this model before.
-
-    How much to remove: `penalty` is the weight of the l1 norm of the scores (lambda). `budget` is the most that may
-    be left, to which the penalty is steered unless `steer=False`; a limit on latency needs a `clock` (a file
-    written by `sbf latency`). `balance` weighs layers against each other in the penalty: by the "area" or "side" of
-    their inputs, "none", or by what a filter costs of the budget ("cost", the default with a budget; otherwise
-    "area").
-
-    How scores move: by Adam with `lr` and `eps`. A step moves a logit by about `lr` times the l1 norm of its
-    layer's weights or, with a `speed`, by that much in every layer. The default `lr`, the paper's, is for thousands
-    of steps; a good speed is 3 / the score steps of all cycles.
-
-    What a score is: `projection` is "factored" (equivalent to the paper's matrix, in few numbers), "literal" (the
-    matrix itself) or "free" (one logit per filter, independent of the weights). `activation` maps a logit to a
-    score, `leak` is the slope of the leaky exponential above 0, and a filter is kept if its score is at least
-    `threshold`. With `binary`, gates are open or closed in score phases too; with `blocks`, residual branches have
-    scores as well; `freeze_norms=False` updates batch-norm statistics in score phases.
-
-    What to keep: layers that match a pattern of `ignore` keep all filters. The others keep at least `min_filters`,
-    lose at most the fraction `max_removed`, and keep multiples of `round_to`. Each of these three is a number for
-    all layers or a table by name pattern, `{"*": 0.9, "layer1.*": 0.3}`, in which the last pattern that matches a
-    layer counts. `couple` selects layers that keep the same filters (name patterns, or "streams"), or keeps and
-    removes residual branches as a whole ("blocks").
+    Args:
+        model: The network; it keeps its class, and gates on it are open until a score phase ends.
+        example_inputs: What one call of the model takes, as for `trace`.
+        budget: The most that may be left. The penalty is adjusted so that the scores come close to it by
+            themselves. Without a budget, the scores and the penalty decide how many filters are kept.
+        scores: How scores are computed and trained. A step moves a logit by about `Scores.lr` times the l1 norm of
+            its layer's weights or, with `Scores.speed`, by that much in every layer. The default `lr`, the paper's,
+            is for thousands of steps; a good speed is 3 divided by the number of score steps of all cycles.
+        constraints: Layers to leave alone, limits on widths, and layers that keep the same filters.
+        clock: Measured times of the layers, for a limit on latency: a file written by `sbf latency`.
+        graph: What `trace` returned for this model, to save tracing it again.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images = torch.rand(2, 3, 16, 16)
-    >>> pruner = Pruner(net, images, penalty=0.1, lr=0.1)
+    >>> pruner = Pruner(net, images, scores=Scores(penalty=0.1, lr=0.1))
     >>> with pruner.scoring():
     ...     for _ in range(3):
     ...         loss = net(images).square().mean() + pruner.penalty()
@@ -231,58 +220,44 @@ class Pruner(GatedModel):
         model: nn.Module,
         example_inputs: Any,
         *,
-        penalty: float = 5e-4,
-        projection: Literal["factored", "literal", "free"] = "factored",
-        activation: Literal["leaky_exponential", "sigmoid"] = "leaky_exponential",
-        leak: float = 0.1,
-        balance: Balance | None = None,
-        lr: float = 1e-6,
-        speed: float = 0.0,
-        eps: float = 1e-8,
-        threshold: float = 0.5,
-        freeze_norms: bool = True,
-        binary: bool = False,
-        blocks: bool = False,
-        ignore: Sequence[str] = (),
-        couple: Couple | Sequence[str] = "none",
-        min_filters: Counts = 0,
-        max_removed: Parts = 1.0,
-        round_to: Counts = 1,
         budget: Budget | None = None,
-        steer: bool = True,
+        scores: Scores | None = None,
+        constraints: Constraints | None = None,
         clock: LatencyClock | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         check_slope()
         check_no_pruner_hooks(model)
-        check_name("projection", projection, PROJECTIONS)
-        check_name("activation", activation, ACTIVATIONS)
-        check_numbers(penalty=penalty, leak=leak, lr=lr, speed=speed, eps=eps, threshold=threshold)
-        check_budget(budget)
+        check_type("budget", budget, Budget, "macs=0.5")
+        check_type("scores", scores, Scores, "speed=0.05")
+        check_type("constraints", constraints, Constraints, "round_to=8")
+        self.settings = scores = scores or Scores()
+        constraints = constraints or Constraints()
         sized = budget is not None and budget.asked
-        graph = prunable_graph(model, example_inputs, graph, ignore, sized=sized)
-        self.eps, self.threshold, self.freeze_norms = eps, threshold, freeze_norms
-        self.activation = partial(ACTIVATIONS[activation], leak=leak)
-        self.speed, self.lr = speed, speed or lr  # a speed is a rate in logits, the same for every layer
+        graph = prunable_graph(model, example_inputs, graph, constraints.ignore, sized=sized)
+        self.activation = partial(ACTIVATIONS[scores.activation], leak=scores.leak)
+        self.lr = scores.speed or scores.lr  # a speed is a rate in logits, the same for every layer
         widths = [layer.filters for layer in graph.layers.values()]
-        self.projection: Projection = PROJECTIONS[projection](
-            current_weights(model, graph), widths, even=bool(speed)
+        self.projection: Projection = PROJECTIONS[scores.projection](
+            current_weights(model, graph), widths, even=bool(scores.speed)
         )
         self.optimizer: torch.optim.Optimizer | None = None
         clock = bind_clock(clock, graph)
         stored = FileSize(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
-        guards = with_coupled(Constraints(min_filters, max_removed, round_to), graph, couple)
-        self.aim = Selector(graph, budget, guards, clock, stored)
+        self.aim = Selector(graph, budget, constraints, clock, stored)
         self.progress = 1.0  # moves the limits from the dense network (0) to the budget (1)
-        steering = Steering(penalty, threshold) if steer and self.aim.limits is not None else None
-        balance = balance or ("area" if self.aim.limits is None else "cost")
-        self.pressure = Penalty(graph, self.aim, penalty, balance, steering)
-        branches = [block.layer for block in residual_blocks(graph) if block.layer] if blocks else []
+        steered = scores.steer and self.aim.limits is not None
+        steering = Steering(scores.penalty, scores.threshold) if steered else None
+        balance = scores.balance
+        if balance == "auto":
+            balance = "area" if self.aim.limits is None else "cost"
+        self.pressure = Penalty(graph, self.aim, scores.penalty, balance, steering)
+        branches = [block.layer for block in residual_blocks(graph) if block.layer] if scores.blocks else []
         super().__init__(model, example_inputs, graph)  # last, so that an error above leaves the model unchanged
         self.pressure.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # With binary gates in score phases, the scores themselves are stored apart from the gates.
-        self.binary, self.values = binary, self.gates.soft.clone() if binary else self.gates.soft
+        self.values = self.gates.soft.clone() if scores.binary else self.gates.soft
         self.blocks = BlockScores(branches, self.gates.spans, self.gates.soft) if branches else None
 
     # -- phases --------------------------------------------------------------------------------------------
@@ -316,7 +291,7 @@ class Pruner(GatedModel):
             if tune is not None:
                 with fresh_statistics(self.model) as untune:
                     tune()
-            thaw = thaw if joint else freeze_model(self.model, norms=self.freeze_norms)
+            thaw = thaw if joint else freeze_model(self.model, norms=self.settings.freeze_norms)
             self.gates.soft.requires_grad_()
             yield self
             self._hold(self._land().masks)
@@ -461,8 +436,8 @@ class Pruner(GatedModel):
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
         if self.blocks is not None:
-            groups.append(self.blocks.group(self.speed))
-        return torch.optim.Adam(groups, eps=self.eps, capturable=self.gates.soft.is_cuda)
+            groups.append(self.blocks.group(self.settings.speed))
+        return torch.optim.Adam(groups, eps=self.settings.eps, capturable=self.gates.soft.is_cuda)
 
     def _soft_scores(self) -> Tensor:
         scores = self.activation(self.projection.logits())
@@ -476,12 +451,12 @@ class Pruner(GatedModel):
     def _take(self, scores: Tensor) -> None:
         """Write scores into `gates.soft`; with `binary`, their gates, whose gradients are used for the scores."""
         self.values.copy_(scores)
-        if self.binary:
-            self.gates.soft.copy_(self.values >= self.threshold)
+        if self.settings.binary:
+            self.gates.soft.copy_(self.values >= self.settings.threshold)
 
     def _chosen(self) -> Landing:
         """Return the selection that the current scores make."""
-        return self._landed(self._score_values(), self.threshold)
+        return self._landed(self._score_values(), self.settings.threshold)
 
     def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Landing:
         def choose() -> Landing:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cases import assert_equal_networks, random_plans
-from sbf_pruner import Plan, Pruner, trace
+from sbf_pruner import Plan, Pruner, Scores, trace
 from sbf_pruner.graph import network_cost
 from sbf_pruner.measurement import measure
 from sbf_pruner.models import resolve
@@ -131,7 +131,7 @@ def test_both_engines_train_it_alike(joint: bool) -> None:
         torch.manual_seed(0)
         model = resnet20()
         data = DeviceBatches(split, 16, (0.5,) * 3, (0.25,) * 3, augment=Augment(1, True), seed=3)
-        pruner = Pruner(model, IMAGES.float(), lr=1e-4, penalty=1e-3)
+        pruner = Pruner(model, IMAGES.float(), scores=Scores(lr=1e-4, penalty=1e-3))
         engine = kind(model, "cpu", pruner)
         optimizer = make_optimizer(model, OptimizerConfig("adam", lr=1e-3))
         with pruner.scoring(joint=joint):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small, small_recipe, small_run
-from sbf_pruner.budget import Budget, Constraints, Selector, WidthLimits, at_least, with_coupled
+from sbf_pruner.budget import Budget, Constraints, ResolvedConstraints, Selector, WidthLimits, at_least, resolve
 from sbf_pruner.compare import FrontierOptions, read_scored, run_frontier
 from sbf_pruner.criteria import METHODS, rank_by
 from sbf_pruner.errors import PruningError
@@ -45,19 +45,21 @@ def widths(masks: dict[str, Any]) -> dict[str, int]:
 
 
 def test_the_last_pattern_that_matches_counts_and_the_rest_has_the_default():
-    guards = Constraints({"layer1.*": 4, "*.conv2": 6}, {"*": 0.9, "stem": 0}, 8)
-    assert guards.allowed("layer1.0.conv1") == WidthLimits(4, 0.9, 8)
-    assert guards.allowed("layer1.0.conv2") == WidthLimits(6, 0.9, 8)
-    assert guards.allowed("stem") == WidthLimits(0, 0, 8)
-    assert Constraints().allowed("stem") == Constraints({}, {}, {}).allowed("stem") == WidthLimits()
+    tables = {"min_filters": {"layer1.*": 4, "*.conv2": 6}, "max_removed": {"*": 0.9, "stem": 0}, "round_to": 8}
+    found = Constraints(**tables)
+    assert found.for_layer("layer1.0.conv1") == WidthLimits(4, 0.9, 8)
+    assert found.for_layer("layer1.0.conv2") == WidthLimits(6, 0.9, 8)
+    assert found.for_layer("stem") == WidthLimits(0, 0, 8)
+    empty = Constraints(min_filters={}, max_removed={}, round_to={})
+    assert empty == Constraints() and empty.for_layer("stem") == WidthLimits()
 
 
 def test_tables_that_say_the_same_for_all_do_what_numbers_do(graph):
     for number in ({"min_filters": 5}, {"max_removed": 0.6}, {"round_to": 4}, {"min_filters": 3, "round_to": 8}):
         table = {key: {"*": value} for key, value in number.items()}
-        for couple, budget in (("none", Budget(macs=0.5)), ("streams", Budget(params=0.6)), ("none", None)):
+        for couple, budget in (((), Budget(macs=0.5)), ("streams", Budget(params=0.6)), ((), None)):
             one, other = (
-                Selector(graph, budget, with_coupled(Constraints(**asked), graph, couple))
+                Selector(graph, budget, resolve(Constraints(**asked, couple=couple), graph))
                 .choose(scores(graph))
                 .masks
                 for asked in (number, table)
@@ -67,18 +69,15 @@ def test_tables_that_say_the_same_for_all_do_what_numbers_do(graph):
 
 def test_guards_keep_no_callers_table_and_are_told_as_in_a_recipe():
     table = {"*": 0.9, "stem": 0.0}
-    guards = Constraints(max_removed=table, round_to=4, groups=(("a", "b"),))
+    guards = Constraints(max_removed=table, round_to=4, couple="streams")
     table["*"] = 0.1
-    assert guards.told() == 'max_removed = {"*" = 0.9, "stem" = 0}, round_to = 4, couple'
-    assert (
-        guards.of_widths
-        and not Constraints(min_filters={}).of_widths
-        and Constraints(min_filters={}) == Constraints()
-    )
+    assert guards.describe() == 'max_removed = {"*" = 0.9, "stem" = 0}, round_to = 4, couple = [\'streams\']'
+    assert guards.limit_widths and not Constraints(min_filters={}).limit_widths
 
 
 def test_coupled_layers_have_the_strictest_of_their_limits():
-    asked = Constraints({"a": 2, "c": 9}, {"b": 0.5}, {"a": 4, "b": 6, "c": 5}, groups=(("a", "b"),))
+    settings = Constraints(min_filters={"a": 2, "c": 9}, max_removed={"b": 0.5}, round_to={"a": 4, "b": 6, "c": 5})
+    asked = ResolvedConstraints(settings, groups=(("a", "b"),))
     assert asked.allowed("a") == asked.allowed("b") == WidthLimits(2, 0.5, 12)
     assert asked.allowed("c") == WidthLimits(9, 1.0, 5)
 
@@ -102,7 +101,7 @@ def test_a_least_for_all_layers_beside_what_is_asked(asked, found):
 def test_a_limit_of_some_layers_holds_exactly_while_others_are_cut_deeper(graph, budget):
     limits = {"*": 1.0, "layer1.*": 0.25, "layer1.2.conv1": 0.5}
     values = scores(graph) | {name: 0.1 * own for name, own in scores(graph).items() if name.startswith("layer1")}
-    aim = Selector(graph, budget, with_coupled(Constraints(max_removed=limits), graph, "none"))
+    aim = Selector(graph, budget, resolve(Constraints(max_removed=limits), graph))
     masks = aim.choose(values).masks
     left = widths(graph.settle(masks))
     assert left == widths(masks) or budget is not None
@@ -114,7 +113,7 @@ def test_a_limit_of_some_layers_holds_exactly_while_others_are_cut_deeper(graph,
         assert aim.limits.hold(aim.count(masks))
 
 
-@pytest.mark.parametrize("couple", ["none", "streams", "blocks"])
+@pytest.mark.parametrize("couple", [(), "streams", "blocks"])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -126,7 +125,7 @@ def test_a_limit_of_some_layers_holds_exactly_while_others_are_cut_deeper(graph,
     ids=str,
 )
 def test_limits_by_layer_hold_for_what_is_left(graph, asked, couple):
-    guards = with_coupled(Constraints(**asked), graph, couple)
+    guards = resolve(Constraints(**asked, couple=couple), graph)
     for budget in (Budget(macs=0.35), None):
         aim = Selector(graph, budget, guards)
         for masks in (aim.choose(scores(graph)).masks, aim.least()):
@@ -169,7 +168,7 @@ def test_limits_by_layer_hold_in_any_network(name):
     graph = trace(*ZOO[name]())
     whole = graph.settle({})
     for seed, layer in enumerate(graph.layers):
-        guards = with_coupled(Constraints(max_removed={layer: 0.5}), graph, "none")
+        guards = resolve(Constraints(max_removed={layer: 0.5}), graph)
         for masks in (
             Selector(graph, None, guards).choose(scores(graph, seed), 0.9).masks,
             Selector(graph, None, guards).least(),
@@ -208,7 +207,9 @@ def test_they_hold_in_every_way_that_a_time_can_be_come_to(graph, way):
 def test_a_pruner_extracts_what_its_limits_allow():
     model = resnet20()
     pruner = Pruner(
-        *(model, IMAGE), budget=Budget(macs=0.3), max_removed={"*": 0.9, "conv1": 0.0}, round_to={"layer3.*": 8}
+        *(model, IMAGE),
+        budget=Budget(macs=0.3),
+        constraints=Constraints(max_removed={"*": 0.9, "conv1": 0.0}, round_to={"layer3.*": 8}),
     )
     with torch.no_grad():
         pruner.gates.soft.copy_(torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)))
@@ -225,7 +226,12 @@ def test_a_pruner_extracts_what_its_limits_allow():
 def test_every_method_keeps_to_them(method):
     torch.manual_seed(0)
     images = torch.rand(8, 1, 8, 8)
-    pruner = Pruner(Small(), images[:2], budget=Budget(macs=0.4), max_removed={"*": 1.0, "blocks.0.*": 0.25})
+    pruner = Pruner(
+        Small(),
+        images[:2],
+        budget=Budget(macs=0.4),
+        constraints=Constraints(max_removed={"*": 1.0, "blocks.0.*": 0.25}),
+    )
     rank_by(pruner, method, [(images, torch.arange(8) % 4)])
     kept = pruner.plan().widths()
     assert min(kept["blocks.0.conv1"], kept["blocks.0.conv2"]) >= 6 > min(kept.values())
@@ -235,17 +241,23 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
     asked = {"max_removed": {"*": 1.0, "blocks.1.*": 0.25}, "round_to": {"stem": 4}}
     model = {"name": "runs:Small", "num_classes": 4, "in_channels": 1}
     short = {"warmup": 1, "cycles": 1, "score": 1, "weights": 1, "finetune": 1}
-    changes = {"model": model, "guards": asked, "phases": short, "budget": {"macs": 0.5}, "dense_control": False}
+    changes = {
+        "model": model,
+        "constraints": asked,
+        "phases": short,
+        "budget": {"macs": 0.5},
+        "dense_control": False,
+    }
     result = small_run(tmp_path / "run", **changes)
     kept = result.plan.widths()
     assert min(kept["blocks.1.conv1"], kept["blocks.1.conv2"]) >= 6 and kept["stem"] % 4 == 0
     written = load_recipe(tmp_path / "run" / "recipe.toml")
-    assert (
-        written == small_recipe(**changes) and written.guards.to_dict() == small_recipe(**changes).guards.to_dict()
-    )
+    assert written == small_recipe(**changes)
+    assert written.constraints.to_dict() == small_recipe(**changes).constraints.to_dict()
     scored = read_scored(tmp_path / "run", trust=True)
     aim = scored.networks.pruner.aim
-    assert aim.guards.max_removed == asked["max_removed"] and aim.guards.round_to == asked["round_to"]
+    assert aim.constraints.settings.max_removed == asked["max_removed"]
+    assert aim.constraints.settings.round_to == asked["round_to"]
     found = run_frontier(tmp_path / "run", FrontierOptions(at=("0.45", "0.05"), trust=True))
     assert [point["reached"] for point in found["points"]] == [True, False]
     assert found["smallest"]["filters"] == 6 + 6 + 4, "of the branch and the stem; the other branch is gone"
@@ -253,23 +265,23 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
 
 def test_where_the_models_code_asks_for_a_filter_everywhere_limits_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", lambda *_: "it would fail")
-    recipe = small_recipe(guards={"min_filters": {"blocks.0.*": 3}}, budget={"macs": 0.5})
+    recipe = small_recipe(constraints={"min_filters": {"blocks.0.*": 3}}, budget={"macs": 0.5})
     pruner, _ = build_pruner(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
-    asked = {name: pruner.aim.guards.allowed(name).min_filters for name in pruner.graph.layers}
+    asked = {name: pruner.aim.constraints.allowed(name).min_filters for name in pruner.graph.layers}
     assert asked == {name: 3 if name.startswith("blocks.0") else 1 for name in asked} and len(asked) == 5
 
 
 def test_a_pattern_for_no_layer_is_refused_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", None)
-    recipe = small_recipe(guards={"min_filters": {"block.0.*": 3}})
+    recipe = small_recipe(constraints={"min_filters": {"block.0.*": 3}})
     with pytest.raises(PruningError, match=r"^min_filters: no layer is called 'block\.0\.\*'; "):
         build_pruner(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
 
 
 def test_streams_are_spelled_as_a_word_or_as_a_list_of_one(graph: ChannelGraph) -> None:
     for couple in ("streams", "blocks"):
-        assert with_coupled(Constraints(), graph, couple) == with_coupled(Constraints(), graph, [couple])
-        assert load_recipe("digits", [f"guards.couple={couple}"]).guards.couple == (couple,)
+        assert resolve(Constraints(couple=couple), graph) == resolve(Constraints(couple=[couple]), graph)
+        assert load_recipe("digits", [f"constraints.couple={couple}"]).constraints.couple == (couple,)
 
 
 class Trunk(nn.Module):

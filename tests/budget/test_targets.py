@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sbf_pruner import load, save
+from sbf_pruner import Scores, load, save
 from sbf_pruner.budget import (
     RANGE,
     TOLERANCE,
     Budget,
     Constraints,
     Limits,
+    ResolvedConstraints,
     ResourceWeights,
     SearchSpace,
     Selector,
@@ -27,8 +28,8 @@ from sbf_pruner.budget import (
     coupled,
     filter_prices,
     land,
+    resolve,
     stream_links,
-    with_coupled,
 )
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import network_cost, residual_blocks, trace
@@ -173,11 +174,11 @@ def with_closed_branches(graph, seed=0):
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.parametrize("couple", ["none", "blocks"])
+@pytest.mark.parametrize("couple", [(), "blocks"])
 @pytest.mark.parametrize("asked", [{"macs": 0.2}, {"macs": 0.45}, {"params": 0.5}, {"macs": 0.2, "params": 0.6}])
 def test_a_closed_branch_comes_back_in_part_where_the_whole_of_it_does_not_fit(depth, couple, asked):
     graph = trace(Branches(depth=depth), IMAGE)
-    guards = with_coupled(Constraints(), graph, couple)
+    guards = resolve(Constraints(couple=couple), graph)
     for seed in range(2):
         values = with_closed_branches(graph, seed)
         aim = Selector(graph, Budget(**asked), guards)
@@ -200,7 +201,7 @@ def test_branches_that_come_back_in_part_are_guarded(guards, seed):
     landing = aim.choose(with_closed_branches(graph, seed))
     assert 0 <= aim.limits.room(landing.usage)["macs"] <= 2 * TOLERANCE  # round widths go in larger steps
     for name, mask in graph.settle(landing.masks).items():
-        assert not guards.allowed(name).lacking(int(mask.sum()), mask.size)
+        assert not aim.constraints.allowed(name).lacking(int(mask.sum()), mask.size)
 
 
 def test_layers_that_are_woken_together_are_woken_in_turns():
@@ -227,7 +228,7 @@ def test_layers_that_are_woken_together_are_woken_in_turns():
 
 def test_a_pruner_that_closes_branches_lands_where_was_asked():
     model, images = Branches(), torch.rand(4, 3, 12, 12)
-    pruner = Pruner(model, images, budget=Budget(macs=0.2), blocks=True)
+    pruner = Pruner(model, images, budget=Budget(macs=0.2), scores=Scores(blocks=True))
     with torch.no_grad():
         pruner.blocks.logits.fill_(-2.0)
     pruner.land()
@@ -480,7 +481,7 @@ def test_a_pruner_is_guarded_by_what_it_is_given(guard, budget):
     value, holds = GUARDED[guard]
     kept = {}
     for given in ({}, {guard: value}):
-        pruner = Pruner(resnet20(), IMAGE, budget=budget, **given)
+        pruner = Pruner(resnet20(), IMAGE, budget=budget, constraints=Constraints(**given))
         drawn = torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)) ** 4
         with pruner.scoring(), torch.no_grad():
             pruner.gates.soft.copy_(drawn)
@@ -547,9 +548,9 @@ def test_every_layer_keeps_its_least(graph):
 
 
 def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
-    groups = coupled(graph, "streams")
+    groups = coupled(graph, ["streams"])
     assert any({"conv1", "layer1.0.conv2", "layer1.2.conv2"} <= set(group) for group in groups)
-    guards = Constraints(groups=groups, links=stream_links(graph, groups))
+    guards = ResolvedConstraints(groups=groups, links=stream_links(graph, groups))
     masks = Selector(graph, Budget(macs=0.4), guards).choose(scores(graph)).masks
     for group in groups:
         assert all(np.array_equal(masks[name], masks[group[0]]) for name in group)
@@ -560,7 +561,7 @@ def test_coupled_layers_keep_the_same_filters_and_the_stream_is_narrower(graph):
 
 
 def test_a_stream_knows_what_a_shortcut_brings_into_it(graph):
-    groups = coupled(graph, "streams")
+    groups = coupled(graph, ["streams"])
     found = {(link.source, link.target): link.places for link in stream_links(graph, groups)}
     assert found == {
         (0, 1): (*[-1] * 8, *range(16), *[-1] * 8),
@@ -580,8 +581,13 @@ def test_layers_that_meet_in_different_widths_are_not_coupled():
             return self.head((stream + self.many(stream.relu())).relu())
 
     graph = trace(Folded(), IMAGE)
-    assert coupled(graph, "streams") == ()
-    assert Pruner(Folded(), IMAGE, budget=Budget(macs=0.5), couple="streams", graph=graph).aim.limits is not None
+    assert coupled(graph, ["streams"]) == ()
+    assert (
+        Pruner(
+            Folded(), IMAGE, budget=Budget(macs=0.5), constraints=Constraints(couple="streams"), graph=graph
+        ).aim.limits
+        is not None
+    )
 
 
 def test_layers_are_coupled_by_pattern(graph):
@@ -646,7 +652,7 @@ def test_steering_brings_the_scores_themselves_to_the_budget():
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 4, 3))
     images = torch.rand(4, 3, 10, 10)
     target = net.eval()(images).detach()
-    pruner = Pruner(net, images, budget=Budget(macs=0.5), speed=0.02, penalty=1e-5, balance="cost")
+    pruner = Pruner(net, images, budget=Budget(macs=0.5), scores=Scores(speed=0.02, penalty=1e-5, balance="cost"))
     for round_ in range(12):
         pruner.progress = min((round_ + 1) / 8, 1)
         with pruner.scoring():
@@ -668,7 +674,7 @@ def test_steering_survives_a_stop():
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3))
 
     def made():
-        return Pruner(net, torch.rand(1, 3, 8, 8), budget=Budget(macs=0.5), balance="cost")
+        return Pruner(net, torch.rand(1, 3, 8, 8), budget=Budget(macs=0.5), scores=Scores(balance="cost"))
 
     pruner = made()
     pruner.progress = 0.25
@@ -696,11 +702,11 @@ def test_scores_go_on_towards_another_budget(before, balance):
             (net(images).square().mean() + pruner.penalty()).backward()
             pruner.step()
 
-    pruner = Pruner(net, images, budget=before, speed=0.1, penalty=1e-3)
+    pruner = Pruner(net, images, budget=before, scores=Scores(speed=0.1, penalty=1e-3))
     score(pruner)
     state = pruner.state_dict()
     pruner.detach()
-    again = Pruner(net, images, budget=Budget(macs=0.3), balance=balance, speed=0.1, penalty=1e-2)
+    again = Pruner(net, images, budget=Budget(macs=0.3), scores=Scores(balance=balance, speed=0.1, penalty=1e-2))
     dense = again.pressure.weights.clone()
     again.load_state_dict(state)
     assert torch.equal(again.pressure.weights, dense)  # of what was dear before, nothing is known here
@@ -711,7 +717,7 @@ def test_scores_go_on_towards_another_budget(before, balance):
     assert measure(again.extract(), images).macs <= 0.3 * measure(net, images).macs
     score(again)
     again.detach()
-    without = Pruner(net, images, speed=0.1, penalty=1e-2)  # and from there towards none
+    without = Pruner(net, images, scores=Scores(speed=0.1, penalty=1e-2))  # and from there towards none
     without.load_state_dict(again.state_dict())
     assert without.plan() == again.plan() and float(without.pressure.strength) == pytest.approx(1e-2)
     score(without)
@@ -721,7 +727,7 @@ def test_scores_go_on_towards_another_budget(before, balance):
 
 SHORT = ["data.name=synthetic", "data.samples=320", "data.image_size=8", "data.channels=1",
          "phases.warmup=1", "phases.cycles=3", "phases.score=1", "phases.weights=1", "phases.finetune=0",
-         "dense_control=false", "budget.settled=1", "budget.steer=true", "scores.balance=cost"]  # fmt: skip
+         "dense_control=false", "budget.settled=1", "scores.steer=true", "scores.balance=cost"]  # fmt: skip
 
 
 def test_a_run_delivers_the_size_its_recipe_asks_for(tmp_path):
@@ -733,7 +739,7 @@ def test_a_run_delivers_the_size_its_recipe_asks_for(tmp_path):
 
 
 def test_a_file_of_the_size_asked_for(tmp_path):
-    recipe = load_recipe("digits", [*SHORT, "budget.size=400e3", "guards.round_to=2"])
+    recipe = load_recipe("digits", [*SHORT, "budget.size=400e3", "constraints.round_to=2"])
     fit(resnet20(in_channels=1), recipe, run=tmp_path / "run")
     assert 0.97 * 400e3 < (tmp_path / "run" / "model.safetensors").stat().st_size <= 400e3
     widths = [m.out_channels for m in load(tmp_path / "run", lambda: resnet20(in_channels=1)).modules()

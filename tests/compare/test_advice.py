@@ -63,22 +63,22 @@ def test_each_cause_is_named_where_it_is_one_with_what_helps() -> None:
         "  100 %: layers too narrow to be quick: 0.8 GMAC/s against 2 when dense, 1 of 1 with a width that is no "
         "multiple of 4; worst body.0 (16x32 to 16x13: 4 to 5 ms)",
         "what helps: whole branches removed instead of some filters of each (scores.blocks=true), or filters "
-        "kept in multiples (guards.round_to=8)",
+        "kept in multiples (constraints.round_to=8)",
     ]
     cause, helps = advise(weak, {1: sides(layers=2.0, moves=3.0)}, 2.0, QUIET)[2:]
     assert cause == "  100 %: 1 channel remaps, where layers that meet keep different filters"
-    assert helps == "what helps: the same filters kept in all layers that meet (guards.couple)"
+    assert helps == "what helps: the same filters kept in all layers that meet (constraints.couple)"
     cause, helps = advise(weak, {1: sides(layers=2.0, rest=2.0)}, 2.0, QUIET)[2:]
     assert cause.startswith("  100 %: additions, activations and pooling")
     assert helps == (
-        "what helps: the same channels removed in all layers of a stream (guards.couple), or fewer blocks"
+        "what helps: the same channels removed in all layers of a stream (constraints.couple), or fewer blocks"
     )
 
 
 def test_the_larger_cause_comes_first_and_small_ones_are_left_out() -> None:
     weak = [record(0.7, 0.8, 0.9)]
     moves, layers = advise(weak, {1: sides(layers=3.0, moves=2.0, rest=1.1)}, 2.0, QUIET)[2:-1]
-    assert moves.startswith("  65 %: 1 moves") and layers.startswith("  32 %: layers")
+    assert moves.startswith("  65 %: 1 channel remaps") and layers.startswith("  32 %: layers")
 
 
 def test_causes_are_those_of_the_batch_that_gained_little() -> None:
@@ -118,4 +118,4 @@ def test_the_settings_that_help_are_settings_of_a_recipe() -> None:
     named = {
         word.strip("(),").partition("=")[0] for text in _REMEDIES.values() for word in text.split() if "." in word
     }
-    assert named == {"scores.blocks", "guards.round_to", "guards.couple"} <= set(settings())
+    assert named == {"scores.blocks", "constraints.round_to", "constraints.couple"} <= set(settings())

@@ -157,7 +157,7 @@ def test_methods_are_tried_with_the_threads_of_the_recipe(monkeypatch: pytest.Mo
 
 def test_what_cannot_run_is_refused_before_the_first_run(root: Path, tmp_path: Path) -> None:
     recipe = load_recipe("digits", SETTINGS)
-    with pytest.raises(RecipeError, match="method: l1 tells which filters go first"):
+    with pytest.raises(RecipeError, match=r"^method: l1 .*; set a budget, such as budget\.macs=0\.5$"):
         plan_runs(recipe, ["sbf", "l1"], [0], tmp_path)
     other = load_recipe("digits", [*SETTINGS, "budget.macs=0.3"])
     with pytest.raises(RunError, match=r"sbf-seed0 was run with .* resume it .*, or begin a run in another folder"):

@@ -270,7 +270,9 @@ class Summed(nn.Module):
 
 def test_outputs_that_are_not_of_samples_cannot_be_compared() -> None:
     subject = subject_of(Summed().double(), IMAGES)
-    with pytest.raises(PruningError, match=r"^method gal: the network gives no numbers for each sample.*choose"):
+    with pytest.raises(
+        PruningError, match=r"^method gal: the network has no .*output with one row per sample; choose"
+    ):
         ranked("gal", subject)
 
 

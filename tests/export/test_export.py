@@ -269,7 +269,7 @@ def test_the_folder_one_is_in_is_not_replaced(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here" / "below")
     weights = asked(formats=("safetensors",))
     for to in (".", "..", tmp_path / "here", "../below", ""):
-        with pytest.raises(RunError, match=r"is or holds the folder you are in, .*; name another one, .* \(--to\)"):
+        with pytest.raises(RunError, match=r"is or contains the current folder, .*; name another one, .* \(--to\)"):
             export_run(finished, to, weights)
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "below"]
     (tmp_path / "beside").mkdir()

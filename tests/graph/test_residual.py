@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import Small
+from sbf_pruner import Scores
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import residual_blocks, trace
 from sbf_pruner.pruner import Pruner
@@ -56,7 +57,7 @@ def test_names_play_no_part() -> None:
 def scored() -> tuple[Pruner, Tensor]:
     torch.manual_seed(0)
     model, images = Small().double(), torch.rand(16, 1, 8, 8, dtype=torch.float64)
-    pruner = Pruner(model, images[:2], penalty=0.02, lr=3e-3)
+    pruner = Pruner(model, images[:2], scores=Scores(penalty=0.02, lr=3e-3))
     with pruner.scoring():
         for _ in range(40):
             (model(images).square().mean() + pruner.penalty()).backward()
@@ -132,7 +133,7 @@ def test_a_network_that_adds_at_other_times_is_not_measured() -> None:
     assert len(scored_refinement(pruner, images)) == 2
     model.calm = False
     for measured in (lambda: scored_refinement(pruner, images), lambda: pruned_refinement(pruner, model, images)):
-        with pytest.raises(PruningError, match="adds maps 3 times where its graph has 2 additions"):
+        with pytest.raises(PruningError, match="adds feature maps 3 times, but its graph has 2 additions"):
             measured()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sbf_pruner import Budget, Plan, Pruner, PruningError, measure
+from sbf_pruner import Budget, Plan, Pruner, PruningError, Scores, measure
 from sbf_pruner.integrations import Turns, pruning_callback
 
 EPOCHS = 7  # a warm-up of 1, twice 1 of scores and 1 of weights, and 2 to fine-tune
@@ -22,7 +22,7 @@ def made() -> tuple[nn.Module, Pruner, torch.optim.Optimizer]:
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(80, 4)
     )
-    pruner = Pruner(net, IMAGES[:1], penalty=0.05, speed=0.05, budget=Budget(macs=0.5))
+    pruner = Pruner(net, IMAGES[:1], scores=Scores(penalty=0.05, speed=0.05), budget=Budget(macs=0.5))
     return net, pruner, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
 
 

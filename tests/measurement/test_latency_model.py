@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from clocks import clock_of, work
-from sbf_pruner.budget import Budget, Constraints, Limits, SearchSpace, Selector, coupled, land, whole_branches
+from sbf_pruner.budget import (
+    Budget,
+    Constraints,
+    Limits,
+    ResolvedConstraints,
+    SearchSpace,
+    Selector,
+    coupled,
+    land,
+    whole_branches,
+)
 from sbf_pruner.errors import PruningError
 from sbf_pruner.graph import lay_out, network_cost, trace
 from sbf_pruner.measurement import (
@@ -170,7 +180,7 @@ def test_a_branch_with_fewer_filters_than_its_stream_saves_nothing_unless_it_is_
 
 
 def test_a_coupled_stream_makes_its_readers_narrower(graph, smooth):
-    (group, *_) = coupled(graph, "streams")
+    (group, *_) = coupled(graph, ["streams"])
     keep = {name: np.arange(16) < 8 for name in group}
     laid = lay_out(graph, keep)
     widths = {layer.node.layer: layer.widths(laid) for layer in smooth.predictor.operators.layers}
@@ -224,7 +234,7 @@ def test_a_layer_is_widened_as_long_as_there_is_time():
 
 def test_a_time_and_a_size_hold_together(graph, smooth):
     aim = Selector(graph, Budget(latency=0.5, params=0.4), clock=smooth)
-    usage = aim.choose(synthetic_scores(graph, Constraints())).usage
+    usage = aim.choose(synthetic_scores(graph, ResolvedConstraints())).usage
     room = aim.limits.room(usage)
     assert all(left >= 0 for left in room.values()) and min(room.values()) <= 0.01
     assert aim.limits.told("latency", usage).endswith("%)")
@@ -239,7 +249,7 @@ def test_time_is_only_counted_where_it_is_asked_for(graph, smooth):
 
 def test_whole_branches_stay_or_go_but_for_one(graph, smooth):
     masks = landed(graph, smooth, 0.5, "blocks")
-    branches = whole_branches(graph, "blocks")
+    branches = whole_branches(graph)
     assert len(branches) == 9
     counts = [sum(int(masks[name].sum()) for name in branch) for branch in branches]
     sizes = [sum(masks[name].size for name in branch) for branch in branches]

@@ -291,7 +291,7 @@ def test_the_bars_are_as_high_as_the_layers_are_wide() -> None:
     after = [float(bar["height"] or 0) for bar in parsed.of_class("kept") if "height" in bar]
     assert before[0] == before[1] == pytest.approx(before[2] / 2, abs=0.1)
     assert after == pytest.approx([before[0] / 2, before[2]], abs=0.1), "what is gone has no bar"
-    assert "1 of 3 layers are gone altogether" in kept_figure(run).caption
+    assert "1 of 3 layers are removed entirely" in kept_figure(run).caption
     table = kept_figure(run).table
     assert table is not None and table.rows[1] == ["a.two", "0", "16", "0 %", "25.0 %"]
 
@@ -464,11 +464,11 @@ def test_a_time_that_was_asked_for_stands_beside_the_one_that_was_measured(folde
     assert bound["x1"] == "60.00%" and len(parsed.of_class("hit")) == 4
     for said in (
         "The target was 60.0 % of the dense network&#x27;s 50.00 ms, 30.00 ms, in onnxruntime, batch 64, 2 threads",
-        "timed in turns with the dense network, it takes 60.4 % of it.",
+        "timed alternately with the dense network, the pruned one takes 60.4 % of its time.",
         "blocks, predicted to keep 53.1 % of the MACs; filters would keep 30.0 %; streams cannot reach the target",
         "an &lt;abacus&gt;, 2 cores, torch 2.13.0",
         "off by 4.6 % on average, 18.0 % at most",
-        "70.0 % (foretold 60.0 %), then 60.4 % (foretold 60.0 %)",
+        "70.0 % (predicted 60.0 %), then 60.4 % (predicted 60.0 %)",
     ):
         assert said in text, said
 
@@ -476,11 +476,11 @@ def test_a_time_that_was_asked_for_stands_beside_the_one_that_was_measured(folde
 def test_a_time_that_was_not_measured_here_is_said_to_be_foretold(folder: Path) -> None:
     run = timed_run(folder, measured=None, landings=[], macs_left={}, way="as coupled", threads=1)
     text = run_page(run)
-    assert "That was not measured here: the clock is another machine&#x27;s" in text
-    assert "by the table it takes 62.0 %" in text and "measured against the dense network" not in text
+    assert "That was not measured here: the latency model is from another machine" in text
+    assert "the latency model predicts 62.0 %" in text and "measured against the dense network" not in text
     assert "as coupled, set in the recipe" in text and "in onnxruntime, batch 64, 1 thread. That" in text
     head = headline(run)
-    assert "Time, 60.0 % asked for" in head and "<b>62.0 %</b>" in head and ">foretold<" in head
+    assert "Time, target 60.0 %" in head and "<b>62.0 %</b>" in head and ">predicted<" in head
     assert "onnxruntime, batch 64, 1 thread · as coupled; not measured here" in head
 
 
@@ -492,13 +492,13 @@ def test_a_time_that_was_missed_is_marked(folder: Path) -> None:
 def test_a_size_that_was_asked_for_stands_beside_the_one_that_is_left(run: Run) -> None:
     budget = {"params": 0.3, "macs": 1.0, "size": 2.5e5}
     told = headline(dataclasses.replace(run, recipe={**run.recipe, "budget": budget}))
-    assert "at most 30.0 % asked for" in told and "at most 250 kB asked for" in told
-    assert told.count("asked for") == 2
+    assert "target: at most 30.0 %" in told and "target: at most 250 kB" in told
+    assert told.count("target: ") == 2
 
 
 def test_the_headline_has_the_time_and_runs_without_one_have_not(folder: Path, run: Run) -> None:
     assert "<b>60.4 %</b>" in headline(timed_run(folder)) and ">measured<" in headline(timed_run(folder))
-    assert latency_section(run) is None and run_parts(run)["time"] == "" and "asked for" not in headline(run)
+    assert latency_section(run) is None and run_parts(run)["time"] == "" and "target" not in headline(run)
     page = comparison_page([run, timed_run(folder)])
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert "60.4 % measured" in cells and "onnxruntime, batch 64, 2 threads" in cells
@@ -522,7 +522,7 @@ def test_a_run_under_way_tells_the_time_it_aims_at(unfinished: Path, tmp_path: P
     run = read_run(going)
     assert run.time is not None and run.time["asked"] == pytest.approx(0.6) and run.time["measured"] is None
     assert "the filters that meet it are chosen after the last score phase" in run_page(run)
-    assert ">not landed yet<" in headline(run)
+    assert ">filters not chosen yet<" in headline(run)
     rounds = [{"plan": str(n), "foretold": 0.6, "measured": found} for n, found in enumerate((0.7, 0.59, 0.65))]
     (going / "latency.json").write_text(json.dumps({**held, "rounds": rounds}))
     found = read_run(going).time

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner import Pruner, extract
+from sbf_pruner import Pruner, Scores, extract
 from sbf_pruner.scores import LeafGates, freezing
 from sbf_pruner.utils import memory_format, pruner_hooks, remove_pruner_hooks
 
@@ -186,7 +186,7 @@ def a_network() -> nn.Module:
 
 def scored(net: nn.Module, x: Tensor) -> Tensor:
     """The scores after a few steps."""
-    pruner = Pruner(net, x[:1], penalty=0.01, lr=0.01)
+    pruner = Pruner(net, x[:1], scores=Scores(penalty=0.01, lr=0.01))
     with pruner.scoring():
         for _ in range(3):
             (net.train()(x).square().mean() + pruner.penalty()).backward()

@@ -167,7 +167,7 @@ def test_a_cut_that_holds_for_one_size_alone_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "told"), [(None, []), (8, ["the extraction was verified for inputs of one size"])]
+    ("side", "told"), [(None, []), (8, ["the extraction was verified for inputs of one size only"])]
 )
 def test_a_network_that_takes_one_size_is_compared_at_that(
     side: int | None, told: list[str], caplog: pytest.LogCaptureFixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import made_by, small_run
-from sbf_pruner import Plan, Pruner
+from sbf_pruner import Plan, Pruner, Scores
 from sbf_pruner.budget import Budget
 from sbf_pruner.models import resolve
 from sbf_pruner.scores import PROJECTIONS
@@ -47,7 +47,9 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
     images, asked = torch.zeros(1, 3, 16, 16, device=device), Budget(macs=0.6)
-    pruner = Pruner(model, images, speed=0.2, penalty=1e-3, blocks=True, budget=asked, balance="cost")
+    pruner = Pruner(
+        model, images, scores=Scores(speed=0.2, penalty=1e-3, blocks=True, balance="cost"), budget=asked
+    )
     data, engine = batches(device), kind(model, device, pruner)
     blends, config = (
         batches(device, cutout=5, mixup=0.5),
@@ -75,7 +77,7 @@ def train_with_everything(kind: type[Engine], device: str = "cpu") -> tuple[list
 def train(kind: type[Engine], device: str = "cpu", **more: Any) -> tuple[list[EpochResult], list[Tensor], Plan]:
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3, **more)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), scores=Scores(lr=1e-4, penalty=1e-3, **more))
     data, engine = batches(device), kind(model, device, pruner)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.05))
     tallies = [engine.train_epoch(data, epoch, optimizer, [0.05, 0.04, 0.03], 0.1) for epoch in range(2)]
@@ -99,7 +101,7 @@ def train_jointly(kind: type[Engine], device: str = "cpu") -> tuple[list[EpochRe
     teacher = Teacher(resolve("resnet20").to(device).eval().requires_grad_(False), 0.7, 4.0)
     torch.manual_seed(0)
     model = resolve("resnet20").to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), lr=1e-4, penalty=1e-3)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), scores=Scores(lr=1e-4, penalty=1e-3))
     data, engine = batches(device), kind(model, device, pruner)
     config = OptimizerConfig("adam", lr=1e-3, ema=0.9)
     tallies = []
@@ -185,7 +187,7 @@ def test_a_captured_step_moves_every_score(form: str, device: str) -> None:
         *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)),
     ).to(device)
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), projection=form, speed=0.1)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16, device=device), scores=Scores(projection=form, speed=0.1))
     engine = CapturedEngine(model, device, pruner)
     with pruner.scoring():
         engine.score_epoch(batches(device), 0)
@@ -195,7 +197,7 @@ def test_a_captured_step_moves_every_score(form: str, device: str) -> None:
 @pytest.mark.parametrize("mode", ["off", "soft", "hard"])
 def test_the_fast_evaluation_counts_every_image_once(mode: str) -> None:
     model = resolve("resnet20")
-    pruner = Pruner(model, torch.zeros(1, 3, 16, 16), lr=1e-2)
+    pruner = Pruner(model, torch.zeros(1, 3, 16, 16), scores=Scores(lr=1e-2))
     data = batches(training=False)
     assert data.count % data.batch_size  # its last batch is not full
     plain, fast = Engine(model, "cpu", pruner), CapturedEngine(model, "cpu", pruner)

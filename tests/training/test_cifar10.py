@@ -277,7 +277,7 @@ def changed(files: dict[str, bytes], name: str, content: bytes | None) -> dict[s
     [
         ("python", "data_batch_3", "damaged or incomplete, not a whole pickle"),
         ("binary", "data_batch_3.bin", "incomplete, 6,145 bytes are not whole records"),
-        ("sheets", "data_batch_3.png", "damaged, incomplete or no RGB sheet"),
+        ("sheets", "data_batch_3.png", "damaged, incomplete or not an RGB sheet of 1024 columns"),
         ("sheets", "train_lables.json", "damaged or incomplete JSON"),
     ],
 )
@@ -626,7 +626,7 @@ def test_download(official: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     progress = [done for what, done, total in seen if total == len(official)]
     assert len(progress) > 2 and progress == sorted(progress) and progress[-1] == len(official)
     prepare_cifar10("download", tmp_path / "out", lambda *told: seen.append(told))
-    assert server.asked == [None] and "there already" in seen[-1][0]
+    assert server.asked == [None] and "already exists and is complete" in seen[-1][0]
     path.write_bytes(b"broken")
     prepare_cifar10("download", tmp_path / "out")
     assert_small(load_cifar10(str(path)))

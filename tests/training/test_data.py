@@ -112,8 +112,12 @@ def test_images_are_resized_on_request() -> None:
         ),
         ("synthetic", {}, r"data.image_size: synthetic needs it, such as 32"),
         ("npz", {}, r"data.path: npz needs it, the .npz file"),
-        ("digits", {"path": "x"}, r"data.path: digits has no use for it .these have: cifar10, npz, folder.; leave"),
-        ("npz", {"in_memory": False}, r"data.in_memory: npz has no use for it .these have: folder.; leave it out"),
+        (
+            "digits",
+            {"path": "x"},
+            r"data.path: digits does not use it .used by: cifar10, npz, folder.; leave it out",
+        ),
+        ("npz", {"in_memory": False}, r"data.in_memory: npz does not use it .used by: folder.; leave it out"),
         ("npz", {"path": "no/such.npz"}, r"data.path: cannot read no/such.npz: No such file"),
         ("folder", {"path": "x"}, r"data.image_size: folder needs it, such as 32"),
         ("folder", {"image_size": 8}, r"data.path: folder needs it, the folder that holds train and test"),
@@ -427,7 +431,7 @@ def test_a_hole_as_wide_as_the_image_is_refused() -> None:
 
 def test_a_crop_that_may_leave_nothing_of_the_image_is_refused() -> None:
     recipe = load_recipe("digits", ["data.crop=8"])
-    with pytest.raises(DataError, match=r"^data\.crop: shifted by 8 pixels nothing may be left"):
+    with pytest.raises(DataError, match=r"^data\.crop: a shift by 8 pixels .* \(8x8\); lower it$"):
         RunBatches(recipe, load_data(recipe.data, 10, 0), torch.device("cpu"), nn.Flatten())
 
 

@@ -132,7 +132,7 @@ def test_a_stage_that_is_not_there_is_refused(first: Result, tmp_path: Path) -> 
         assert not (tmp_path / "run").exists()
 
     refused("there is no run in .* to take the dense stage from", tmp_path)
-    refused("the dense stage is that of another network", first.folder, net=Narrow())
+    refused("the dense stage belongs to another network", first.folder, net=Narrow())
     shutil.copytree(first.folder, tmp_path / "torn")
     (tmp_path / "torn/checkpoints/dense.safetensors").write_bytes(b"torn")
     refused(
@@ -143,7 +143,7 @@ def test_a_stage_that_is_not_there_is_refused(first: Result, tmp_path: Path) -> 
     refused("has no dense stage to take over", tmp_path / "none", changes={**none, "distill": {}})
     with pytest.raises(Killed):
         small_run(tmp_path / "young", report=lambda record: _kill())
-    refused("it is not past its warm-up", tmp_path / "young")
+    refused("it has not finished its warm-up", tmp_path / "young")
 
 
 def _kill() -> None:

@@ -44,7 +44,7 @@ def test_where_there_is_no_compiler_steps_run_one_by_one(
         gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     with caplog.at_level(logging.INFO):
         assert not choose_machine("cuda").captured
-    assert lack in caplog.text and "one by one" in caplog.text
+    assert lack in caplog.text and "training steps run eagerly" in caplog.text
     assert choose_machine("cuda", "captured").captured  # who asks for it is told by the compiler
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbf_pruner import Plan, Pruner
+from sbf_pruner import Plan, Pruner, Scores
 from sbf_pruner.training import OptimizerConfig
 from sbf_pruner.training.data import Augment, DeviceBatches, Split
 from sbf_pruner.training.engine import (
@@ -60,7 +60,7 @@ def train(kind: type[Engine], name: str, *, joint: bool) -> tuple[list[EpochResu
     scale = (0.5,) * channels, (0.25,) * channels
     data = DeviceBatches(split, 8, *scale, augment=Augment(flip=True), seed=1, num_classes=CLASSES)
     test = DeviceBatches(split, 10, *scale, num_classes=CLASSES)
-    pruner = Pruner(network, images[:1], penalty=1e-3, speed=0.3)
+    pruner = Pruner(network, images[:1], scores=Scores(penalty=1e-3, speed=0.3))
     engine, config, rates = kind(network, "cpu", pruner), OptimizerConfig(lr=0.01), [0.01] * 3
     torch.manual_seed(0)
     with pruner.gated():
@@ -124,7 +124,7 @@ def trained_in_turn(kind: type[Engine], width: int) -> list[Tensor]:
     split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
     data = DeviceBatches(split, 8, (0.5,) * 3, (0.25,) * 3, augment=Augment(flip=True))
     network = small_network(width)
-    pruner = Pruner(network, torch.zeros(1, 3, 8, 8), speed=0.3)
+    pruner = Pruner(network, torch.zeros(1, 3, 8, 8), scores=Scores(speed=0.3))
     engine = kind(network, "cpu", pruner)
     pruner.gate(Plan({"0": [0, 2]}))
     with pruner.gated():
@@ -222,7 +222,7 @@ def test_score_steps_count_batches_where_norms_move() -> None:
     counted = []
     for kind in (Engine, CapturedEngine):
         network = small_network(4)
-        pruner = Pruner(network, torch.zeros(1, 3, 8, 8), freeze_norms=False)
+        pruner = Pruner(network, torch.zeros(1, 3, 8, 8), scores=Scores(freeze_norms=False))
         split = Split(torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % CLASSES)
         with pruner.scoring():
             kind(network, "cpu", pruner).score_epoch(

@@ -284,12 +284,12 @@ def test_a_recipe_names_a_function_that_makes_datasets(tmp_path: Path, monkeypat
         "no_such_module:datasets": r"data.name: .*no module named 'no_such_module' in this folder or among",
         "makes_data:number": r"data.name: makes_data:number cannot be called; name a function that",
         "makes_data:broken": r"data.name: makes_data:broken failed at makes_data.py:\d+ .*KeyError",
-        "makes_data:choosy": r"makes_data:choosy asks for 'fold', and gets path, image_size, num_classes, seed;",
+        "makes_data:choosy": r"choosy requires 'fold', but is passed path, image_size, num_classes, seed; give",
         "makes_data:": r"not a complete name; write package.module:callable",
     }.items():
         with pytest.raises(DataError, match=said):
             load_data(DataConfig(name), CLASSES, 0, TRUSTED)
-    with pytest.raises(DataError, match=r"^data.image_size: makes_data:datasets has no use for it"):
+    with pytest.raises(DataError, match=r"^data.image_size: makes_data:datasets does not use it"):
         load_data(DataConfig("makes_data:datasets", "somewhere", image_size=8), CLASSES, 0, TRUSTED)
 
 
@@ -361,7 +361,7 @@ def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
         ({"train": Shades(4)}, r"expected .*, got keys train"),
         (
             {"train": Unending(), "test": Shades(4)},
-            r"data, train: a Unending is no map-style dataset, with",
+            r"data, train: a Unending is not a map-style dataset; give one with __len__",
         ),
         ({"train": Shades(0), "test": Shades(4)}, r"data, train: holds no images"),
         ({"train": TensorDataset(torch.zeros(4, 1, 8, 8)), "test": Shades(4)}, r"an item is a tuple; give pairs"),
@@ -436,7 +436,7 @@ def test_items_of_another_kind_than_the_first_are_told() -> None:
             list(batches_of(data.train, 4, data, workers=0).epoch(0))
     wrong: dict[str, Any] = {
         r"data, train: its first item cannot be read: test_images.py:\d+ .*KeyError": Failing(4),
-        r"data, train: a DataLoader is no map-style dataset": DataLoader(Shades(4)),
+        r"data, train: a DataLoader is not a map-style dataset": DataLoader(Shades(4)),
         r"own, test: train and test have different dtypes; make both uint8, or both float": Fades(4),
     }
     for said, train in wrong.items():
@@ -446,9 +446,9 @@ def test_items_of_another_kind_than_the_first_are_told() -> None:
 
 def test_settings_that_do_not_go_with_the_data(flowers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = {"train": Shades(8), "test": Shades(8)}
-    with pytest.raises(DataError, match=r"data.validation: of a dataset of your own no part is held out"):
+    with pytest.raises(DataError, match=r"data.validation: .*your own dataset.*; pass one called 'val'"):
         own_data(sets, DataConfig("own", validation=0.5), CLASSES, 0)
-    with pytest.raises(DataError, match=r"data.mean: images that are floats are taken as they come"):
+    with pytest.raises(DataError, match=r"data.mean: floating-point images .*; leave out mean and std"):
         own_data(sets, DataConfig("own", mean=[0.5], std=[0.5]), CLASSES, 0)
     with pytest.raises(
         DataError, match=r"data.scale: random windows are only read from image files; set data.name=folder"
@@ -513,7 +513,7 @@ def test_what_is_random_in_an_item_does_not_depend_on_who_reads_it() -> None:
 @pytest.mark.parametrize("setting", [{"image_size": 32}, {"in_memory": False}, {"fit": "crop"}, {"middle": 0.5}])
 def test_settings_that_are_for_files_are_refused_beside_datasets(setting: dict[str, Any]) -> None:
     (key,) = setting
-    with pytest.raises(DataError, match=rf"^data.{key}: own has no use for it"):
+    with pytest.raises(DataError, match=rf"^data.{key}: own does not use it .*folder\); leave it out$"):
         own_data({"train": Shades(16), "test": Shades(4)}, DataConfig("own", **setting), CLASSES, 0)
 
 

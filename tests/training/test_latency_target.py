@@ -37,12 +37,12 @@ NETWORK = {"accuracy": 50.0, "warmup_accuracy": 50.0, "params": 2, "macs": 2, "l
 SUMMARY = {"dense": NETWORK, "pruned": NETWORK, "latency_batch": 1, "layers": {}, "cut_error": 0.0, "skipped": {}}
 
 
-def scored(budget, **named):
+def scored(budget, constraints=None):
     net = resnet20()
     graph = trace(net, IMAGE)
     clock = clock_of(graph)
-    pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, **named)
-    values = synthetic_scores(graph, pruner.aim.guards)
+    pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, constraints=constraints)
+    values = synthetic_scores(graph, pruner.aim.constraints)
     with torch.no_grad():
         for name, span in pruner.gates.spans.items():
             pruner.gates.soft[span] = torch.from_numpy(values[name]).float()
@@ -191,7 +191,7 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
     timed.keep_in(path)
 
     def again():
-        return LatencyTarget.of(pruner.model, IMAGE, pruner.graph, recipe, path, Budget(latency=0.5), Constraints())
+        return LatencyTarget.of(pruner.model, IMAGE, pruner.graph, recipe, path, Constraints())
 
     assert (again().chosen, again().rounds) == (timed.chosen, timed.rounds)
     written = json.loads(path.read_text())
@@ -216,7 +216,7 @@ def test_on_another_machine_nothing_is_timed():
 SHORT = [
     *("data.name=synthetic", "data.samples=320", "data.image_size=8", "data.channels=1"),
     *("phases.warmup=1", "phases.cycles=2", "phases.score=1", "phases.weights=1", "phases.finetune=1"),
-    *("dense_control=false", "budget.settled=1", "threads=1", "budget.latency=0.5", "budget.steer=true"),
+    *("dense_control=false", "budget.settled=1", "threads=1", "budget.latency=0.5", "scores.steer=true"),
     *("scores.balance=cost", "scores.speed=0.05"),
 ]
 
@@ -274,7 +274,9 @@ def test_a_run_that_is_killed_while_it_corrects_ends_on_the_same_filters(table, 
 
 def test_a_way_is_said_once(table):
     recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "latency.way=blocks", "scores.blocks=true"])
-    with pytest.raises(PruningError, match=r"latency\.way: guards\.couple or scores\.blocks says it already"):
+    with pytest.raises(
+        PruningError, match=r"^latency\.way: .* constraints\.couple or scores\.blocks; set only one of them"
+    ):
         fit(build_dense(recipe), recipe, run=table.parent / "run")
     assert not (table.parent / "run").exists()
 
@@ -311,7 +313,7 @@ def test_what_the_landing_is_timed_with_is_missed_before_anything_is_trained(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         PruningError,
-        match=rf"^latency cannot be measured on this machine (onnxruntime, batch 1, 1 thread): "
+        match=rf"^latency cannot be measured on this machine \(onnxruntime, batch 1, 1 thread\): "
         rf'exporting to ONNX needs {package}; run: pip install "sbf-pruner\[export\]"$',
     ):
         fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
@@ -325,7 +327,7 @@ def test_a_network_that_the_runtime_cannot_run_is_found_before_anything_is_train
         raise OSError("no space\nleft")
 
     monkeypatch.setattr("sbf_pruner.measurement.stopwatch.make_runner", fails)
-    with pytest.raises(PruningError, match=r"and cannot be: OSError: no space$"):
+    with pytest.raises(PruningError, match=r"\(onnxruntime, batch 1, 1 thread\): OSError: no space$"):
         fit(Small(), measured_here, run=tmp_path / "run", report=lambda record: 1 / 0)
     assert not (tmp_path / "run").exists()
 

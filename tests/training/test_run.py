@@ -384,9 +384,9 @@ EVERYTHING: dict[str, Any] = {
     "scores__binary": True,
     "scores__freeze_norms": False,
     "budget__macs": 0.7,
-    "budget__steer": True,
+    "scores__steer": True,
     "budget__settled": 0,
-    "guards__round_to": 2,
+    "constraints__round_to": 2,
     "finetune__ema": 0.9,
     "finetune__mixup": 0.4,
     "finetune__recalibrate": 2,
@@ -420,7 +420,7 @@ def test_a_run_with_everything_killed_three_times_ends_with_the_same_bits(
 # A budget brings these with it: to be without them takes a word.
 INSTEAD: dict[str, dict[str, Any]] = {
     "scores__balance": {"scores__balance": "area"},
-    "budget__steer": {"budget__steer": False},
+    "scores__steer": {"scores__steer": False},
 }
 
 
@@ -451,7 +451,7 @@ def test_the_teacher_is_the_dense_network_as_the_warm_up_left_it(full: Result, t
 def test_the_penalty_follows_the_budget_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     monkeypatch.setattr(Penalty, "steer", lambda self, level, progress: seen.append(progress))
-    made = recipe(dense_control=False, budget__macs=0.6, budget__steer=True, budget__settled=0)
+    made = recipe(dense_control=False, budget__macs=0.6, scores__steer=True, budget__settled=0)
     fit(model(), made, run=tmp_path / "run")
     # Two cycles of two epochs of four steps: after each step, and at the end of the phase with what it landed on.
     assert seen == [n / 16 for n in range(1, 17)]
@@ -468,7 +468,7 @@ JOINT: dict[str, Any] = {
     "weights__mixup": 1.0,
     "weights__batch_size": 8,
     "budget__macs": 0.6,
-    "budget__steer": True,
+    "scores__steer": True,
     "budget__settled": 1,
     "distill__alpha": 0.3,
     "distill__during": "weights",
@@ -1045,7 +1045,7 @@ def test_a_run_that_another_process_made_meanwhile_is_left_alone(
         return found
 
     monkeypatch.setattr(run, "Run", slow)
-    said = "went on with the run in .* meanwhile; resume it again" if again else "holds a run already"
+    said = "another process continued the run in .*; resume it again" if again else "holds a run already"
     with pytest.raises(RunError, match=said):
         fit(model(), recipe(), run=tmp_path / "run", resume=again)
     assert fit(model(), recipe(), run=tmp_path / "run", resume=True).was_finished
@@ -1122,7 +1122,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(section: str, phase: str, good:
         ({}, "lower scores.lr (it is 0.003)"),
         ({"scores__speed": 0.5}, "lower scores.speed (it is 0.5)"),
         # Three logits in two cycles of two epochs with four steps each.
-        ({"budget__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
+        ({"scores__steer": True, "budget__macs": 0.5}, "lower scores.speed (it is 0.1875)"),
     ],
 )
 def test_scores_that_are_not_finite_name_what_says_how_fast_they_move(
@@ -1242,7 +1242,7 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
     hard = {"scores__lr": 3e-2, "scores__penalty": 1.0, "dense_control": False}
     emptied = fit(model(), recipe(**hard), run=tmp_path / "other")
     assert 0 in {layer["after"] for layer in emptied.summary["layers"].values()} and not caplog.records
-    made = recipe(guards__ignore=["stem", "layers.2"], **hard)
+    made = recipe(constraints__ignore=["stem", "layers.2"], **hard)
     left = fit(Asking(), made, run=tmp_path / "run")
     assert left.summary["layers"] == {"layers.0": {"before": 8, "after": 1}}
     assert "at least one filter, because with whole layers removed the network cannot run" in caplog.text
@@ -1250,7 +1250,7 @@ def test_layers_that_a_network_cannot_do_without_keep_a_filter(
 
 def test_a_target_that_the_dense_network_meets_is_refused(tmp_path: Path) -> None:
     refused(
-        r"nothing to prune for: the dense network has .* params \(100.0%\); ask for less",
+        r"the dense network already meets the budget \([\d,]+ params \(100.0%\)\); set a smaller one",
         tmp_path,
         budget__params=1e9,
     )
@@ -1353,9 +1353,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torn.write_bytes(b"\x10")
     refused("cannot be read .*; save it with safetensors", tmp_path, model__weights=str(torn))
     broken = {**good, "bn1.weight": good["bn1.weight"] / 0}
-    refused("bn1.weight holds numbers that are not finite", tmp_path, **given(broken))
+    refused("bn1.weight contains NaN or infinity; give other weights", tmp_path, **given(broken))
     whole = {**good, "bn1.weight": good["bn1.weight"].long()}
-    refused("bn1.weight has torch.int64, the model's torch.float32", tmp_path, **given(whole))
+    refused("bn1.weight has dtype torch.int64, but the model's is torch.float32", tmp_path, **given(whole))
     refused("does not exist", tmp_path, model__weights=str(tmp_path / "missing.pt"))
 
 
@@ -1424,7 +1424,7 @@ def test_a_run_that_lost_its_checkpoint_is_not_begun_again(
         (folder / "model.safetensors").unlink()
     before = contents(folder)
     with pytest.raises(
-        RunError, match=r"has come to epoch 24, but there is no checkpoints/last\.safetensors to go on"
+        RunError, match=r"has reached epoch 24, but there is no checkpoints/last\.safetensors .*; put the file back"
     ):
         fit(model(), recipe(), run=folder, resume=True)
     assert contents(folder) == before
@@ -1439,7 +1439,7 @@ def test_a_run_without_a_checkpoint_yet_begins_again(
     monkeypatch.undo()
     with caplog.at_level("INFO", logger="sbf_pruner.training"):
         result = fit(model(), recipe(), run=tmp_path / "run", resume=True)
-    assert "has no checkpoint yet, and begins again" in caplog.text
+    assert "has no checkpoint yet, so it starts from the beginning" in caplog.text
     assert all(map(torch.equal, weights(result), weights(straight)))
 
 

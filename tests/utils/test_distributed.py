@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import sbf_pruner
-from sbf_pruner import Pruner
+from sbf_pruner import Pruner, Scores
 from sbf_pruner.cli import main
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.training import check_divisible, load_recipe
@@ -134,7 +134,7 @@ def test_scores_of_a_loop_of_ones_own_follow_the_images_of_all_processes(tmp_pat
     together(work, tmp_path)
     (ours, weights), (theirs, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     net, images, labels = scored_net()
-    alone = score(net, Pruner(net, images[:1], penalty=0.05, speed=0.1), images, labels)
+    alone = score(net, Pruner(net, images[:1], scores=Scores(penalty=0.05, speed=0.1)), images, labels)
     assert min(held.min() for held in alone.values()) < 0.9  # they have moved
     for name, held in alone.items():
         assert torch.equal(ours[name], theirs[name])
@@ -181,7 +181,7 @@ def test_an_item_that_another_process_cannot_read_is_told(tmp_path: Path) -> Non
         (folder / "bad_items.py").write_text(BAD_ITEM)
         said = together(work, folder)
         sentence = (
-            f"sbf: bad_items:datasets, train, item {row} cannot be read (OSError: the disk); mend it, or leave"
+            f"sbf: bad_items:datasets, train, item {row} cannot be read (OSError: the disk); repair or remove it"
         )
         assert "".join(said).count(sentence) == 1 and "Traceback" not in "".join(said), said
         assert any("code 2" in each for each in said)
@@ -266,7 +266,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_goes_on_when_cut_off(tmp_path
     ("changes", "said"),
     [
         (["data.batch_size=50"], "data.batch_size: a batch of 50 images cannot be shared by 4 processes"),
-        (["budget.latency=0.5"], "budget.latency: a time is measured by one process, and here are 4"),
+        (["budget.latency=0.5"], "budget.latency: .* in one process, but 4 are running; set macs or params"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(changes: list[str], said: str) -> None:

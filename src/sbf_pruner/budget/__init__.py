@@ -5,15 +5,7 @@ from ..utils import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "constraints": (
-            "WidthLimits",
-            "Constraints",
-            "coupled",
-            "stream_links",
-            "at_least",
-            "whole_branches",
-            "with_coupled",
-        ),
+        "constraints": ("Constraints", "WidthLimits", "at_least"),
         "controller": (
             "Selector",
             "ResourceWeights",
@@ -31,5 +23,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Limits",
             "TOLERANCE",
         ),
+        "widths": ("ResolvedConstraints", "coupled", "resolve", "stream_links", "whole_branches"),
     },
 )

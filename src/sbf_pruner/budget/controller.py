@@ -21,10 +21,11 @@ from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph, Layer
 from ..graph.cost import FilterCosts, LaidOut, cost_of, lay_out, network_cost, whole_cost
 from ..graph.nodes import Mask
-from .constraints import Constraints, Widths
+from .constraints import Constraints
 from .file_size import FileSize
 from .search import Landing, Masks, SearchSpace, Values, land
 from .targets import MICROSECONDS, Budget, Limits, Usage, is_missed
+from .widths import ResolvedConstraints, Widths, resolve
 
 
 class LatencyClock(Protocol):
@@ -56,7 +57,7 @@ class Selector:
         self,
         graph: ChannelGraph,
         budget: Budget | None = None,
-        guards: Constraints | None = None,
+        constraints: Constraints | ResolvedConstraints | None = None,
         clock: LatencyClock | None = None,
         stored: FileSize | None = None,
         *,
@@ -70,35 +71,35 @@ class Selector:
                 "a latency target needs the measured times of the layers; measure them with `sbf latency --out` "
                 "and give the file (clock=, or latency.table in a recipe)"
             )
-        self.guards = guards or Constraints()
+        self.constraints = resolve(constraints, graph)
         self._widths = Widths(graph)
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
             self.limits = budget.limits(self.whole)
             self.prices = self.priced(graph.all_filters())
-            self.smallest = self._smallest(self.guards, self.limits)
+            self.smallest = self._smallest(self.constraints, self.limits)
             self.reachable = self.limits.hold(self.count(self.smallest))
             if refuse and not self.reachable:
                 raise self._refusal(self.limits)
 
     def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
         """Return the filters to keep. `progress` moves the limits from the dense network (0) to the budget (1)."""
-        scores = self.guards.level_branches(scores)
+        scores = self.constraints.level_branches(scores)
         if self.limits is None:
             # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
-            return Landing(self._finished(above, scores, self.guards), {}, threshold)
+            return Landing(self._finished(above, scores, self.constraints), {}, threshold)
         return land(self._field(scores), self.limits.eased(progress), progress >= 1)
 
     def level(self, scores: Mapping[str, Values]) -> float:
         """Return the score that separates kept from removed filters under the final limits of the budget."""
         assert self.limits is not None
-        return land(self._field(self.guards.level_branches(scores)), self.limits, settled=False).level
+        return land(self._field(self.constraints.level_branches(scores)), self.limits, settled=False).level
 
     def least(self) -> Masks:
         """Return the smallest selection allowed if all scores are equal; the first filters of a layer are kept."""
         alike = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
-        return self._finished(_nothing(self.graph), alike, self.guards)
+        return self._finished(_nothing(self.graph), alike, self.constraints)
 
     def excess_fractions(self) -> dict[str, float]:
         """Return the fraction of each limited resource that has to go; of the MACs if there is no budget."""
@@ -145,11 +146,11 @@ class Selector:
 
     def _field(self, scores: Mapping[str, Values]) -> SearchSpace:
         def finish(masks: Masks) -> Masks:
-            return self._finished(masks, scores, self.guards)
+            return self._finished(masks, scores, self.constraints)
 
         return SearchSpace(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
 
-    def _finished(self, masks: Masks, scores: Mapping[str, Values], guards: Constraints) -> Masks:
+    def _finished(self, masks: Masks, scores: Mapping[str, Values], constraints: ResolvedConstraints) -> Masks:
         # A disconnected network cannot train, so a layer that is the only path left keeps its best filter.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         masks = dict(masks)
@@ -158,9 +159,9 @@ class Selector:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
                 # Factors of a product may have filters left but share no channel: then all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
-        return self._widths.guarded(masks, scores, guards)
+        return self._widths.extended(masks, scores, constraints)
 
-    def _smallest(self, guards: Constraints, limits: Limits) -> Masks:
+    def _smallest(self, constraints: ResolvedConstraints, limits: Limits) -> Masks:
         """Return a selection that is as small as allowed.
 
         Which path through the network is kept depends on the order in which layers are given up, so several orders
@@ -171,18 +172,18 @@ class Selector:
         found = []
         for worth in ([0.0 for _ in layers], [float(place) for place in range(len(layers))], *priced):
             scores = {name: np.full(layers[name].filters, value) for name, value in zip(layers, worth, strict=True)}
-            found.append(self._finished(_nothing(self.graph), guards.level_branches(scores), guards))
+            found.append(self._finished(_nothing(self.graph), constraints.level_branches(scores), constraints))
         return min(found, key=lambda masks: -min(limits.room(self.count(masks)).values()))
 
     def _refusal(self, limits: Limits) -> PruningError:
         least = self.count(self.smallest)
         broken = limits.broken(least)
-        contradicted = self.guards != Constraints() and not limits.broken(
-            self.count(self._smallest(Constraints(), limits))
+        contradicted = self.constraints != ResolvedConstraints() and not limits.broken(
+            self.count(self._smallest(ResolvedConstraints(), limits))
         )
-        remedy = f"loosen the constraints ({self.guards.told()}), which contradict it" if contradicted else (
-            "allow more layers to be pruned"
-        )  # fmt: skip
+        remedy = "allow more layers to be pruned"
+        if contradicted:
+            remedy = f"loosen the constraints ({self.constraints.settings.describe()}), which contradict it"
         # The file also holds the plan, so that of a tiny network may grow, and a larger target would not help.
         more = "" if any(least[name] >= limits.whole[name] for name in broken) else "raise the target, or "
         asked = " and ".join(limits.told(name, limits.most) for name in broken)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import PruningError, suggestion
+from ..utils.settings import Section, setting_field
 
 Usage = Mapping[str, float]  # what a network uses of each resource
 
@@ -32,8 +34,15 @@ def is_missed(asked: float, measured: float | None) -> bool:
     return measured is not None and measured > (1 + LATENCY_TOLERANCE) * asked
 
 
+RESOURCES = ("params", "macs", "size", "latency")
+
+
+def _target(what: str, examples: str) -> dict[str, Any]:
+    return setting_field(f"{what} to keep at most: {examples}", above=0)
+
+
 @dataclass(frozen=True, init=False)
-class Budget:
+class Budget(Section):
     """The most that a network may keep of each resource, as text like on the command line or as a number.
 
     Text has a unit: "50%", "60M", "1MB", "5ms". A number up to 1 is a fraction of the dense network, a larger one
@@ -45,13 +54,20 @@ class Budget:
     {'macs': 500000.0, 'size': 200000.0}
     """
 
-    params: float
-    macs: float
-    """Per sample."""
-    size: float
-    """Bytes of the weights."""
-    latency: float
-    """Microseconds of one forward pass."""
+    params: float = field(
+        default=1.0, metadata=_target("parameters", "a share such as 0.4, or a number such as 350e3")
+    )
+    macs: float = field(
+        default=1.0, metadata=_target("MACs of a sample", "a share such as 0.5, or a number such as 60e6")
+    )
+    size: float = field(
+        default=1.0,
+        metadata=_target("size of the weights file", "a share such as 0.5, or bytes such as 1e6"),
+    )
+    latency: float = field(
+        default=1.0,
+        metadata=_target("latency of a pass", "a share such as 0.6, or microseconds such as 5000"),
+    )
 
     def __init__(
         self,
@@ -61,26 +77,17 @@ class Budget:
         size: float | str = 1.0,
         latency: float | str = 1.0,
     ) -> None:
-        for name, given in (("params", params), ("macs", macs), ("size", size), ("latency", latency)):
-            value = _number(f"{name}={given}", name, given.strip()) if isinstance(given, str) else given
-            try:
-                found = float(value)
-            except (TypeError, ValueError, OverflowError):
-                found = math.nan
-            if not 0 < found < math.inf:  # also true for NaN
-                raise PruningError(
-                    f"{name}: give a fraction to keep (0.5) or an amount above 1 ({_EXAMPLES[name]}), not {given!r}"
-                )
-            object.__setattr__(self, name, found)
+        for name, given in zip(RESOURCES, (params, macs, size, latency), strict=True):
+            object.__setattr__(self, name, _amount(name, given))
 
     @property
     def asked(self) -> bool:
         """Return True if any resource is limited."""
-        return any(value != 1 for value in asdict(self).values())
+        return any(getattr(self, name) != 1 for name in RESOURCES)
 
     def limits(self, whole: Usage) -> Limits:
         """Return the limits as amounts, for a dense network that uses `whole`."""
-        wanted = {name: value for name, value in asdict(self).items() if value != 1}
+        wanted = {name: value for name in RESOURCES if (value := getattr(self, name)) != 1}
         most = {name: value * whole[name] if value < 1 else value for name, value in wanted.items()}
         return Limits({name: min(value, whole[name]) for name, value in most.items()}, dict(whole))
 
@@ -92,11 +99,12 @@ class Budget:
         True
         """
         found: dict[str, float] = {}
-        known = [field.name for field in fields(cls)]
         for text in texts:
             name, _, value = (part.strip() for part in text.partition("="))
-            if name not in known:
-                raise PruningError(f"target {text!r}: write NAME=SIZE, such as macs=0.5; {suggestion(name, known)}")
+            if name not in RESOURCES:
+                raise PruningError(
+                    f"target {text!r}: write NAME=SIZE, such as macs=0.5; {suggestion(name, RESOURCES)}"
+                )
             if name in found:
                 raise PruningError(f"target {name} is given twice; give each target once")
             found[name] = _number(text, name, value)
@@ -107,20 +115,20 @@ class Budget:
         return cls(**found)
 
 
-def check_budget(budget: object) -> None:
-    """Raise a PruningError unless `budget` is a Budget or None.
-
-    >>> check_budget({"macs": 0.5})
-    Traceback (most recent call last):
-    sbf_pruner.errors.PruningError: a budget is an sbf.Budget, not dict; write sbf.Budget(macs=0.5)
-    """
-    if budget is not None and not isinstance(budget, Budget):
-        given = budget.items() if isinstance(budget, Mapping) else ()
-        wanted = ", ".join(f"{name}={value!r}" for name, value in given) or "macs=0.5"
-        raise PruningError(f"a budget is an sbf.Budget, not {type(budget).__name__}; write sbf.Budget({wanted})")
-
-
 _EXAMPLES = {"params": "400k", "macs": "60M", "size": "1MB", "latency": "5ms"}
+
+
+def _amount(name: str, given: float | str) -> float:
+    value = _number(f"{name}={given}", name, given.strip()) if isinstance(given, str) else given
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not 0 < found < math.inf:  # also true for NaN
+        raise PruningError(
+            f"{name}: give a fraction to keep (0.5) or an amount above 1 ({_EXAMPLES[name]}), not {given!r}"
+        )
+    return found
 
 
 def _number(text: str, name: str, value: str) -> float:

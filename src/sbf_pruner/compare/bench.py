@@ -337,7 +337,7 @@ def resolve_subject(
             raise PruningError("--input and --option apply to a model; a recipe sets its own")
         recipe = load_recipe(subject)
         data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, TRUSTED)
-        return build_dense(recipe, TRUSTED).eval(), (torch.zeros(1, *data.test.shape),), recipe.guards.ignore
+        return build_dense(recipe, TRUSTED).eval(), (torch.zeros(1, *data.test.shape),), recipe.constraints.ignore
     torch.manual_seed(0)
     given = shapes or [usual]
     network = resolve(subject, **{"in_channels": given[0][0], **options}).eval()

@@ -279,9 +279,9 @@ def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str
 
 _REMEDIES = {
     "layers too narrow": "whole branches removed instead of some filters of each (scores.blocks=true), or filters "
-    "kept in multiples (guards.round_to=8)",
-    "channel remaps": "the same filters kept in all layers that meet (guards.couple)",
-    "additions, activations": "the same channels removed in all layers of a stream (guards.couple), or fewer "
+    "kept in multiples (constraints.round_to=8)",
+    "channel remaps": "the same filters kept in all layers that meet (constraints.couple)",
+    "additions, activations": "the same channels removed in all layers of a stream (constraints.couple), or fewer "
     "blocks",
     "operator launch overhead": "larger batches, fewer blocks, or a runtime that fuses operators (compile, "
     "onnxruntime)",

@@ -218,9 +218,9 @@ class _Sweep:
     def __init__(self, scored: Scored, request: FrontierOptions, report: Report) -> None:
         self.scored, self.request, self.report = scored, request, report
         pruner = scored.networks.pruner
-        self.graph, self.guards, self.inputs = pruner.graph, pruner.aim.guards, pruner.example_inputs
+        self.graph, self.constraints, self.inputs = pruner.graph, pruner.aim.constraints, pruner.example_inputs
         self.stored = FileSize(scored.networks.bare_copy(), self.inputs, self.graph)
-        self.free = Selector(self.graph, None, self.guards, stored=self.stored)
+        self.free = Selector(self.graph, None, self.constraints, stored=self.stored)
         self.clock = self._clock()
         self.tried: dict[Plan, SizePoint] = {}
         self.smallest: SizePoint | None = None
@@ -260,7 +260,7 @@ class _Sweep:
         """Measure the network of one size."""
         asked: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
-        aim = Selector(self.graph, budget, self.guards, self.clock, self.stored, refuse=False)
+        aim = Selector(self.graph, budget, self.constraints, self.clock, self.stored, refuse=False)
         if budget.asked and not aim.reachable:
             self.smallest = self.smallest or self._judged("the smallest", aim.smallest)
             return {**asked, "reached": False}
@@ -311,7 +311,7 @@ class _Sweep:
         networks, asked = self.scored.networks, self.request
         if asked.measures:
             place = conditions_here(asked.runtime or RUNTIME, asked.batch or BATCH, torch.get_num_threads())
-            ignore = self.scored.recipe.guards.ignore
+            ignore = self.scored.recipe.constraints.ignore
             network = networks.bare_copy()
             return measure_latency_model(
                 network, networks.images, self.graph, place, ignore=ignore, report=self.report

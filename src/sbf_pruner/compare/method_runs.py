@@ -146,7 +146,7 @@ def check_methods(entrants: Sequence[MethodRun]) -> None:
     model = build_dense(recipe, origin)
     images = first_images(RunBatches(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
-    graph = trace(model, images[0][0], recipe.guards.ignore)
+    graph = trace(model, images[0][0], recipe.constraints.ignore)
     # As in the runs: small operators gain nothing from more threads, and are far slower on a busy machine.
     with cpu_threads(recipe.threads):
         for name in names:

@@ -99,7 +99,7 @@ METHODS = {
             "scores.projection": "free",
             "scores.binary": True,
             "scores.balance": "cost",
-            "budget.steer": True,
+            "scores.steer": True,
         },
     ),
     "amc": Method(

@@ -29,15 +29,17 @@ from .records import Value
 from .tracer import record
 from .wiring import NodeBuilder, without_batch
 
+Ignored = str | nn.Module
+
 
 @gc_disabled()
 @torch.inference_mode(False)  # operators have other names in inference mode
-def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> ChannelGraph:
+def trace(model: nn.Module, example_inputs: Any, ignore: Ignored | Sequence[Ignored] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and why the others cannot be pruned.
 
     `example_inputs` is what one call takes: a tensor, a tuple of positional arguments or a dict of keyword ones; a
     dict that is itself the argument goes into a tuple, `(batch,)`. `ignore` is a name pattern (`layer4.*`) of
-    layers not to prune, or a sequence of them.
+    layers not to prune, a module of the model, or a sequence of these.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -63,18 +65,30 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
         )
     graph = _LayerFinder(NodeBuilder(model, found)).graph()
     _protect_divisors(graph)
-    for pattern in [ignore] if isinstance(ignore, str) else ignore:
-        if not isinstance(pattern, str):
-            raise PruningError(
-                f"ignore: give names or patterns of layers, such as 'layer4.*', not {type(pattern).__name__}"
-            )
-        matching = [name for name in graph.layers if fnmatchcase(name, pattern)]
-        if not matching and not any(fnmatchcase(name, pattern) for name in graph.unscored):
-            raise PruningError(f"ignore: no layer is called {pattern!r}; {suggestion(pattern, graph.layers)}")
-        for name in matching:
-            del graph.layers[name]
-            graph.unscored[name] = f"ignored as asked ({pattern})"
+    for entry in [ignore] if isinstance(ignore, str | nn.Module) else ignore:
+        _ignore(graph, entry, model)
     return graph
+
+
+def _ignore(graph: ChannelGraph, entry: Ignored, model: nn.Module) -> None:
+    """Stop pruning the layers that a name pattern matches, or those in a module of the model."""
+    found = {*graph.layers, *graph.unscored}
+    if isinstance(entry, nn.Module):
+        paths = [f"{path}." if path else "" for path, module in model.named_modules() if module is entry]
+        if not paths:
+            raise PruningError(f"ignore: the {type(entry).__name__} given is not a module of the model")
+        matching = {name for name in found if f"{name}.".startswith(tuple(paths))}
+    elif isinstance(entry, str):
+        matching = {name for name in found if fnmatchcase(name, entry)}
+        if not matching:
+            raise PruningError(f"ignore: no layer is called {entry!r}; {suggestion(entry, graph.layers)}")
+    else:
+        raise PruningError(
+            f"ignore: give modules, or names or patterns of layers such as 'layer4.*', not {type(entry).__name__}"
+        )
+    for name in [name for name in graph.layers if name in matching]:
+        del graph.layers[name]
+        graph.unscored[name] = f"ignored as asked ({entry if isinstance(entry, str) else paths[0][:-1]})"
 
 
 def _protect_divisors(graph: ChannelGraph) -> None:

@@ -14,18 +14,19 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from ..budget.constraints import Constraints, Couple, with_coupled
+from ..budget.constraints import Constraints
 from ..budget.controller import Selector
 from ..budget.file_size import FileSize
 from ..budget.search import Values
 from ..budget.targets import Budget
+from ..budget.widths import ResolvedConstraints, resolve
 from ..errors import PruningError
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph
@@ -152,14 +153,14 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
     """The networks to time: several sizes for every way of pruning that the graph allows."""
     found = []
     for way in COUPLINGS:
-        guards = constraints_for(graph, Constraints(), way)
-        if guards is None:
+        constraints = constraints_for(graph, Constraints(), way)
+        if constraints is None:
             continue
-        scores = guards.level_branches(synthetic_scores(graph, guards))
-        aim = Selector(graph, guards=guards)
+        scores = constraints.level_branches(synthetic_scores(graph, constraints))
+        aim = Selector(graph, constraints=constraints)
         for share in SHARES:
             # The threshold that keeps `share` of the filters that this way of pruning can remove.
-            inside = {n for branch in guards.branches for n in branch} or set(scores)
+            inside = {n for branch in constraints.branches for n in branch} or set(scores)
             level = float(np.quantile(np.concatenate([scores[n] for n in inside]), 1 - share))
             found.append((way, share, aim.choose(scores, level).masks))
     return found
@@ -314,7 +315,7 @@ def _digest(conditions: Conditions) -> str:
 # Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
 # layer independently, "streams" (layers that are added up keep the same filters, so the residual stream itself gets
 # narrower), or "blocks" (whole residual branches).
-COUPLINGS: dict[str, Couple] = {"filters": "none", "streams": "streams", "blocks": "blocks"}
+COUPLINGS: dict[str, tuple[str, ...]] = {"filters": (), "streams": ("streams",), "blocks": ("blocks",)}
 
 
 @dataclass(frozen=True)
@@ -340,17 +341,21 @@ class CouplingChoice:
         return {"way": self.way, "macs_left": dict(self.macs)}
 
 
-def constraints_for(graph: ChannelGraph, guards: Constraints, way: str) -> Constraints | None:
+def constraints_for(graph: ChannelGraph, constraints: Constraints, way: str) -> ResolvedConstraints | None:
     """Return the constraints of a way of pruning, or None if the network has nothing that it could couple."""
     try:
-        found = with_coupled(guards, graph, COUPLINGS[way])
+        found = resolve(replace(constraints, couple=COUPLINGS[way]), graph)
     except PruningError:
         return None
     return found if way == "filters" or found.groups or found.branches else None
 
 
 def choose_coupling(
-    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Constraints, stored: FileSize | None = None
+    graph: ChannelGraph,
+    clock: LatencyModel,
+    budget: Budget,
+    constraints: Constraints,
+    stored: FileSize | None = None,
 ) -> CouplingChoice:
     """Choose the way of pruning that keeps the most MACs within the budget.
 
@@ -359,14 +364,14 @@ def choose_coupling(
     """
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
-        held = constraints_for(graph, guards, way)
+        held = constraints_for(graph, constraints, way)
         if held is not None:
             found[way] = _left(graph, clock, budget, held, stored)
     reached = {way: share for way, share in found.items() if share is not None}
     return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
 
-def synthetic_scores(graph: ChannelGraph, guards: Constraints) -> dict[str, Values]:
+def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> dict[str, Values]:
     """Make synthetic scores, of which any threshold removes the same share of every layer.
 
     With coupled branches, whole branches go first, spread evenly over the network, then everything else.
@@ -375,23 +380,27 @@ def synthetic_scores(graph: ChannelGraph, guards: Constraints) -> dict[str, Valu
     scores: dict[str, Values] = {
         name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
     }
-    for group in guards.groups:
+    for group in constraints.groups:
         scores |= dict.fromkeys(group, scores[group[0]])
-    if guards.branches:
-        inside = {name for branch in guards.branches for name in branch}
+    if constraints.branches:
+        inside = {name for branch in constraints.branches for name in branch}
         scores |= {name: 2 + values for name, values in scores.items() if name not in inside}
-    for place, branch in enumerate(guards.branches):
+    for place, branch in enumerate(constraints.branches):
         share = _scattered(place + 1)
         scores |= {name: share + 1e-3 * (scores[name] - 0.5) for name in branch}
     return scores
 
 
 def _left(
-    graph: ChannelGraph, clock: LatencyModel, budget: Budget, guards: Constraints, stored: FileSize | None
+    graph: ChannelGraph,
+    clock: LatencyModel,
+    budget: Budget,
+    constraints: ResolvedConstraints,
+    stored: FileSize | None,
 ) -> float | None:
     try:
-        aim = Selector(graph, budget, guards, clock, stored)
-        usage = aim.choose(synthetic_scores(graph, guards)).usage
+        aim = Selector(graph, budget, constraints, clock, stored)
+        usage = aim.choose(synthetic_scores(graph, constraints)).usage
     except PruningError:
         return None
     return usage["macs"] / aim.whole["macs"]

@@ -5,6 +5,7 @@ from ..utils import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "config": ("Scores",),
         "gates": (
             "LeafGates",
             "FusedGating",

@@ -22,7 +22,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TOLERANCE",
             "MAX_LANDINGS",
             "LatencyTarget",
-            "pruner_options",
+            "with_way",
             "make_plan_timer",
         ),
         "networks": (
@@ -67,7 +67,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "sections": (
             "DataConfig",
-            "GuardsConfig",
             "ModelConfig",
             "OptimizerConfig",
             "PhasesConfig",

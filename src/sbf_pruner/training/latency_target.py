@@ -15,6 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ..budget.constraints import Constraints
 from ..budget.file_size import FileSize
-from ..budget.targets import LATENCY_TOLERANCE, MICROSECONDS, Budget
+from ..budget.targets import LATENCY_TOLERANCE, MICROSECONDS
 from ..errors import PruningError, RecipeError, RunError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import lay_out
@@ -40,6 +41,7 @@ from ..measurement.stopwatch import PlanTimer
 from ..plan import Plan
 from ..pruner import Pruner
 from ..runtimes.table import LATENCY_RUNTIMES
+from ..scores.config import Scores
 from ..utils.files import read_text, write_text
 from ..utils.user_model import real_copy
 from .recipe import Recipe
@@ -75,17 +77,16 @@ class LatencyTarget:
         graph: ChannelGraph,
         recipe: Recipe,
         kept: Path | None,
-        budget: Budget,
-        guards: Constraints,
+        constraints: Constraints,
     ) -> LatencyTarget:
         """Read the state of a resumed run from `kept`; otherwise use the given table, the cache or measurements.
 
         Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
         """
-        config = recipe.latency
-        if config.way != "auto" and (recipe.guards.couple or recipe.scores.blocks):
+        config, budget = recipe.latency, recipe.budget
+        if config.way != "auto" and (recipe.constraints.couple or recipe.scores.blocks):
             raise RecipeError(
-                "latency.way: cannot be combined with guards.couple or scores.blocks; set only one of them"
+                "latency.way: cannot be combined with constraints.couple or scores.blocks; set only one of them"
             )
         if kept is not None and kept.is_file():
             return cls._read(kept, graph)
@@ -94,14 +95,14 @@ class LatencyTarget:
         else:
             there = conditions_here(config.runtime, config.batch, config.threads or torch.get_num_threads())
             clock = measure_latency_model(
-                network, images, graph, there, ignore=recipe.guards.ignore, report=_log.info
+                network, images, graph, there, ignore=recipe.constraints.ignore, report=_log.info
             )
-        if recipe.guards.couple or recipe.scores.blocks:
+        if recipe.constraints.couple or recipe.scores.blocks:
             return cls(clock, CouplingChoice(AS_COUPLED, {}))
         if config.way != "auto":
             return cls(clock, CouplingChoice(config.way, {}))
         stored = FileSize(network, images[:2], graph) if budget.size != 1 else None
-        chosen = choose_coupling(graph, clock, budget, guards, stored)
+        chosen = choose_coupling(graph, clock, budget, constraints, stored)
         _log.info("%s", chosen.told())
         return cls(clock, chosen)
 
@@ -229,9 +230,11 @@ def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Plan
     return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), held)
 
 
-def pruner_options(way: str) -> dict[str, Any]:
-    """Return the `Pruner` arguments of a way; none for one that the recipe itself defines."""
-    return {"couple": COUPLINGS[way], "blocks": way == "blocks"} if way in COUPLINGS else {}
+def with_way(way: str, scores: Scores, constraints: Constraints) -> tuple[Scores, Constraints]:
+    """Return the settings for a way of removing filters; unchanged if the recipe itself defines the way."""
+    if way not in COUPLINGS:
+        return scores, constraints
+    return replace(scores, blocks=way == "blocks"), replace(constraints, couple=COUPLINGS[way])
 
 
 def _other_limit_is_tighter(pruner: Pruner, plan: Plan) -> bool:

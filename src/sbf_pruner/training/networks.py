@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..budget.constraints import Constraints, at_least, check_names
+from ..budget.constraints import Constraints, at_least
 from ..budget.file_size import state_tensors
 from ..errors import PruningError, RunError, suggestion
 from ..graph.build import trace
@@ -27,15 +27,16 @@ from ..measurement.counts import measure
 from ..plan import Plan
 from ..pruner import Pruner, try_cuts
 from ..schedule import Phase
+from ..scores.config import Scores
 from ..surgery.extract import extract
 from ..surgery.verify import prove
 from ..utils.user_model import real_copy, remove_pruner_hooks
 from .data.datasets import SOURCES, Data, RunBatches
 from .device import to_memory_format
-from .latency_target import LatencyTarget, check_measurable, make_plan_timer, pruner_options
+from .latency_target import LatencyTarget, check_measurable, make_plan_timer, with_way
 from .recipe import Recipe
 from .run_folder import ELSEWHERE
-from .schedule import batch_size, phases, tightening_cycles
+from .schedule import batch_size, is_steered, phases, tightening_cycles
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # the fastest choice on each device
 STEERS_PER_EPOCH = (
@@ -225,37 +226,22 @@ def build_pruner(
     `trained_on` is the number of training images, and `measured` the latency file of a run that is resumed. Raises
     a PruningError if a target cannot be met, or if the dense network meets all of them already.
     """
-    scores, guards, budget, example = recipe.scores, recipe.guards, recipe.budget, images[:2]
-    graph = trace(dense, example, guards.ignore)
-    limits = budget.limits
-    kept = _guards(dense, example, graph, recipe)
-    together: dict[str, Any] = {"couple": guards.couple, "blocks": scores.blocks}
+    example = images[:2]
+    graph = trace(dense, example, recipe.constraints.ignore)
+    constraints = replace(_constraints(dense, example, graph, recipe), ignore=())  # which the graph leaves out
+    scores: Scores = replace(recipe.scores, speed=_speed(recipe, trained_on))
     timed = None
-    if budget.latency != 1:
-        timed = LatencyTarget.of(dense, images, graph, recipe, measured, limits, kept)
-        together |= pruner_options(timed.chosen.way)
+    if recipe.budget.latency != 1:
+        timed = LatencyTarget.of(dense, images, graph, recipe, measured, constraints)
+        scores, constraints = with_way(timed.chosen.way, scores, constraints)
     pruner = Pruner(
         dense,
         example,
-        penalty=scores.penalty,
-        projection=scores.projection,  # type: ignore[arg-type]
-        activation=scores.activation,  # type: ignore[arg-type]
-        leak=scores.leak,
-        balance=scores.balance,  # type: ignore[arg-type]
-        lr=scores.lr,
-        speed=_speed(recipe, trained_on),
-        eps=scores.eps,
-        threshold=scores.threshold,
-        freeze_norms=scores.freeze_norms,
-        binary=scores.binary,
-        min_filters=kept.min_filters,
-        max_removed=kept.max_removed,
-        round_to=kept.round_to,
-        budget=limits,
-        steer=budget.steer,
+        budget=recipe.budget,
+        scores=scores,
+        constraints=constraints,
         clock=None if timed is None else timed.clock,
         graph=graph,
-        **together,
     )
     reached = pruner.aim.limits
     if reached is not None and reached.hold(reached.whole):
@@ -264,10 +250,10 @@ def build_pruner(
     return pruner, timed
 
 
-def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Constraints:
-    """Return the guards of the recipe, with at least one filter per layer if the model cannot lose whole layers."""
-    asked = Constraints(recipe.guards.min_filters, recipe.guards.max_removed, recipe.guards.round_to)
-    check_names(asked, graph)  # Before `try_cuts`, which takes longer.
+def _constraints(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Constraints:
+    """Return the recipe's constraints, with at least one filter per layer if the model cannot lose whole layers."""
+    asked = recipe.constraints
+    asked.check_patterns(graph)  # Before `try_cuts`, which takes longer.
     whole = try_cuts(dense, example, graph)
     if whole is None:
         return asked
@@ -280,11 +266,10 @@ def _guards(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Reci
 def _speed(recipe: Recipe, images: int) -> float:
     """Return the logits that a score moves per step; 0 if `scores.lr` decides.
 
-    With `budget.steer` it is by default such that scores can move `LOGIT_TRAVEL` logits while the limits tighten.
+    With a steered penalty it is by default such that scores can move `LOGIT_TRAVEL` logits while limits tighten.
     """
-    scores, budget = recipe.scores, recipe.budget
-    if scores.speed or not budget.steer:
-        return scores.speed
+    if recipe.scores.speed or not is_steered(recipe):
+        return recipe.scores.speed
     moving = [phase for phase in phases(recipe) if phase.trains_scores][:1]
     steps = sum(phase.epochs * max(images // batch_size(recipe, phase), 1) for phase in moving)
     return LOGIT_TRAVEL / max(tightening_cycles(recipe), MIN_TIGHTENING_CYCLES) / max(steps, 1)

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+from ..budget.constraints import Constraints
 from ..criteria import METHODS, OWN
 from ..errors import RecipeError, suggestion
 from ..utils.settings import Section, Setting, describe, merge, setting_field
@@ -22,7 +23,6 @@ from .sections import (
     BudgetConfig,
     DataConfig,
     DistillConfig,
-    GuardsConfig,
     LatencyConfig,
     ModelConfig,
     OptimizerConfig,
@@ -101,7 +101,9 @@ class Recipe(Section):
     finetune: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=setting_field("the fine-tuning"))
     scores: ScoresConfig = field(default_factory=ScoresConfig, metadata=setting_field("the score phases"))
     budget: BudgetConfig = field(default_factory=BudgetConfig, metadata=setting_field("the target size"))
-    guards: GuardsConfig = field(default_factory=GuardsConfig, metadata=setting_field("the guards"))
+    constraints: Constraints = field(
+        default_factory=Constraints, metadata=setting_field("the constraints on layers")
+    )
     latency: LatencyConfig = field(default_factory=LatencyConfig, metadata=setting_field("the latency target"))
     distill: DistillConfig = field(default_factory=DistillConfig, metadata=setting_field("distillation"))
 
@@ -118,18 +120,10 @@ class Recipe(Section):
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
         """Build a recipe from a nested table; raise a RecipeError if a setting contradicts the method.
 
-        If the table sets a budget, `budget.steer` defaults to True, so that the penalty is adjusted to meet it, and
-        `scores.balance` to "cost", so that layers are weighted by what the budget limits.
-
-        >>> Recipe.load("digits", ["budget.macs=0.5"]).budget.steer, Recipe.load("digits").budget.steer
-        (True, False)
+        >>> Recipe.from_dict({"name": "x", "model": {"name": "resnet20"}, "data": {"name": "digits"}}).seed
+        0
         """
         made = super().from_dict(table)
-        if made.budget.limits.asked:
-            if "steer" not in table.get("budget", {}):
-                made = replace(made, budget=replace(made.budget, steer=True))
-            if "balance" not in table.get("scores", {}):
-                made = replace(made, scores=replace(made.scores, balance="cost"))
         for key, value in _settings_of(made.method).items():
             section, _, name = key.partition(".")
             given = table.get(section, {}).get(name, value)
@@ -148,7 +142,7 @@ class Recipe(Section):
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
         epochs = self.phases.score + (self.phases.weights if self.scores.joint else 0)
-        if self.method == OWN and self.budget.limits.asked and not self.phases.cycles * epochs:
+        if self.method == OWN and self.budget.asked and not self.phases.cycles * epochs:
             raise RecipeError(
                 "budget: there is no score phase in which filters could be removed; set phases.cycles and "
                 "phases.score, or another method"
@@ -157,7 +151,7 @@ class Recipe(Section):
             raise RecipeError(
                 "distill.alpha: there is no trained network to distill from; set phases.warmup or model.weights"
             )
-        if self.method != OWN and not self.budget.limits.asked:
+        if self.method != OWN and not self.budget.asked:
             raise RecipeError(
                 f"method: {self.method} ranks filters, but does not say how many to remove; set a budget, "
                 "such as budget.macs=0.5"

@@ -308,7 +308,7 @@ class RunFolder:
         if _patterns(before) != _patterns(now):
             # The settings are equal, but of the patterns that match a layer the last one applies.
             raise RunError(
-                f"{self.path} was run with the patterns of its guards in another order; resume it as it is "
+                f"{self.path} was run with the patterns of its constraints in another order; resume it as it is "
                 f"(sbf run --run {self.path} --resume), {ELSEWHERE}"
             )
 
@@ -336,8 +336,8 @@ class RunFolder:
 
 
 def _patterns(settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the guards in their order."""
-    return [key for key in settings if key.startswith("guards.")]
+    """Return the keys of the constraints in their order."""
+    return [key for key in settings if key.startswith("constraints.")]
 
 
 @dataclass(frozen=True)

@@ -62,16 +62,21 @@ def total_epochs(recipe: Recipe) -> int:
     return sum(phase.epochs for phase in phases(recipe))
 
 
+def is_steered(recipe: Recipe) -> bool:
+    """Return True if the penalty is adjusted to meet the budget."""
+    return recipe.scores.steer and recipe.budget.asked
+
+
 def score_rate_key(recipe: Recipe) -> str:
     """Return the key of the setting that controls how fast scores move.
 
     `scores.lr` has no effect if `scores.speed` is set or derived from the budget.
 
     >>> from .recipe import load_recipe
-    >>> score_rate_key(load_recipe("digits")), score_rate_key(load_recipe("digits", ["budget.steer=true"]))
+    >>> score_rate_key(load_recipe("digits")), score_rate_key(load_recipe("digits", ["budget.macs=0.5"]))
     ('scores.lr', 'scores.speed')
     """
-    return "scores.speed" if recipe.scores.speed or recipe.budget.steer else "scores.lr"
+    return "scores.speed" if recipe.scores.speed or is_steered(recipe) else "scores.lr"
 
 
 def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:

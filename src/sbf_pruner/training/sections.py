@@ -7,12 +7,13 @@ combines the sections into a `Recipe`.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..budget.targets import Budget
+from ..budget.targets import RESOURCES, Budget
 from ..errors import RecipeError
-from ..utils.settings import BOUNDS, Section, setting_field
+from ..scores.config import Scores
+from ..utils.settings import Section, setting_field
 
 
 @dataclass(frozen=True)
@@ -102,67 +103,11 @@ def gated_weights_optimizer() -> OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ScoresConfig(Section):
-    """How the scores of filters are computed and trained."""
+class ScoresConfig(Scores):
+    """How scores are computed and trained, and what a score phase of a run adds to that."""
 
-    projection: str = field(
-        default="factored",
-        metadata=setting_field(
-            "map from weights to logits: the paper's matrix in a form with few parameters, the matrix "
-            "itself, or a logit per filter that is independent of the weights",
-            choices=("factored", "literal", "free"),
-        ),
-    )
-    lr: float = field(default=1e-6, metadata=setting_field("learning rate of the scores' Adam", **BOUNDS["lr"]))
-    eps: float = field(default=1e-8, metadata=setting_field("eps of the scores' Adam", **BOUNDS["eps"]))
-    leak: float = field(
-        default=0.1, metadata=setting_field("slope of the leaky exponential above 0", **BOUNDS["leak"])
-    )
-    penalty: float = field(
-        default=5e-4, metadata=setting_field("weight of the scores' l1 norm (lambda)", **BOUNDS["penalty"])
-    )
-    balance: str = field(
-        default="area",
-        metadata=setting_field(
-            "weight of each layer in the penalty: area or side of its feature maps, or the cost of a "
-            "filter in the resources of the budget (the default with a budget)",
-            choices=("area", "side", "none", "cost"),
-        ),
-    )
-    threshold: float = field(
-        default=0.5, metadata=setting_field("score from which a filter is kept", **BOUNDS["threshold"])
-    )
-    speed: float = field(
-        default=0.0,
-        metadata=setting_field(
-            "distance a logit moves in a step, the same in every layer; 0: lr times the l1 norm of the "
-            "layer's weights or, with budget.steer, as far as the target needs",
-            **BOUNDS["speed"],
-        ),
-    )
     batch_size: int = field(
         default=0, metadata=setting_field("images per step in this phase; 0: data.batch_size", least=0)
-    )
-    activation: str = field(
-        default="leaky_exponential",
-        metadata=setting_field(
-            "activation function from logits to scores", choices=("leaky_exponential", "sigmoid")
-        ),
-    )
-    binary: bool = field(
-        default=False,
-        metadata=setting_field(
-            "use binary gates in score phases too, with straight-through gradients to the scores"
-        ),
-    )
-    blocks: bool = field(
-        default=False,
-        metadata=setting_field(
-            "a score for every residual branch too, multiplied into those of the filters it adds"
-        ),
-    )
-    freeze_norms: bool = field(
-        default=True, metadata=setting_field("batch norms use their running statistics in score phases")
     )
     recalibrate: int = field(
         default=20,
@@ -181,90 +126,27 @@ class ScoresConfig(Section):
 
 
 @dataclass(frozen=True)
-class BudgetConfig(Section):
+class BudgetConfig(Budget):
     """Target size of the pruned network: up to 1 a fraction of the dense one, above 1 an amount; text has a unit.
 
     If all targets are 1, there is no budget and the scores alone decide how many filters are kept.
 
     >>> BudgetConfig(size="1MB", latency="5ms")
-    BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2, steer=False)
+    BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2)
     """
 
-    params: float = field(
-        default=1.0,
-        metadata=setting_field(
-            "parameters to keep at most: a share such as 0.4, or a number such as 350e3", above=0
-        ),
-    )
-    macs: float = field(
-        default=1.0,
-        metadata=setting_field("MACs to keep at most: a share such as 0.5, or a number such as 60e6", above=0),
-    )
-    size: float = field(
-        default=1.0,
-        metadata=setting_field(
-            "size of the weights file to keep at most: a share such as 0.5, or bytes such as 1e6", above=0
-        ),
-    )
-    latency: float = field(
-        default=1.0,
-        metadata=setting_field(
-            "latency of a pass to keep at most: a share such as 0.6, or microseconds such as 5000", above=0
-        ),
-    )
     settled: int = field(
         default=2,
         metadata=setting_field(
             "final cycles (at most half of them) that run at the full budget; earlier cycles approach it", least=0
         ),
     )
-    steer: bool = field(
-        default=False,
-        metadata=setting_field(
-            "adjust scores.penalty while scores are learned, so that they come close to the budget by "
-            "themselves; on when a budget is set, unless the recipe says false"
-        ),
-    )
-
-    @property
-    def limits(self) -> Budget:
-        """The targets as the `Budget` that a `Pruner` takes."""
-        return Budget(**{each.name: getattr(self, each.name) for each in fields(Budget)})
 
     def __post_init__(self) -> None:
-        for key in (each.name for each in fields(Budget)):
+        for key in RESOURCES:
             if isinstance(written := getattr(self, key), str):  # Text with a unit: "50%", "1MB", "5ms".
                 object.__setattr__(self, key, getattr(Budget(**{key: written}), key))
         super().__post_init__()
-
-
-@dataclass(frozen=True)
-class GuardsConfig(Section):
-    """Constraints on which filters may be removed, whatever their scores."""
-
-    min_filters: int | dict[str, int] = field(
-        default=0, metadata=setting_field("filters that a layer keeps at least", least=0)
-    )
-    max_removed: float | dict[str, float] = field(
-        default=1.0,
-        metadata=setting_field(
-            "share of a layer's filters that may be removed at most; like the other guards, for all layers or by "
-            'name pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
-            least=0,
-            most=1,
-        ),
-    )
-    round_to: int | dict[str, int] = field(
-        default=1, metadata=setting_field("a layer keeps a multiple of this, or all its filters", least=1)
-    )
-    ignore: tuple[str, ...] = field(default=(), metadata=setting_field("name patterns of layers to leave alone"))
-    couple: tuple[str, ...] = field(
-        default=(),
-        metadata=setting_field(
-            'name patterns of layers that keep the same filters; "streams": all layers that are added together; '
-            '"blocks": residual branches are kept or removed as a whole'
-        ),
-    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import (
     Any,
     Literal,
@@ -42,14 +43,6 @@ class Bounds(TypedDict, total=False):
     below: float
 
 
-BOUNDS: dict[str, Bounds] = {
-    "penalty": {"least": 0, "most": 1e10},  # The controller may raise it 10,000-fold; Adam squares its gradient.
-    "leak": {"least": 0},
-    "lr": {"above": 0},
-    "speed": {"least": 0},
-    "eps": {"least": 0},
-    "threshold": {"above": 0, "most": 1},
-}
 _Kind = Literal["least", "above", "most", "below"]
 _WORDS: dict[_Kind, tuple[str, Callable[[Any, Any], bool]]] = {
     "least": ("at least", operator.ge),
@@ -59,28 +52,18 @@ _WORDS: dict[_Kind, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def check_name(what: str, name: str, known: Iterable[str]) -> None:
-    """Raise a PruningError for a name that is not in `known`, suggesting the nearest one."""
-    if name not in known:
-        raise PruningError(f"{what} {name!r} is not known; {suggestion(str(name), known)}")
+def check_type(name: str, given: object, kind: type, example: str) -> None:
+    """Raise a PruningError unless the argument `name` is a `kind` or None.
 
-
-def check_numbers(**numbers: Any) -> None:
-    """Raise a PruningError for a value that is not a finite number or violates its entry in `BOUNDS`.
-
-    >>> check_numbers(lr=-1.0)
+    >>> check_type("scores", 0.1, Section, "speed=0.05")
     Traceback (most recent call last):
-    sbf_pruner.errors.PruningError: lr: must be above 0, got -1.0
+    sbf_pruner.errors.PruningError: scores: expected an sbf.Section, got float; write sbf.Section(speed=0.05)
     """
-    for key, given in numbers.items():
-        try:
-            value = math.nan if isinstance(given, str | bool) else float(given)
-        except (TypeError, ValueError, OverflowError):
-            value = math.nan
-        if not math.isfinite(value):
-            raise PruningError(f"{key}: expected a finite number, got {given!r}")
-        if broken := broken_bound(value, BOUNDS[key]):
-            raise PruningError(f"{key}: {broken}")
+    if given is not None and not isinstance(given, kind):
+        values = given.items() if isinstance(given, Mapping) else ()
+        wanted = ", ".join(f"{key}={value!r}" for key, value in values) or example
+        call = f"sbf.{kind.__name__}({wanted})"
+        raise PruningError(f"{name}: expected an sbf.{kind.__name__}, got {type(given).__name__}; write {call}")
 
 
 def broken_bound(value: Any, bounds: Bounds) -> str:
@@ -249,6 +232,8 @@ def _coerce(key: str, value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`: an int may stand for a float, a string for a list of one; a bool is no number."""
     if kind == tuple[str, ...] and isinstance(value, str):
         value = [value]
+    if not isinstance(value, bool | int | float) and isinstance(value, Integral | Real):  # NumPy's numbers
+        value = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(kind, types.UnionType):  # a number or a table of numbers
         number = get_args(kind)[0]
         if isinstance(value, dict):
