@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,13 @@ def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report:
     if not count:
         return 0
     report(f"measuring {count} layers in {conditions.told()}")
-    held = conditions
-    found: dict[Any, dict[Any, float]] = {site: {} for site in missing}
-    with torch_threads(held.threads):
+    least: dict[LayerSpec, dict[Widths, float]] = {site: {} for site in missing}
+    with torch_threads(conditions.threads):
         for _ in range(SWEEPS):
             for site, widths in missing.items():
-                taken = time_layers(held.runtime, site, widths, held.batch, held.threads)
-                found[site] = {pair: min(s, found[site].get(pair, s)) for pair, s in taken.items()}
-    for site, seconds in found.items():
+                times = time_layers(conditions.runtime, site, widths, conditions.batch, conditions.threads)
+                least[site] = {pair: min(s, least[site].get(pair, s)) for pair, s in times.items()}
+    for site, seconds in least.items():
         table.add(site, seconds)
     return count
 
@@ -105,9 +105,9 @@ def calibrate(
         timer = Timer(model, example, graph, conditions)
         for way, share, keep in samples(graph):
             report(f"timing {way}, {share:.0%} left")
-            ratios, beside = timer.joins(keep)
+            ratios, dense_now = timer.joins(keep)
             found.append((way, share, keep, ratios))
-            dense_seconds = min(dense_seconds, beside)
+            dense_seconds = min(dense_seconds, dense_now)
     timed: list[Timed] = []
     for way, share, keep, ratios in found:
         terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
@@ -115,10 +115,12 @@ def calibrate(
         timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
     dense = predictor.terms_of(lay_out(graph, {})).terms
     timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
-    coefficients = _fitted(timed)
     networks = _leave_one_out(timed)
-    calibration = {"networks": networks, **_errors(networks)}
-    return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
+    calibration: dict[str, Any] = {"networks": networks}
+    if networks:
+        errors = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
+        calibration |= {"mean_error": statistics.fmean(errors), "worst_error": max(errors)}
+    return LatencyModel(graph, table, conditions, dense_seconds, _fitted(timed), calibration)
 
 
 class Timer:
@@ -143,10 +145,9 @@ class Timer:
         return least, dense
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
-        held = self.conditions
-        joins = RUNTIMES[latency_runtime(held.runtime)[0]].joins or {}
+        joins = RUNTIMES[latency_runtime(self.conditions.runtime)[0]].joins or {}
         forms = {f"{join} {form}": form for join, group in joins.items() for form in group}
-        return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
+        return passes(network, self.example, forms, self.conditions)
 
 
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
@@ -182,27 +183,22 @@ def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
     for one in timed:
         if one is dense:
             continue
-        others = _fitted([other for other in timed if other is not one])
-
-        def reckoned(terms: Terms, coefficients: dict[str, float] = others) -> float:
-            return sum(coefficients[name] * value for name, value in terms.items())
-
+        coefficients = _fitted([other for other in timed if other is not one])
+        predicted = [
+            sum(coefficients[name] * value for name, value in terms.items())
+            for terms in (dense.terms["zeros"], *one.terms.values())
+        ]
         found.append(
             {
                 "way": one.way,
                 "share": one.share,
                 "measured": min(one.seconds.values()) / dense.seconds["zeros"],
-                "foretold": min(map(reckoned, one.terms.values())) / reckoned(dense.terms["zeros"]),
+                "foretold": min(predicted[1:]) / predicted[0],
                 "seconds": dict(one.seconds),
                 "terms": one.terms,
             }
         )
     return found
-
-
-def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    apart = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
-    return {"mean_error": statistics.fmean(apart), "worst_error": max(apart)} if apart else {}
 
 
 BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
@@ -269,8 +265,7 @@ def measure_latency_model(
     ignore: tuple[str, ...] = (),
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """Like `load_or_calibrate` for a network in use on any device: measures a copy and binds the model to
-    `graph`."""
+    """Like `load_or_calibrate`, for a network on any device: measure a copy and bind the model to `graph`."""
     dense = real_copy(network).cpu().eval()
     found = load_or_calibrate(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
     return from_dict(found.to_dict(), graph)
@@ -284,23 +279,20 @@ def cache_folder() -> Path:
 
 def _layers(conditions: Conditions, fresh: bool) -> Table:
     blocks = conditions.runtime in BLOCKWISE
-    path = _layers_file(conditions)
-    if fresh or not path.is_file():
-        return Table(blocks=blocks)
-    try:
-        return Table.from_dict(json.loads(path.read_text("utf-8")), blocks)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return Table(blocks=blocks)
+    if not fresh:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # missing or damaged: it is only a cache
+            return Table.from_dict(json.loads(_layers_file(conditions).read_text("utf-8")), blocks)
+    return Table(blocks=blocks)
 
 
 def _keep_layers(table: Table, conditions: Conditions, fresh: bool) -> None:
     """Merge the table into the file as it is now: another process may have added layers since it was read."""
-    held = _layers(conditions, fresh=False)
+    stored = _layers(conditions, fresh=False)
     for site, seconds in table.points.items():
         if fresh:  # Times of one layer are compared with each other, so old and new ones must not mix.
-            held.points.pop(site, None)
-        held.add(site, seconds)
-    write_text(_layers_file(conditions), json.dumps(held.to_dict()) + "\n")
+            stored.points.pop(site, None)
+        stored.add(site, seconds)
+    write_text(_layers_file(conditions), json.dumps(stored.to_dict()) + "\n")
 
 
 def _layers_file(conditions: Conditions) -> Path:
@@ -308,8 +300,8 @@ def _layers_file(conditions: Conditions) -> Path:
 
 
 def _digest(conditions: Conditions) -> str:
-    held = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
-    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
+    facts = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 # Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
@@ -327,11 +319,8 @@ class CouplingChoice:
 
     def told(self) -> str:
         """Describe the choice in one line."""
-        others = [
-            f"{name} {'cannot reach the target' if share is None else f'{share:.1%}'}"
-            for name, share in self.macs.items()
-            if name != self.way
-        ]
+        shares = {name: "cannot reach the target" if s is None else f"{s:.1%}" for name, s in self.macs.items()}
+        others = [f"{name} {share}" for name, share in shares.items() if name != self.way]
         own = self.macs.get(self.way)
         kept = "" if own is None else f", which keeps {own:.1%} of the MACs"
         return f"way: {self.way}{kept}" + (f" ({', '.join(others)})" if others else "")
@@ -364,9 +353,9 @@ def choose_coupling(
     """
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
-        held = constraints_for(graph, constraints, way)
-        if held is not None:
-            found[way] = _left(graph, clock, budget, held, stored)
+        resolved = constraints_for(graph, constraints, way)
+        if resolved is not None:
+            found[way] = _macs_left(graph, clock, budget, resolved, stored)
     reached = {way: share for way, share in found.items() if share is not None}
     return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
@@ -391,7 +380,7 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
     return scores
 
 
-def _left(
+def _macs_left(
     graph: ChannelGraph,
     clock: LatencyModel,
     budget: Budget,
@@ -412,7 +401,4 @@ def _scattered(number: int) -> float:
     >>> [_scattered(n) for n in (1, 2, 3, 4)]
     [0.5, 0.25, 0.75, 0.125]
     """
-    share, part = 0.0, 0.5
-    while number:
-        share, number, part = share + part * (number & 1), number >> 1, part / 2
-    return share
+    return int(f"{number:b}"[::-1], 2) / 2 ** number.bit_length()

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
 from os import PathLike
@@ -33,13 +33,9 @@ from ..utils.formatting import pluralize
 from .latency_table import LayerSpec, Operators, Table, Widths, measured_widths
 
 Row = Mapping[str, float]
-
-
 _ROUNDS = 20
 PRIOR_WEIGHT = 1.0  # weight of the prior: that of one more network
-HUBER_DELTA = (
-    0.03  # relative error beyond which the loss is linear (Huber), because single timings may be disturbed
-)
+HUBER_DELTA = 0.03  # relative error beyond which the loss is linear, because single timings may be disturbed
 
 
 def fit(
@@ -139,25 +135,23 @@ class Predictor:
 
     def terms_of(self, laid: LaidOut) -> TimeTerms:
         """Return the terms and layer times of a network, given its layout."""
-        held = self.operators
+        operators = self.operators
         layers: dict[str, dict[int, float]] = {form: {} for form in FORMS}
         moved = 0.0
-        running = 0
-        for place, layer in enumerate(held.layers):
+        for index, layer in enumerate(operators.layers):
             if not layer.runs(laid):
                 continue
-            running += 1
             inputs, filters, own = layer.widths(laid)
-            layers["zeros"][place] = self.table.seconds(layer.site, inputs, filters)
-            layers["moves"][place] = self.table.seconds(layer.site, inputs, own)
+            layers["zeros"][index] = self.table.seconds(layer.site, inputs, filters)
+            layers["moves"][index] = self.table.seconds(layer.site, inputs, own)
             if own < filters:
                 moved += filters * layer.pixels
-        joins = [n for n in held.joins if sum(held.alive(v, laid) for v in n.inputs) > 1]
-        rest = [n for n in held.rest if held.alive(n.outputs[0], laid)]
+        joins = [n for n in operators.joins if sum(operators.alive(v, laid) for v in n.inputs) > 1]
+        rest = [n for n in operators.rest if operators.alive(n.outputs[0], laid)]
         shared = {
-            "added": self.batch * sum(held.elements(n.outputs[0], laid) for n in joins),
-            "touched": self.batch * sum(held.elements(n.outputs[0], laid) for n in rest),
-            "operators": float(running + len(joins) + len(rest)),
+            "added": self.batch * sum(operators.elements(n.outputs[0], laid) for n in joins),
+            "touched": self.batch * sum(operators.elements(n.outputs[0], laid) for n in rest),
+            "operators": float(len(layers["zeros"]) + len(joins) + len(rest)),
             "pass": 1.0,
         }
         extra = {"zeros": 0.0, "moves": self.batch * moved}
@@ -176,7 +170,7 @@ class Predictor:
         """Return the seconds of every layer that runs, in the faster form, by its index in `Operators.layers`."""
         found = self.terms_of(laid)
         form = min(found.terms, key=lambda name: self.total(found.terms[name]))
-        return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
+        return {index: self.coefficients.get("layers", 0.0) * s for index, s in found.layers[form].items()}
 
 
 KIND = "sbf-pruner latency"
@@ -215,9 +209,9 @@ class LatencyModel:
         self.predictor.coefficients = dict(coefficients)
         self.calibration = dict(calibration or {})
         self._dense = lay_out(graph, {})
-        reckoned = self.predictor.seconds(self._dense)
-        self.dense_seconds = reckoned if dense_seconds is None else dense_seconds
-        self._unit = self.dense_seconds / reckoned
+        predicted = self.predictor.seconds(self._dense)
+        self.dense_seconds = predicted if dense_seconds is None else dense_seconds
+        self._unit = self.dense_seconds / predicted
         self.correction = 1.0
         """Measured over predicted time of networks near the target; multiplies every prediction."""
 
@@ -239,10 +233,11 @@ class LatencyModel:
         whole = self.predictor.seconds(self._dense)
         found = {}
         for name, parts in self._saved.items():
-            left = int(np.asarray(keep[name]).sum()) if name in keep else self.graph.layers[name].filters
+            filters = self.graph.layers[name].filters
+            left = int(np.asarray(keep[name]).sum()) if name in keep else filters
             times = now if left else dense
-            seconds = sum(part * times.get(place, 0.0) for place, part in parts.items())
-            found[name] = seconds / max(left or self.graph.layers[name].filters, 1) / whole
+            seconds = sum(part * times.get(index, 0.0) for index, part in parts.items())
+            found[name] = seconds / max(left or filters, 1) / whole
         return found
 
     @cached_property
@@ -258,21 +253,17 @@ class LatencyModel:
             if not self.graph.connected(keep):
                 keep[name][0] = True
             left = self.predictor.shares(lay_out(self.graph, keep))
-            parts = {place: 1 - left.get(place, 0.0) / seconds for place, seconds in dense.items() if seconds}
-            found[name] = {place: part for place, part in parts.items() if part > 0}
+            parts = {index: 1 - left.get(index, 0.0) / seconds for index, seconds in dense.items() if seconds}
+            found[name] = {index: part for index, part in parts.items() if part > 0}
         return found
 
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
-        held = self.conditions
         return {
             "kind": KIND,
-            "runtime": held.runtime,
-            "batch": held.batch,
-            "threads": held.threads,
-            "machine": dict(held.machine),
+            **asdict(self.conditions),
             "network": signature(self.predictor),
             "dense_seconds": self.dense_seconds,
             "coefficients": dict(self.predictor.coefficients),

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ..graph.channel_graph import ChannelGraph
@@ -68,9 +69,16 @@ class LayerSpec:
         kernel, stride, padding, dilation = (_sizes(match[place]) for place in (2, 3, 4, 5))
         return cls(match[1], kernel, stride, padding, dilation, int(match[6]), _sizes(match[7]))
 
+    def weight_shape(self, inputs: int, filters: int) -> tuple[int, ...]:
+        """Return the shape of the weight of a convolution with these widths."""
+        groups = self.groups or inputs
+        if self.kind == "transposed":
+            return (inputs, max(filters // groups, 1), *self.kernel)
+        return (filters, max(inputs // groups, 1), *self.kernel)
+
     @classmethod
     def of(cls, node: LayerNode, samples: int) -> LayerSpec:
-        """Return the site of a layer in a channel graph that was traced with `samples` samples."""
+        """Return the specification of a layer in a channel graph that was traced with `samples` samples."""
         if node.op.name != "aten.convolution":
             return cls("linear", size=(max(node.x.shape[0] // samples, 1),))
         stride, padding, dilation = (tuple(node.op.args[i]) for i in (3, 4, 5))
@@ -101,13 +109,13 @@ def measured_widths(full: int, may_shrink: bool, multiple: int = 1) -> list[int]
     return sorted({min(round_up(width, multiple), full) for width in found})
 
 
-def stepped(width: int) -> int:
+def _block_width(width: int, full: int) -> int:
     """Round a width up to the block that a runtime computes, as finely as widths are measured.
 
-    >>> [stepped(width) for width in (3, 13, 17, 25)]
-    [4, 16, 24, 32]
+    >>> [_block_width(width, full=30) for width in (3, 13, 17, 25)]
+    [4, 16, 24, 30]
     """
-    return round_up(width, FINE if width <= SMALL else UNIT)
+    return min(round_up(width, FINE if width <= SMALL else UNIT), full)
 
 
 def round_up(width: int, unit: int) -> int:
@@ -181,25 +189,22 @@ class Table:
 
     def _grid(self, site: LayerSpec) -> tuple[list[int], list[int], dict[Widths, float]]:
         if site not in self._grids:
-            held = self.points[site]
-            rows, columns = sorted({i for i, _ in held}), sorted({o for _, o in held})
-            if site.groups == 0:  # Depthwise layers are measured with as many filters as input channels.
-                least = {(n, n): min(s for (i, _), s in held.items() if i >= n) for n in rows}
-                full = {(i, o): least[max(i, o), max(i, o)] for i in rows for o in columns}
-            else:
-                full = {}
-                for i in reversed(rows):
-                    for o in reversed(columns):
-                        wider = [full[w] for w in ((_next(rows, i), o), (i, _next(columns, o))) if w in full]
-                        full[i, o] = min([held[i, o], *wider])
+            points = self.points[site]
+            rows, columns = sorted({i for i, _ in points}), sorted({o for _, o in points})
+            # Depthwise layers are measured with as many filters as input channels.
+            measured = [(n, n) for n in rows] if site.groups == 0 else list(product(rows, columns))
+            full = {
+                (i, o): min(points[a, b] for a, b in measured if a >= i and b >= o)
+                for i, o in product(rows, columns)
+            }
             self._grids[site] = rows, columns, full
         return self._grids[site]
 
     def _between(self, site: LayerSpec, inputs: int, filters: int) -> float:
         rows, columns, full = self._grid(site)
         if self.blocks:
-            inputs = _stepped(inputs, rows)
-        filters = _stepped(filters, columns)
+            inputs = _block_width(inputs, rows[-1])
+        filters = _block_width(filters, columns[-1])
         (i0, i1, a), (o0, o1, b) = _bracket(rows, inputs), _bracket(columns, filters)
         near, far = (full[i, o0] + b * (full[i, o1] - full[i, o0]) for i in (i0, i1))
         return near + a * (far - near)
@@ -211,11 +216,6 @@ def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
     return (inputs, filters), float(seconds)
 
 
-def _stepped(width: int, known: list[int]) -> int:
-    """Round up to a block, but not beyond the full width."""
-    return min(stepped(width), known[-1])
-
-
 def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
     """Return the measured widths around `width`, and its relative position between them."""
     place = bisect_left(known, width)
@@ -225,11 +225,6 @@ def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
         return known[-1], known[-1], 0.0
     low, high = known[place - 1], known[place]
     return low, high, (width - low) / (high - low)
-
-
-def _next(known: list[int], width: int) -> int:
-    place = known.index(width) + 1
-    return known[place] if place < len(known) else -1
 
 
 # Views, which take no time of their own.
@@ -277,8 +272,8 @@ class Operators:
                 self._maker[value] = node
         self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, LayerNode)]
         self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
-        joined = set(map(id, self.joins))  # By identity: `==` would compare every field of the nodes.
-        self.rest = [node for node in graph.nodes if id(node) not in joined and self._costs(node)]
+        joins = set(map(id, self.joins))  # By identity: `==` would compare every field of the nodes.
+        self.rest = [node for node in graph.nodes if id(node) not in joins and self._costs(node)]
 
     def elements(self, value: Value, laid: LaidOut) -> float:
         """Return the number of elements per sample that are left of a tensor."""
@@ -300,8 +295,8 @@ class Operators:
 
     def _outside(self, value: Value) -> Value:
         """Trace a tensor back through the module boundaries that it has passed."""
-        while isinstance(edge := self._maker.get(value), Boundary):
-            value = edge.x
+        while isinstance(boundary := self._maker.get(value), Boundary):
+            value = boundary.x
         return value
 
     def _only_reader(self, value: Value) -> Node | None:
@@ -317,11 +312,8 @@ class Operators:
         """Return True if the operator takes time of its own."""
         if isinstance(node, LayerNode | Boundary) or not node.outputs or node.op.name in FREE:
             return False
-        if (
-            isinstance(node, ChannelMove)
-            and len(node.inputs) == 1
-            and node.op.name.endswith(("reshape", "flatten"))
-        ):
+        reshapes = isinstance(node, ChannelMove) and node.op.name.endswith(("reshape", "flatten"))
+        if reshapes and len(node.inputs) == 1:
             return False
         if isinstance(node, Norm):  # A norm is folded into the layer before it, if there is one.
             return not isinstance(self._maker.get(self._outside(node.x)), LayerNode)
