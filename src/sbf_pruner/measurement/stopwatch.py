@@ -24,12 +24,12 @@ from torch.nn import functional
 
 from ..errors import PruningError
 from ..plan import Plan
-from ..runtimes.capture import first_line
 from ..runtimes.forms import CapturedNetwork, Form, make_forms
 from ..runtimes.onnx import import_onnxruntime, session_options
 from ..runtimes.table import RUNTIMES, latency_runtime, make_runner, min_times
 from ..surgery.extract import extract
 from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
+from ..utils.user_code import one_line_error
 from ..utils.user_model import random_inputs
 from .latency_model import Conditions
 from .latency_table import LayerSpec, Widths
@@ -210,7 +210,7 @@ def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
             (run,) = passes(network, example, first_form, conditions).values()
             run()
     except Exception as error:  # A compiler or a broken installation can fail with any exception.
-        cause = str(error) if isinstance(error, PruningError) else first_line(error)
+        cause = str(error) if isinstance(error, PruningError) else one_line_error(error)
         raise PruningError(f"latency cannot be measured on this machine ({conditions.told()}): {cause}") from error
 
 

@@ -5,7 +5,7 @@ from ..utils import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "capture": ("export_program", "first_line"),
+        "capture": ("export_program",),
         "forms": ("BRANCHES", "CapturedNetwork", "Form", "groups", "make_forms"),
         "onnx": ("run", "session", "to_onnx"),
         "table": (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..modules import Remap
+from ..utils.user_code import one_line_error
 from ..utils.user_model import map_tensors, real_copy
 
 
@@ -76,7 +76,7 @@ def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
             graph = program.module(check_guards=False)
     except Exception as error:
         raise PruningError(
-            f"{type(model).__name__} cannot be exported ({first_line(error)}); the model must accept any "
+            f"{type(model).__name__} cannot be exported ({one_line_error(error)}); the model must accept any "
             "batch size, and its control flow must not depend on the values of the input"
         ) from error
     assert isinstance(graph, fx.GraphModule)
@@ -211,12 +211,6 @@ def without_warnings(least: int, *names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, without ANSI colors."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
 
 
 @dataclass

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..utils.files import atomic_path
-from .capture import eval_copy, export_arguments, first_line, suppress_exporter_output
+from ..utils.user_code import one_line_error
+from .capture import eval_copy, export_arguments, suppress_exporter_output
 
 EXTRA = 'pip install "sbf-pruner[export]"'
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -43,7 +44,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
                 network, given, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
             )
     except Exception as error:
-        raise _export_error(model, first_line(_innermost(error))) from error
+        raise _export_error(model, one_line_error(_innermost(error))) from error
     assert program is not None
     proto = _stripped(program.model_proto)
     if any(_fixed_batch(held) for held in proto.graph.input):  # torch fixes it without a warning
@@ -61,7 +62,7 @@ def session(path: str | Path, threads: int = 0) -> Any:
         return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:
         raise PruningError(
-            f"{path} cannot be run by ONNX Runtime ({first_line(error)}); export it again"
+            f"{path} cannot be run by ONNX Runtime ({one_line_error(error)}); export it again"
         ) from error
 
 

@@ -27,8 +27,9 @@ from torch.utils import _pytree as pytree
 from ..errors import PruningError, suggestion
 from ..utils.formatting import pluralize
 from ..utils.timing import cpu, synchronizer, torch_threads, version_of
+from ..utils.user_code import one_line_error
 from ..utils.user_model import call, map_tensors, random_inputs, real_copy
-from .capture import first_line, without_warnings
+from .capture import without_warnings
 from .forms import CapturedNetwork, Form, make_forms
 from .onnx import session, session_inputs, to_onnx
 
@@ -100,7 +101,7 @@ def _compiled(network: nn.Module, place: Placement) -> Bound:
             with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
                 run()  # The first call compiles.
         except Exception as error:
-            raise PruningError(f"torch.compile failed here ({first_line(error)})") from error
+            raise PruningError(f"torch.compile failed here ({one_line_error(error)})") from error
         return run
 
     return bind

@@ -44,7 +44,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "version_of",
             "synchronizer",
         ),
-        "user_code": ("TRUSTED", "Origin", "UNTRUSTED"),
+        "user_code": ("TRUSTED", "Origin", "UNTRUSTED", "one_line_error"),
         "user_model": (
             "pruner_hooks",
             "call",

@@ -10,13 +10,14 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -97,14 +98,11 @@ class _Guard:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         found = PathFinder.find_spec(name, path) if self._folders else None
         places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-        for place in places:
-            if place and self._folders & {up for at in _spellings(place) for up in (at, *at.parents)}:
+        for place in filter(None, places):
+            spellings = Path(place).absolute(), Path(place).resolve()
+            if self._folders & {up for at in spellings for up in (at, *at.parents)}:
                 raise ImportError(f"{place} is in the folder of a run, from which nothing is imported", name=name)
         return None
-
-
-def _spellings(place: str) -> tuple[Path, Path]:
-    return Path(place).absolute(), Path(place).resolve()
 
 
 def matching_arguments(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,9 +142,14 @@ def has_var_keyword(found: inspect.Signature) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
-def one_line_error(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+def one_line_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, without ANSI colors and a final full stop.
+
+    >>> one_line_error(ValueError("no such size.\\nMore lines"))
+    'ValueError: no such size'
+    """
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -163,37 +166,29 @@ def _current_directory_importable() -> Iterator[None]:
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MODELS = os.path.join(_PACKAGE, "models", "")  # part of this package, but treated as user code
-_QUIET = (
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,  # Its frames surround those of decorated functions.
-    _PACKAGE,
-)
+# Frames of contextlib surround those of decorated functions.
+_QUIET = (os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__, _PACKAGE)
 
 
 def user_location() -> str:
     """Return "file:line" of the innermost user frame of the current stack, or "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if _is_users(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return ""
 
 
 def explain(error: Exception, inputs: Any) -> str:
     """Describe in one sentence why a model failed on its example inputs: line, cause and remedy."""
-    frames = _frames_of(error)
-    if not frames:
-        remedy = "give inputs like those it is trained on"
-        if not isinstance(inputs, (Tensor, tuple, dict)):
-            remedy = f"give a tensor, or a tuple or dict of its arguments, not {type(inputs).__name__}"
-        elif isinstance(inputs, dict) and isinstance(error, TypeError):
-            remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
-        return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
-    return (
-        f"the model cannot run on the example inputs: at {failing_line(error)}; give inputs like those it is "
-        "trained on, or repair that line"
-    )
+    remedy = "give inputs like those it is trained on"
+    if _frames_of(error):
+        where = failing_line(error)
+        return f"the model cannot run on the example inputs: at {where}; {remedy}, or repair that line"
+    if not isinstance(inputs, (Tensor, tuple, dict)):
+        remedy = f"give a tensor, or a tuple or dict of its arguments, not {type(inputs).__name__}"
+    elif isinstance(inputs, dict) and isinstance(error, TypeError):
+        remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
+    return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
 
 
 def failing_line(error: Exception) -> str:
