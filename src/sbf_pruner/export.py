@@ -26,7 +26,7 @@ from .errors import DataError, PruningError, RunError, suggestion
 from .runtimes.capture import export_program, suppress_exporter_output
 from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
 from .runtimes.table import SMALLEST, TARGETS, TIMING_SECONDS, choose
-from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
+from .saving import MANIFEST, MODEL, PROGRAM, exported_files, read_program, save, write_manifest, write_program
 from .training.data.datasets import Data, batches_of, load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
 from .utils.files import atomic_path, path_exists, temporary_path, why_not_writable, write_text
@@ -134,10 +134,14 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     if classes := facts["classes"]:
         rest = " (the rest in `export.json`)" if len(classes) > _LISTED else ""
         paragraphs += [f"Outputs: one number per class, in this order: {first_names(classes, _LISTED)}{rest}."]
+    networks = [f"`{name}`" for name in sizes if name.startswith("network")]
+    instead = "load the weights with the model's code" if MODEL in sizes else "take the run's weights"
+    compute = "computes" if len(networks) == 1 else "compute"
+    inference_only = [f"- {' and '.join(networks)} {compute} outputs; to train on, {instead}."] if networks else []
     limits = [
         f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of "
         f"{recipe.data.name}; accuracy on other images was not measured.",
-        *_inference_only_note(sizes),
+        *inference_only,
         "- The form was chosen on one machine; on another one, a different form may be faster. The "
         "results are the same.",
         "- The checksums in `export.json` detect damaged files; they do not protect against tampering.",
@@ -166,15 +170,6 @@ def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> str:
             f'network = sbf.load(".", lambda: resolve("{config.name}", {given}))  # can be trained on'
         )
     return "```python\n" + "\n\n".join(blocks) + "\n```"
-
-
-def _inference_only_note(sizes: Mapping[str, int]) -> list[str]:
-    """Return the line about exported files that cannot be trained further."""
-    names = [f"`{name}`" for name in sizes if name.startswith("network")]
-    if not names:
-        return []
-    instead = "load the weights with the model's code" if "model.safetensors" in sizes else "take the run's weights"
-    return [f"- {' and '.join(names)} compute{'s' * (len(names) == 1)} outputs; to train on, {instead}."]
 
 
 def _input(given: Mapping[str, Any]) -> str:

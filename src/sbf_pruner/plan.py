@@ -45,9 +45,6 @@ class Plan:
         checked = {name: _checked(name, kept) for name, kept in dict(self.keep).items()}
         object.__setattr__(self, "keep", MappingProxyType(checked))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and dict(self.keep) == dict(other.keep)
-
     def __hash__(self) -> int:
         return hash(tuple(sorted(self.keep.items())))
 

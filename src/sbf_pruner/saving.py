@@ -53,7 +53,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if any(pruner_hooks(model)):
         raise PruningError("the model is gated and still has all its filters; save what pruner.extract() gives")
     write_tensors(Path(folder) / MODEL, *contents(model))
-    write_text(Path(folder) / PLAN, _compose_plans(getattr(model, "sbf_plans", ())).to_json())
+    write_text(Path(folder) / PLAN, reduce(Plan.then, getattr(model, "sbf_plans", ()), Plan({})).to_json())
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
@@ -90,14 +90,18 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
     if written.get("format") != FORMAT:
         raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
     plans = [Plan(keep) for keep in written["plans"]]
-    _check_plan(path / PLAN, _compose_plans(plans), remedy)
+    _check_plan(path / PLAN, reduce(Plan.then, plans, Plan({})), remedy)
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
-    inputs = example_inputs
-    if inputs is None:
+
+    def zeros(described: dict[str, Any]) -> Tensor:
         first = next(model.parameters())
-        inputs = from_plain(written["inputs"], lambda described: _zeros_like_described(described, first))
+        dtype: torch.dtype = getattr(torch, described["dtype"])
+        dtype = first.dtype if dtype.is_floating_point else dtype
+        return torch.zeros(described["shape"], dtype=dtype, device=first.device)
+
+    inputs = from_plain(written["inputs"], zeros) if example_inputs is None else example_inputs
     for plan in plans:
         try:
             model = extract(model, inputs, plan)
@@ -115,11 +119,6 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
             f"{path / MODEL}: tracing with zeros gives another channel structure than when it was pruned; {_INPUTS}"
         )
     return model
-
-
-def _compose_plans(plans: Iterable[Plan]) -> Plan:
-    """Combine plans that were applied one after the other into one plan for the first network."""
-    return reduce(Plan.then, plans, Plan({}))
 
 
 def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
@@ -146,12 +145,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     for name, tensor in state.items():
         tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
-
-
-def _zeros_like_described(described: dict[str, Any], like: Tensor) -> Tensor:
-    """Return zeros of the described shape, with the floating-point dtype and device of `like`, for tracing."""
-    kind: torch.dtype = getattr(torch, described["dtype"])
-    return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)
 
 
 MANIFEST = "export.json"
@@ -532,11 +525,6 @@ def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> 
             raise ValueError(f"its {key or 'text'} is {value[:60]!r}")
 
 
-def _is_operator(text: str) -> bool:
-    """Return True for an operator that a network may use."""
-    return text in _PLAIN_CALLS or _aten_name(text) in _OPERATORS or _aten_name(text) in _CHECKED
-
-
 def _aten_name(text: str) -> str:
     """Return the name of an ATen operator as listed above, or "" for any other name.
 
@@ -605,7 +593,7 @@ def _is_nest(tree: Any) -> bool:
 
 # How strings are checked, by their key; all others have to be names.
 _STRINGS: dict[str, Callable[[str], object]] = {
-    "target": _is_operator,
+    "target": lambda text: text in _PLAIN_CALLS or _aten_name(text) in {*_OPERATORS, *_CHECKED},
     "expr_str": _is_expression,
     "in_spec": _is_spec,
     "out_spec": _is_spec,

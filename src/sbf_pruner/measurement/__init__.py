@@ -17,8 +17,19 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "comparable_conditions",
         ),
         "counts": ("Latency", "Measurement", "accuracy", "latency", "measure", "saved_activations"),
-        "latency_model": ("Conditions", "LatencyModel", "Predictor", "fit", "from_dict", "nnls", "read_model"),
-        "latency_table": ("LayerSpec", "Table", "round_up", "measured_widths"),
+        "latency_model": (
+            *(
+                "Conditions",
+                "LatencyModel",
+                "LayerSpec",
+                "Predictor",
+                "Table",
+                "fit",
+                "from_dict",
+                "measured_widths",
+            ),
+            *("nnls", "read_model", "round_up"),
+        ),
         "stopwatch": ("LAYER_TIMERS", "PlanTimer", "layer_seconds", "passes", "rehearse", "time_layers"),
     },
 )

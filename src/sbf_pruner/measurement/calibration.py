@@ -44,14 +44,16 @@ from .latency_model import (
     TERMS,
     Conditions,
     LatencyModel,
+    LayerSpec,
     Predictor,
+    Table,
     Terms,
+    Widths,
     fit,
     from_dict,
     read_model,
     signature,
 )
-from .latency_table import LayerSpec, Table, Widths
 from .stopwatch import passes, rehearse, time_against_dense, time_layers
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, kept in the networks that the model is fitted to

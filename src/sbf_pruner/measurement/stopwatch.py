@@ -31,8 +31,7 @@ from ..surgery.extract import extract
 from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
 from ..utils.user_code import one_line_error
 from ..utils.user_model import random_inputs
-from .latency_model import Conditions
-from .latency_table import LayerSpec, Widths
+from .latency_model import Conditions, LayerSpec, Widths
 
 TURNS = 7
 AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once

@@ -190,26 +190,23 @@ def remove_dead(graph: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def suppress_exporter_output() -> Iterator[None]:
     """Suppress the progress output and internal warnings of exporters inside the block."""
-    with (
-        without_warnings(logging.ERROR, "torch.onnx", "onnxscript", "onnx_ir", "torch.export"),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    loggers = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")
+    with without_warnings(logging.ERROR, *loggers), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
 def without_warnings(least: int, *names: str) -> Iterator[None]:
     """Suppress warnings inside the block, and log messages of the named loggers below the level `least`."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
-        for logger in loggers:
+        for logger in levels:
             logger.setLevel(least)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -237,11 +234,9 @@ class Layer:
 
 def layer_of(graph: fx.GraphModule, node: Any) -> Layer | None:
     """Return the layer of a node, or None if it is no layer or shares its weight or bias with another node."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
+    if not isinstance(node, fx.Node) or node.target not in {*CONVS, aten.linear.default}:
         return None
     convolution = node.target in CONVS
-    if not convolution and node.target is not aten.linear.default:
-        return None
     weight, bias = stored_tensor(graph, node.args[1]), stored_tensor(graph, argument(node, 2, "bias"))
     if weight is None or (bias is None and argument(node, 2, "bias") is not None):
         return None

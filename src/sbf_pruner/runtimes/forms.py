@@ -10,7 +10,7 @@ or not at all. Added channels are read through zero columns only, so no output c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,9 @@ class CapturedNetwork:
         # Selecting input channels of a layer copies the feature map; zero columns in its weight cost less.
         rows = {"zeros": lambda node: True, "mixed": form.saves_nothing}.get(form.branches, lambda node: False)
         merge_remaps(graph, rows)
-        widen(graph, form.rounded)
+        for group in groups(graph):
+            if (more := form.rounded(group.width) - group.width) > 0:
+                widen(graph, group, more)
         write_remaps(graph, "convolution" if form.branches == "mixed" else form.branches)
         if form.channels_last:
             _keep_channels_last(graph)
@@ -154,9 +156,6 @@ def make_forms(captured: CapturedNetwork, forms: Mapping[str, Form]) -> dict[str
             seen.append(layout)
             networks[name] = made
     return networks
-
-
-# -- Widths ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -255,15 +254,8 @@ def _is_per_channel(graph: fx.GraphModule, node: Node, like: Node) -> bool:
     return bool(1 < stored.numel() == stored.shape[1] == sizes[1])
 
 
-def widen(graph: fx.GraphModule, rule: Callable[[int], int]) -> None:
-    """Widen every group to `rule(width)` channels where that is more than it has."""
-    for group in groups(graph):
-        width = rule(group.width)
-        if width > group.width:
-            _widen(graph, group, width - group.width)
-
-
-def _widen(graph: fx.GraphModule, group: Group, more: int) -> None:
+def widen(graph: fx.GraphModule, group: Group, more: int) -> None:
+    """Add channels to a group, as zero filters of its writers and zero columns of its readers."""
     for writer in group.writers:
         _pad_rows(graph, writer.node, more)
     for reader in group.readers:

@@ -35,6 +35,15 @@ from .capture import (
 )
 
 aten = torch.ops.aten
+Choice = Callable[[Node], bool]
+# Elementwise operators of one tensor that return a finite number for every finite number.
+POINTWISE = {
+    getattr(aten, name).default
+    for name in (
+        *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "gelu", "mish", "softplus"),
+        *("tanh", "sigmoid", "clamp", "hardswish", "hardsigmoid", "hardtanh"),
+    )
+}
 _END = 2**31 - 1
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
@@ -67,11 +76,10 @@ def remove_identity_ops(graph: fx.GraphModule) -> None:
 def flatten_by_name(graph: fx.GraphModule) -> None:
     """Write a view of (batch, channels, 1, 1) as (batch, channels) as a flatten, which does not fix the width."""
     for node in list(graph.graph.nodes):
-        if node.target not in (aten.view.default, aten.reshape.default) or not is_tensor(node.args[0]):
-            continue
-        before, behind = output_shape(node.args[0]), output_shape(node)
-        if before[2:] == [1] * (len(before) - 2) and [*map(str, behind)] == [*map(str, before[:2])]:
-            node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
+        if node.target in (aten.view.default, aten.reshape.default) and is_tensor(node.args[0]):
+            before, after = output_shape(node.args[0]), output_shape(node)
+            if before[2:] == [1] * (len(before) - 2) and [*map(str, after)] == [*map(str, before[:2])]:
+                node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
 
 
 # -- Constants -----------------------------------------------------------------------------------------------
@@ -144,31 +152,19 @@ def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> T
     return found
 
 
-Choice = Callable[[Node], bool]
-# Elementwise operators of one tensor that return a finite number for every finite number.
-_NAMES = (
-    "relu relu6 silu gelu mish hardswish leaky_relu elu celu selu tanh sigmoid hardsigmoid hardtanh clamp softplus"
-)
-POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
-
-
 def find_remaps(graph: fx.GraphModule) -> None:
     """Replace selections of channels and padding with zero channels by remaps, which can be merged."""
     for node in list(graph.graph.nodes):
         if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(output_shape(node)) >= 2):
             continue
-        source = _selected(graph, node) or _padded(node)
-        if source is not None:
+        source = _padded(node)
+        if node.target is aten.index_select.default and node.args[1] == 1:
+            indices = stored_tensor(graph, node.args[2])
+            source = None if indices is None else indices.tolist()
+        if source:
             fresh = insert_after(node, REMAP, (node.args[0], source, 1), node.meta["val"])
             node.replace_all_uses_with(fresh)
             graph.graph.erase_node(node)
-
-
-def _selected(graph: fx.GraphModule, node: Node) -> list[int] | None:
-    if node.target is not aten.index_select.default or node.args[1] != 1:
-        return None
-    table = stored_tensor(graph, node.args[2])
-    return None if table is None else table.tolist()
 
 
 def _padded(node: Node) -> list[int] | None:
@@ -179,12 +175,10 @@ def _padded(node: Node) -> list[int] | None:
     else:
         return None
     sizes, pads = output_shape(node.args[0]), list(node.args[1])
-    if mode != "constant" or value not in (None, 0, 0.0) or not isinstance(sizes[1], int):
-        return None
     at = 2 * (len(sizes) - 2)  # Padding is listed from the last dimension to the first.
-    if len(pads) < at + 2 or not all(isinstance(pad, int) and pad >= 0 for pad in pads):
+    if mode != "constant" or value not in (None, 0) or not isinstance(sizes[1], int) or len(pads) < at + 2:
         return None
-    if any(pads[:at] + pads[at + 2 :]):
+    if any(pads[:at] + pads[at + 2 :]) or not all(isinstance(pad, int) and pad >= 0 for pad in pads):
         return None
     return [-1] * pads[at] + list(range(sizes[1])) + [-1] * pads[at + 1]
 

@@ -75,13 +75,13 @@ def time_interleaved(
     return times
 
 
-def median_ratio(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> Interval:
     """Return the median ratio of the first list of times to the second, paired by round, with its interval.
 
     >>> median_ratio([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
     Interval(median=2.0, low=2.0, high=3.0, confidence=0.96875, n=6)
     """
-    return median_interval([a / b for a, b in zip(slower, faster, strict=True)], confidence)
+    return median_interval([a / b for a, b in zip(slower, faster, strict=True)])
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
