@@ -110,19 +110,19 @@ def calibrate(
             ratios, dense_now = timer.joins(keep)
             found.append((way, share, keep, ratios))
             dense_seconds = min(dense_seconds, dense_now)
-    timed: list[Timed] = []
+    cut: list[Timed] = []
     for way, share, keep, ratios in found:
         terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
         seconds = {form: ratio * dense_seconds for form, ratio in ratios.items()}
-        timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
-    dense = predictor.terms_of(lay_out(graph, {})).terms
-    timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
-    networks = _leave_one_out(timed)
+        cut.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
+    dense_terms = predictor.terms_of(lay_out(graph, {})).terms["zeros"]
+    dense = Timed("dense", 1.0, {"zeros": dense_terms}, {"zeros": dense_seconds})
+    networks = _leave_one_out(cut, dense)
     calibration: dict[str, Any] = {"networks": networks}
     if networks:
         errors = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
         calibration |= {"mean_error": statistics.fmean(errors), "worst_error": max(errors)}
-    return LatencyModel(graph, table, conditions, dense_seconds, _fitted(timed), calibration)
+    return LatencyModel(graph, table, conditions, dense_seconds, _fitted([*cut, dense]), calibration)
 
 
 class Timer:
@@ -178,14 +178,11 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     return fit(rows, seconds, TERMS, {"layers": usual})
 
 
-def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense network."""
-    (dense,) = (one for one in timed if one.way == "dense")
+def _leave_one_out(cut: Sequence[Timed], dense: Timed) -> list[dict[str, Any]]:
+    """Compare each cut network, as measured and as predicted by the others, relative to the dense network."""
     found = []
-    for one in timed:
-        if one is dense:
-            continue
-        coefficients = _fitted([other for other in timed if other is not one])
+    for one in cut:
+        coefficients = _fitted([*(other for other in cut if other is not one), dense])
         predicted = [
             sum(coefficients[name] * value for name, value in terms.items())
             for terms in (dense.terms["zeros"], *one.terms.values())
@@ -234,7 +231,7 @@ def load_or_calibrate(
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
     if kept.is_file() and not fresh:
-        try:
+        with suppress(PruningError):  # Written by another version, or damaged: it is only a cache.
             known = read_model(kept, graph)
             if (known.calibration.get("load") or 0.0) > BUSY:
                 report(
@@ -242,8 +239,6 @@ def load_or_calibrate(
                     "measures it anew"
                 )
             return known
-        except PruningError:  # Written by another version, or damaged: it is only a cache.
-            pass
     rehearse(network, example, conditions)
     busy = busy_cores()
     if busy is not None and busy > BUSY:
@@ -356,8 +351,13 @@ def choose_coupling(
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
         resolved = constraints_for(graph, constraints, way)
-        if resolved is not None:
-            found[way] = _macs_left(graph, clock, budget, resolved, stored)
+        if resolved is None:
+            continue
+        try:
+            aim = Selector(graph, budget, resolved, clock, stored)
+            found[way] = aim.choose(synthetic_scores(graph, resolved)).usage["macs"] / aim.whole["macs"]
+        except PruningError:
+            found[way] = None
     reached = {way: share for way, share in found.items() if share is not None}
     return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
@@ -368,9 +368,9 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
     With coupled branches, whole branches go first, spread evenly over the network, then everything else.
     """
     rng = np.random.default_rng(0)
-    scores: dict[str, Values] = {
-        name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
-    }
+    scores: dict[str, Values] = {}
+    for name, layer in graph.layers.items():
+        scores[name] = (rng.permutation(layer.filters) + 0.5) / layer.filters
     for group in constraints.groups:
         scores |= dict.fromkeys(group, scores[group[0]])
     if constraints.branches:
@@ -380,21 +380,6 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
         share = _scattered(place + 1)
         scores |= {name: share + 1e-3 * (scores[name] - 0.5) for name in branch}
     return scores
-
-
-def _macs_left(
-    graph: ChannelGraph,
-    clock: LatencyModel,
-    budget: Budget,
-    constraints: ResolvedConstraints,
-    stored: FileSize | None,
-) -> float | None:
-    try:
-        aim = Selector(graph, budget, constraints, clock, stored)
-        usage = aim.choose(synthetic_scores(graph, constraints)).usage
-    except PruningError:
-        return None
-    return usage["macs"] / aim.whole["macs"]
 
 
 def _scattered(number: int) -> float:
