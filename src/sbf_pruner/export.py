@@ -217,11 +217,9 @@ class ExportOptions:
     """target runtime of the form, or "size"; empty: onnxruntime, or eager if no ONNX file is requested"""
     batch: int = 64
     threads: int | None = None
-    seconds: float = TIMING_SECONDS
-    """approximate time for timing forms"""
+    seconds: float = TIMING_SECONDS  # approximate time for timing forms
     force: bool = False
-    trust: bool = False
-    """import the code that the recipe of the run names"""
+    trust: bool = False  # import the code that the recipe of the run names
 
     def __post_init__(self) -> None:
         for name in self.formats:

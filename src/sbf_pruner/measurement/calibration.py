@@ -69,8 +69,7 @@ class Timed:
     way: str
     share: float
     terms: dict[str, Terms]
-    seconds: dict[str, float]
-    """Measured seconds, per form."""
+    seconds: dict[str, float]  # measured seconds, per form
 
 
 def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report: Report) -> int:

@@ -55,16 +55,13 @@ _NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) group
 class LayerSpec:
     """A layer without its widths: all else that its time depends on."""
 
-    kind: str
-    """"conv", "transposed" or "linear"."""
+    kind: str  # "conv", "transposed" or "linear"
     kernel: Sizes = ()
     stride: Sizes = ()
     padding: Sizes = ()
     dilation: Sizes = ()
-    groups: int = 1
-    """0 means depthwise: as many groups as channels."""
-    size: Sizes = ()
-    """Spatial size of the input feature map; for a linear layer, rows per sample."""
+    groups: int = 1  # 0 means depthwise: as many groups as channels
+    size: Sizes = ()  # spatial size of the input feature map; for a linear layer, rows per sample
 
     def __str__(self) -> str:
         return (
@@ -163,8 +160,7 @@ class Table:
         self, points: Mapping[LayerSpec, Mapping[Widths, float]] | None = None, blocks: bool = False
     ) -> None:
         self.points = {site: dict(seconds) for site, seconds in (points or {}).items()}
-        self.blocks = blocks
-        """Whether input channels are rounded up to blocks, too; filters always are."""
+        self.blocks = blocks  # whether input channels are rounded up to blocks, too; filters always are
         self._grids: dict[LayerSpec, tuple[list[int], list[int], dict[Widths, float]]] = {}
         self._known: dict[tuple[LayerSpec, int, int], float] = {}
 
@@ -249,10 +245,8 @@ class Layer:
 
     node: LayerNode
     site: LayerSpec
-    before: Value
-    """Its input before any remap that selects channels: the whole residual stream, for example."""
-    behind: Value
-    """Its output behind norms and activations, in the layout of the tensors that it is added to."""
+    before: Value  # its input before any remap that selects channels: the whole residual stream, for example
+    behind: Value  # its output behind norms and activations, in the layout of the tensors that it is added to
 
     def widths(self, laid: LaidOut) -> tuple[int, int, int]:
         """Return its input channels, its output channels in the layout of the stream, and its own filters."""

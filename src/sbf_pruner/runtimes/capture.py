@@ -218,8 +218,7 @@ class Layer:
     weight: Tensor
     bias: Tensor | None
     groups: int
-    dim: int
-    """channel dimension of input and output"""
+    dim: int  # channel dimension of input and output
 
     @property
     def x(self) -> Node:

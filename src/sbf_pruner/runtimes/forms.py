@@ -64,16 +64,11 @@ class Form:
     """how the output of a branch with fewer filters is mapped to the residual stream: "zeros" (zero filters in its
     last layer), "gather" (index_select after padding with a zero channel), "add" (index_add), "convolution" (a 1x1
     convolution of zeros and ones), "mixed" ("convolution" where that saves a whole unit, else "zeros")"""
-    unit: int = 1
-    """numbers of channels are rounded up to a multiple of this"""
-    small: int = 0
-    """numbers of channels up to this are not rounded"""
-    shortcuts: bool = False
-    """write strided shortcuts (slices) as 1x1 convolutions"""
-    channels_last: bool = False
-    """use the channels_last memory format"""
-    in_place: bool = False
-    """use in-place operators where the input is not read again"""
+    unit: int = 1  # numbers of channels are rounded up to a multiple of this
+    small: int = 0  # numbers of channels up to this are not rounded
+    shortcuts: bool = False  # write strided shortcuts (slices) as 1x1 convolutions
+    channels_last: bool = False  # use the channels_last memory format
+    in_place: bool = False  # use in-place operators where the input is not read again
 
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
@@ -166,8 +161,7 @@ class Group:
     nodes: list[Node] = field(default_factory=list)
     writers: list[Layer] = field(default_factory=list)
     readers: list[Layer] = field(default_factory=list)
-    fixed: bool = False
-    """an operator depends on the exact number of channels"""
+    fixed: bool = False  # an operator depends on the exact number of channels
 
 
 def groups(graph: fx.GraphModule) -> list[Group]:

@@ -62,14 +62,12 @@ class Runtime:
     prepare: Callable[[nn.Module, Placement], Bound]
     """Takes a network in evaluation mode and returns a function that binds inputs; what that returns runs one
     forward pass. On a GPU the pass may return before the device has finished."""
-    forms: tuple[Form, ...]
-    """Every form of a network that is worth trying."""
+    forms: tuple[Form, ...]  # every form of a network that is worth trying
     joins: Joins | None = field(default=None, hash=False)
     """For latency predictions, the two ways of joining a branch to the residual stream, each with the forms that
     are usually fastest. None: the runtime cannot be the unit of a latency target."""
     devices: tuple[str, ...] = ("cpu",)
-    packages: tuple[str, ...] = ("torch",)
-    """Packages whose versions affect the speed."""
+    packages: tuple[str, ...] = ("torch",)  # packages whose versions affect the speed
 
     def facts(self, device: str) -> dict[str, Any]:
         """Return the facts of this machine that a time depends on; None for what is missing."""
@@ -243,13 +241,10 @@ _BEHIND = 1.15  # A form slower than the fastest by this factor drops out.
 class FormChoice:
     """The form chosen for a network, with the reason and the measured times."""
 
-    network: nn.Module
-    """the network in that form, in evaluation mode"""
-    form: Form | None
-    """None: the network was not rewritten"""
+    network: nn.Module  # the network in that form, in evaluation mode
+    form: Form | None  # None: the network was not rewritten
     why: str
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-    """minimum time of every form that was timed"""
+    milliseconds: Mapping[str, float] = field(default_factory=dict)  # minimum time of every form that was timed
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the manifest of an export records."""

@@ -35,10 +35,8 @@ class Origin:
     """
 
     trusted: bool = False
-    runs: tuple[Path, ...] = ()
-    """run folders; nothing is imported from them, trusted or not"""
-    otherwise: str = ""
-    """text appended to the message that refuses a name"""
+    runs: tuple[Path, ...] = ()  # run folders; nothing is imported from them, trusted or not
+    otherwise: str = ""  # text appended to the message that refuses a name
 
     def check(self, key: str, value: Any, what: str) -> None:
         """Raise a RunError unless the origin is trusted; `what` describes what the value of `key` would do."""
@@ -83,10 +81,8 @@ class Origin:
             sys.meta_path.remove(guard)
 
 
-TRUSTED = Origin(trusted=True)
-"""Origin of a name given by the user on the command line or in Python."""
-UNTRUSTED = Origin()
-"""Origin of a name read from any other file."""
+TRUSTED = Origin(trusted=True)  # origin of a name given by the user on the command line or in Python
+UNTRUSTED = Origin()  # origin of a name read from any other file
 
 
 class _Guard:
