@@ -331,17 +331,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _lstm(
-    x: Tensor,
-    state: list[Tensor],
-    weights: list[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
+def _lstm(*given: Any) -> tuple[Tensor, ...]:
+    x, state, weights, has_biases, layers, _dropout, _train, bidirectional, batch_first = given
     hidden, width, directions = state[0].shape[-1], x.shape[-1], 1 + bidirectional
     sizes: list[tuple[int, ...]] = []
     for layer in range(layers):
@@ -351,29 +342,20 @@ def _lstm(
     states = (layers * directions, x.shape[0 if batch_first else 1], hidden)
     if [tuple(w.shape) for w in weights] != sizes or {tuple(s.shape) for s in state} != {states} or x.dim() != 3:
         raise RuntimeError("the weights or states of an LSTM do not fit its input")
-    return torch.lstm(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+    return torch.lstm(*given)
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **options: Any
 ) -> Tensor:
-    heads = -3 if enable_gqa else -2  # grouped queries have more heads than keys and values
+    heads = -3 if options.get("enable_gqa") else -2  # grouped queries have more heads than keys and values
     agree = key.shape[:-1] == value.shape[:-1] and query.shape[:heads] == key.shape[:heads]
     scores = (*query.shape[:-1], key.shape[-2])
     if agree and attn_mask is not None:
         agree = torch.broadcast_shapes(attn_mask.shape, scores) == scores
     if not agree or query.shape[-1] != key.shape[-1]:
         raise RuntimeError("query, key, value and mask of an attention do not fit each other")
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
 
 
 _CHECKED = {

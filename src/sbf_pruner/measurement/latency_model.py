@@ -400,8 +400,7 @@ class TimeTerms:
     """Terms of a network's time for each of FORMS, and the seconds of its layers."""
 
     terms: dict[str, Terms]
-    layers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Per form: index in `Operators.layers` -> seconds from the table."""
+    layers: dict[str, dict[int, float]]  # per form: seconds from the table, by index in `Operators.layers`
 
 
 class Predictor:

@@ -2,8 +2,7 @@
 
 Every round times all calls, in random order or in the reverse of the last round, so that machine drift and cache
 state affect all alike. Two lists of times give a ratio per round; the interval for its median assumes nothing about
-the distribution. `environment` returns what is saved with every measured figure: processor, versions, threads,
-device.
+the distribution.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
-Copies have real or meta tensors. Unlike `copy.deepcopy`, functions that capture the model or its tensors, in
-closures, defaults, partials or hooks, are rebound to the copy. Every hook of this package is an `PrunerHook` object
-or a method of one, so that it can be found and removed, also in copies. Example inputs are passed as by `call`: a
-tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and any other value one
-argument. Models and inputs are not changed, except by `remove_pruner_hooks`.
+Unlike with `copy.deepcopy`, functions that capture the model or its tensors, in closures, defaults, partials or
+hooks, are rebound to the copy. Every hook of this package is a `PrunerHook` object or a method of one, so that it can
+be found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
 """
 
 from __future__ import annotations
