@@ -401,8 +401,8 @@ def read_program(path: Path) -> nn.Module:
     records = _records(content, path)
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
-    for name, held in records.items():
-        writer.write_record(name, held, len(held))
+    for name, record in records.items():
+        writer.write_record(name, record, len(record))
     writer.write_end_of_file()
     buffer.seek(0)
     try:

@@ -375,8 +375,8 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
     if constraints.branches:
         inside = {name for branch in constraints.branches for name in branch}
         scores |= {name: 2 + values for name, values in scores.items() if name not in inside}
-    for place, branch in enumerate(constraints.branches):
-        share = _scattered(place + 1)
+    for number, branch in enumerate(constraints.branches, start=1):
+        share = _scattered(number)
         scores |= {name: share + 1e-3 * (scores[name] - 0.5) for name in branch}
     return scores
 

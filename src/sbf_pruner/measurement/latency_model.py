@@ -195,12 +195,12 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
-        return {str(site): [[*w, s] for w, s in sorted(held.items())] for site, held in self.points.items()}
+        return {str(site): [[*w, s] for w, s in sorted(seconds.items())] for site, seconds in self.points.items()}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
         """Restore what `to_dict` returned; raises a ValueError for anything else."""
-        points = {LayerSpec.parse(name): dict(_point(*row) for row in held) for name, held in written.items()}
+        points = {LayerSpec.parse(name): dict(_point(*row) for row in rows) for name, rows in written.items()}
         if not all(points.values()):
             raise ValueError("a layer without any time")
         return cls(points, blocks)
@@ -264,7 +264,7 @@ class Layer:
 
 
 class Operators:
-    """The operators of a deployed network that take time: `layers`, `joins` (where tensors meet) and `rest`."""
+    """The operators of a deployed network that take time: `layers`, `joins` (which combine tensors), and `rest`."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
@@ -311,7 +311,7 @@ class Operators:
 
     @staticmethod
     def _joins(node: Elementwise) -> bool:
-        """Return True if two tensors meet that do not come from parameters and buffers alone."""
+        """Return True if two tensors are combined that do not come from parameters and buffers alone."""
         return sum(v.roots is None for v in dict.fromkeys(node.inputs)) > 1
 
     def _costs(self, node: Node) -> bool:
@@ -346,29 +346,30 @@ def fit(
     >>> {name: round(value, 6) for name, value in found.items()}
     {'a': 3.0, 'b': 0.5}
     """
-    wanted = np.asarray(seconds, float)
-    matrix = np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / wanted[:, None]
-    ones = np.ones(len(wanted))
+    matrix = (
+        np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / np.asarray(seconds, float)[:, None]
+    )
+    ones = np.ones(len(rows))
     scale = np.maximum(np.abs(matrix).mean(axis=0), 1e-300)
     matrix = matrix / scale  # Now a coefficient is the share of a typical network's time due to its term.
     pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
     if expected is not None:
         pulled = PRIOR_WEIGHT * np.eye(len(terms))
         towards = PRIOR_WEIGHT * np.array([expected.get(name, 0.0) for name in terms]) * scale
-    weights = np.ones(len(wanted))
+    weights = ones
     for _ in range(_ROUNDS):
         found = nnls(np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards]))
         weights = np.sqrt(HUBER_DELTA / np.maximum(np.abs(matrix @ found - ones), HUBER_DELTA))
     return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
-def nnls(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
+def nnls(matrix: NDArray[np.floating], target: NDArray[np.floating]) -> NDArray[np.floating]:
     """Solve nonnegative least squares with the active-set method of Lawson and Hanson."""
     size = matrix.shape[1]
     free = np.zeros(size, bool)
     found = np.zeros(size)
     for _ in range(10 * size):
-        slope = matrix.T @ (wanted - matrix @ found)
+        slope = matrix.T @ (target - matrix @ found)
         slope[free] = -np.inf
         best = int(slope.argmax())
         if slope[best] <= 1e-9:
@@ -376,7 +377,7 @@ def nnls(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[
         free[best] = True
         while True:
             tried = np.zeros(size)
-            tried[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
+            tried[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
             if (tried[free] > 0).all():
                 found = tried
                 break
@@ -420,10 +421,11 @@ class Predictor:
         sides: dict[LayerSpec, tuple[set[int], set[int]]] = {}
         for layer in self.operators.layers:
             (i, o, _), (low, high, _) = layer.widths(dense), layer.widths(least)
-            gone, groups = not layer.runs(least), layer.site.groups
+            vanishes, groups = not layer.runs(least), layer.site.groups
             rows, columns = sides.setdefault(layer.site, (set(), set()))
-            rows.update(measured_widths(i, gone or low < i, groups))
-            columns.update(measured_widths(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
+            rows.update(measured_widths(i, vanishes or low < i, groups))
+            prunable = layer.node.layer in self.graph.layers
+            columns.update(measured_widths(o, vanishes or high < o or prunable, groups))
         grids = {site: list(product(sorted(rows), sorted(columns))) for site, (rows, columns) in sides.items()}
         depthwise = {site: [(n, n) for n in sorted(rows)] for site, (rows, _) in sides.items() if site.groups == 0}
         return grids | depthwise

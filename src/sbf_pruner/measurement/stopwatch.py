@@ -1,10 +1,10 @@
 """Time single layers, whole networks and plans in a runtime.
 
 Seconds are the minimum of several turns, because other load on the machine can only add to them; two networks are
-compared pair by pair. A pass ends when its result is there, on a GPU too. In ONNX Runtime a layer is timed by the
-profiler between two others, so that it has the memory format of a layer inside a network, and reordering its input
-counts as its own time. torch.compile runs layers with the same library as eager torch, so they are timed without
-it. The dense network is tried in as many forms as the compact one.
+compared pair by pair. In ONNX Runtime a layer is timed by the profiler between two others, so that it has the memory
+format of a layer inside a network, and reordering its input counts as its own time. torch.compile runs layers with
+the same library as eager torch, so they are timed without it. The dense network is tried in as many forms as the
+compact one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .latency_model import Conditions, LayerSpec, Widths
 TURNS = 7
 AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once
 AROUND = 16  # channels before and behind the layer that is timed
-NETWORK_INPUT = 4  # A layer with fewer input channels is taken for the first one, which reads the images.
+NETWORK_INPUT = 4  # A layer with fewer input channels is assumed to be the first one, which reads the images.
 _SAMPLE = 0.002
 
 Measured = dict[Widths, float]

@@ -77,7 +77,7 @@ class Form:
     def __str__(self) -> str:
         words = [self.branches, f"unit {self.unit}" + (f" above {self.small}" if self.small else "")]
         flags = {"shortcuts": self.shortcuts, "channels last": self.channels_last, "in place": self.in_place}
-        return ", ".join(words + [word for word, there in flags.items() if there])
+        return ", ".join(words + [word for word, is_set in flags.items() if is_set])
 
     def rounded(self, width: int) -> int:
         """Return a number of channels rounded up as in this form."""

@@ -62,7 +62,7 @@ class Runtime:
     prepare: Callable[[nn.Module, Placement], Bound]
     """Takes a network in evaluation mode and returns a function that binds inputs; what that returns runs one
     forward pass. On a GPU the pass may return before the device has finished."""
-    forms: tuple[Form, ...]  # every form of a network that is worth trying
+    forms: tuple[Form, ...]  # every form of a network to try
     joins: Joins | None = field(default=None, hash=False)
     """For latency predictions, the two ways of joining a branch to the residual stream, each with the forms that
     are usually fastest. None: the runtime cannot be the unit of a latency target."""
@@ -73,27 +73,27 @@ class Runtime:
         """Return the facts of this machine that a time depends on; None for what is missing."""
         found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
         if device == "cuda":
-            there = torch.cuda.is_available()
-            found["gpu"] = torch.cuda.get_device_name() if there else None
-            found["cuda"] = torch.version.cuda if there else None
+            available = torch.cuda.is_available()
+            found["gpu"] = torch.cuda.get_device_name() if available else None
+            found["cuda"] = torch.version.cuda if available else None
             found["dtype"] = "float32, convolutions in tf32" if torch.backends.cudnn.allow_tf32 else "float32"
         return {**found, **{package: version_of(package) for package in self.packages}}
 
 
-def _eager(network: nn.Module, place: Placement) -> Bound:
-    network = real_copy(network).to(place.device)
-    return lambda inputs: partial(call, network, place.moved(inputs))
+def _eager(network: nn.Module, placement: Placement) -> Bound:
+    network = real_copy(network).to(placement.device)
+    return lambda inputs: partial(call, network, placement.moved(inputs))
 
 
-def _compiled(network: nn.Module, place: Placement) -> Bound:
-    network = real_copy(network).to(place.device)
+def _compiled(network: nn.Module, placement: Placement) -> Bound:
+    network = real_copy(network).to(placement.device)
     # On the CPU, freezing makes weights constants, so that the compiler may change their memory layout.
-    options: Any = {"freezing": True} if place.device.type == "cpu" else None
+    options: Any = {"freezing": True} if placement.device.type == "cpu" else None
 
     def bind(inputs: Any) -> Pass:
         torch._dynamo.reset()  # Else recompilations add up to a limit; compiled functions stay callable.
         compiled = torch.compile(network, dynamic=False, options=options)
-        run = partial(call, compiled, place.moved(inputs))
+        run = partial(call, compiled, placement.moved(inputs))
         try:
             # The compiler warns about its internals, and logs a long traceback when it fails.
             with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
@@ -105,23 +105,23 @@ def _compiled(network: nn.Module, place: Placement) -> Bound:
     return bind
 
 
-def _onnxruntime(network: nn.Module, place: Placement) -> Bound:
-    with _as_onnx(network, place) as path:
-        ready = session(path, place.threads)
+def _onnxruntime(network: nn.Module, placement: Placement) -> Bound:
+    with _as_onnx(network, placement) as path:
+        ready = session(path, placement.threads)
     return lambda inputs: partial(ready.run, None, session_inputs(ready, inputs))
 
 
-def _openvino(network: nn.Module, place: Placement) -> Bound:
+def _openvino(network: nn.Module, placement: Placement) -> Bound:
     try:
         openvino = importlib.import_module("openvino")
     except ImportError:
         raise Unavailable('OpenVINO is not installed; run: pip install "sbf-pruner[openvino]"') from None
     core = openvino.Core()
-    with _as_onnx(network, place) as path:
+    with _as_onnx(network, placement) as path:
         content = path.read_bytes()
     # float32, because on some machines OpenVINO would choose bfloat16, which is less exact and can fail there.
     config = {
-        "INFERENCE_NUM_THREADS": place.threads,
+        "INFERENCE_NUM_THREADS": placement.threads,
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
     }
@@ -137,9 +137,9 @@ def _openvino(network: nn.Module, place: Placement) -> Bound:
 
 
 @contextlib.contextmanager
-def _as_onnx(network: nn.Module, place: Placement) -> Iterator[Path]:
+def _as_onnx(network: nn.Module, placement: Placement) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        yield to_onnx(network, place.example, Path(folder) / "network.onnx")
+        yield to_onnx(network, placement.example, Path(folder) / "network.onnx")
 
 
 _onnx_form = partial(Form, shortcuts=True)
@@ -208,9 +208,9 @@ def make_runner(
             "this machine has no cuda device that torch can use; measure on one that has (sbf latency "
             f"--runtime {runtime}:cuda --out FILE) and give the file (latency.table)"
         )
-    place = Placement(torch.device(device), threads, inputs)
+    placement = Placement(torch.device(device), threads, inputs)
     with torch.inference_mode():
-        bound = RUNTIMES[runtime].prepare(network, place)(inputs)
+        bound = RUNTIMES[runtime].prepare(network, placement)(inputs)
     wait = synchronizer(device)
 
     def run() -> Any:

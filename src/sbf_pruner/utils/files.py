@@ -32,7 +32,7 @@ try:
 except ImportError:  # Windows has no advisory lock here, so `locked` does not lock.
     fcntl = None  # type: ignore[assignment]
 
-_FORGOTTEN = 3600.0  # seconds since the last write, after which its writer is taken to be dead
+_ABANDONED = 3600.0  # seconds since the last write, after which the writer is assumed to be dead
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def temporary_path(path: Path) -> Path:
     """
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.partial"):
         with suppress(OSError):  # Another process has removed it already.
-            if time.time() - leftover.stat().st_mtime > _FORGOTTEN:
+            if time.time() - leftover.stat().st_mtime > _ABANDONED:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
@@ -141,7 +141,7 @@ def why_not_writable(path: Path) -> str | None:
 
     >>> why_not_writable(Path("new/folder/file.json"))
     """
-    above = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    above = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if above == path.absolute() and above.is_file():
         above = above.parent
     if above.is_dir() and os.access(above, os.W_OK):

@@ -56,11 +56,11 @@ class Origin:
             try:
                 target: Any = self.import_module(module)
             except ModuleNotFoundError as error:
-                other = error.name
-                if other is not None and module != other and not module.startswith(f"{other}."):
-                    raise PruningError(f"{name}: {module} imports {other!r}, which is not installed") from error
+                missing = error.name
+                if missing is not None and module != missing and not module.startswith(f"{missing}."):
+                    raise PruningError(f"{name}: {module} imports {missing!r}, which is not installed") from error
                 hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
-                where = f"no module named {other!r} in this folder or among the installed packages"
+                where = f"no module named {missing!r} in this folder or among the installed packages"
                 raise PruningError(f"{name}: {where}{hint}") from error
             except Exception as error:
                 raise PruningError(f"{name}: importing {module} failed with {one_line_error(error)}") from error
@@ -89,15 +89,17 @@ class _Guard:
     """A `sys.meta_path` finder that refuses modules inside some folders and passes on all others."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = {place for folder in folders for place in (folder.absolute(), folder.resolve())}
+        self._folders = {path for folder in folders for path in (folder.absolute(), folder.resolve())}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         found = PathFinder.find_spec(name, path) if self._folders else None
-        places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-        for place in filter(None, places):
-            spellings = Path(place).absolute(), Path(place).resolve()
+        locations = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+        for location in filter(None, locations):
+            spellings = Path(location).absolute(), Path(location).resolve()
             if self._folders & {up for at in spellings for up in (at, *at.parents)}:
-                raise ImportError(f"{place} is in the folder of a run, from which nothing is imported", name=name)
+                raise ImportError(
+                    f"{location} is in the folder of a run, from which nothing is imported", name=name
+                )
         return None
 
 

@@ -1,8 +1,8 @@
 """Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
-Unlike with `copy.deepcopy`, functions that capture the model or its tensors, in closures, defaults, partials or
-hooks, are rebound to the copy. Every hook of this package is a `PrunerHook` object or a method of one, so that it can
-be found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
+Functions that capture the model or its tensors, in closures, defaults, partials or hooks, are rebound to the copy,
+unlike by `copy.deepcopy`. Every hook of this package is a `PrunerHook` object or a method of one, so that it can be
+found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
 """
 
 from __future__ import annotations
