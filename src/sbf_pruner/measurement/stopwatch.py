@@ -1,10 +1,9 @@
 """Time single layers, whole networks and plans in a runtime.
 
 Seconds are the minimum of several turns, because other load on the machine can only add to them; two networks are
-compared pair by pair. In ONNX Runtime a layer is timed by the profiler between two others, so that it has the memory
-format of a layer inside a network, and reordering its input counts as its own time. torch.compile runs layers with
-the same library as eager torch, so they are timed without it. The dense network is tried in as many forms as the
-compact one.
+compared pair by pair. In ONNX Runtime a layer is timed by the profiler between two others, so that it has the
+memory format of a layer inside a network, and reordering its input counts as its own time. torch.compile runs
+layers with the same library as eager torch, so they are timed without it.
 """
 
 from __future__ import annotations

@@ -21,12 +21,11 @@ from ..errors import PruningError, suggestion
 from ..utils.user_code import (
     TRUSTED,
     Origin,
+    accepted_parameters,
     failing_line,
-    has_var_keyword,
     matching_arguments,
     one_line_error,
     required_parameters,
-    signature,
 )
 from .cifar import (
     VGG16,
@@ -127,12 +126,11 @@ def _user_callable(name: str, options: dict[str, Any], origin: Origin) -> nn.Mod
 
 def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     """Call `builder`; raises a PruningError for unknown options, failures, and results that are not modules."""
-    parameters = signature(builder)
-    if parameters is not None and not has_var_keyword(parameters):
-        for option in options:
-            if option not in parameters.parameters:
-                known = suggestion(option, parameters.parameters) if parameters.parameters else "it takes none"
-                raise PruningError(f"{name} has no option {option!r}; {known}")
+    accepted = accepted_parameters(builder)
+    for option in options:
+        if accepted is not None and option not in accepted:
+            hint = suggestion(option, accepted) if accepted else "it takes none"
+            raise PruningError(f"{name} has no option {option!r}; {hint}")
     try:
         model = builder(**options)
     except Exception as error:

@@ -96,7 +96,6 @@ class CapturedNetwork:
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
         self.graph = capture_graph(model, example_inputs)
         simplify(self.graph)
-        self.example_inputs = example_inputs
 
     def form(self, form: Form) -> fx.GraphModule:
         """Return the network in a form, as a `GraphModule` in evaluation mode for any batch size."""

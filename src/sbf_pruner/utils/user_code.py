@@ -109,10 +109,16 @@ def matching_arguments(target: Callable[..., Any], offers: Mapping[str, Any]) ->
     >>> matching_arguments(lambda seed: seed, {"seed": 3, "path": ""})
     {'seed': 3}
     """
-    parameters = signature(target)
-    if parameters is None or has_var_keyword(parameters):
-        return dict(offers)
-    return {name: value for name, value in offers.items() if name in parameters.parameters}
+    accepted = accepted_parameters(target)
+    return {name: value for name, value in offers.items() if accepted is None or name in accepted}
+
+
+def accepted_parameters(target: Callable[..., Any]) -> list[str] | None:
+    """Return the names of the parameters of a callable; None if it takes **kwargs or cannot be inspected."""
+    parameters = _parameters(target)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters]
 
 
 def required_parameters(target: Callable[..., Any]) -> list[str]:
@@ -121,23 +127,17 @@ def required_parameters(target: Callable[..., Any]) -> list[str]:
     >>> required_parameters(lambda path, seed=0: path)
     ['path']
     """
-    found = signature(target)
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = found.parameters.values() if found is not None else ()
-    return [p.name for p in parameters if p.kind in plain and p.default is p.empty]
+    parameters = _parameters(target) or ()
+    return [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+    ]
 
 
-def signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a callable, or None if it cannot be inspected."""
+def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
-        return inspect.signature(target)
+        return list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):  # Some callables written in C have no signature.
         return None
-
-
-def has_var_keyword(found: inspect.Signature) -> bool:
-    """Return True if a signature has a **kwargs parameter."""
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
 def one_line_error(error: BaseException) -> str:
