@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import sbf_pruner as sbf
-from sbf_pruner.training import settings
-from sbf_pruner.utils import Section
+from sbf_pruner.training import Recipe, settings
+
+SECTIONS = {"Budget": "budget", "Constraints": "constraints", "Scores": "scores"}  # sections of a recipe
+
+SHARED = ("from_dict", "to_dict", "to_toml")  # methods of all sections
 
 
 def public_names() -> str:
@@ -16,6 +20,8 @@ def public_names() -> str:
     for name in sbf.__all__:
         held = getattr(sbf, name)
         parts.append(f"### `sbf.{name}`\n\n{_called(name, held)}{_told(held)}")
+        if name in SECTIONS:
+            parts.append(f"What the arguments mean is listed under [`[{SECTIONS[name]}]`](#{SECTIONS[name]}).")
         if inspect.isclass(held) and (members := _members(held)):
             parts.append("\n".join(f"- {line}" for line in members))
     return "\n\n".join(parts)
@@ -38,7 +44,8 @@ def recipe_settings() -> str:
 
 
 def _called(name: str, held: Any) -> str:
-    if inspect.isclass(held) and issubclass(held, Exception | Section):  # the settings of a recipe have tables
+    # Settings of a recipe have tables, and `trace` makes channel graphs.
+    if inspect.isclass(held) and issubclass(held, Exception | Recipe | sbf.ChannelGraph):
         return ""
     signature = inspect.signature(held)
     given = [_argument(parameter) for parameter in signature.parameters.values()]
@@ -55,9 +62,13 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 
 def _told(held: Any) -> str:
-    """A docstring without its examples."""
-    text = inspect.getdoc(held) or ""
-    return text.partition(">>>")[0].strip()
+    """A docstring without its examples, with its arguments and exceptions as lists."""
+    text = (inspect.getdoc(held) or "").partition(">>>")[0].strip()
+    if "Args:\n" not in text:
+        return text
+    text = re.sub(r"\n {8,}", " ", text)
+    text = re.sub(r"^ {4}(\w+): ", r"- `\1`: ", text, flags=re.M)
+    return re.sub(r"^Args:\n", "", re.sub(r"^(Raises|Returns):\n", r"\1:\n\n", text, flags=re.M), flags=re.M)
 
 
 def _members(held: type) -> list[str]:
@@ -67,7 +78,7 @@ def _members(held: type) -> list[str]:
         plain = member.fget if isinstance(member, property) else member
         if name.startswith("_") or not callable(plain) or not getattr(plain, "__doc__", None):
             continue
-        if not str(getattr(plain, "__module__", "")).startswith("sbf_pruner"):
+        if not str(getattr(plain, "__module__", "")).startswith("sbf_pruner") or name in SHARED:
             continue
         call = "" if isinstance(member, property) else f"({', '.join(_given(plain))})"
         first = " ".join(_told(plain).partition("\n\n")[0].split())

@@ -68,8 +68,8 @@ def test_files_named_in_contributing_exist() -> None:
 
 def test_the_public_names() -> None:
     assert sbf_pruner.__all__ == [
-        *("Budget", "Plan", "Pruner", "PruningError", "Recipe", "extract", "fit", "load", "measure"),
-        *("register_rule", "save", "trace"),
+        *("Budget", "ChannelGraph", "Constraints", "Plan", "Pruner", "PruningError", "Recipe", "Scores"),
+        *("extract", "fit", "load", "measure", "register_rule", "save", "trace"),
     ]
 
 

@@ -18,7 +18,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import assert_equal_networks, assert_equal_outputs, other_inputs, reconnected
+from cases import (
+    assert_equal_networks,
+    assert_equal_outputs,
+    assert_every_layer_is_in_one_list,
+    other_inputs,
+    reconnected,
+)
 from sbf_pruner.graph import ChannelGraph, trace
 from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
@@ -304,6 +310,7 @@ def masked_equals_extracted(drawn, ratio, seed):
 def all_filters_are_the_identity(drawn):
     model = build(drawn)
     graph = trace(model, INPUTS)
+    assert_every_layer_is_in_one_list(model, graph)
     assume(graph.layers)
     everything = Plan({name: range(layer.filters) for name, layer in graph.layers.items()})
     small = extract(model, INPUTS, everything, graph)

@@ -39,7 +39,7 @@ SHORT = [
     "device=cpu",
     "threads=1",
 ]
-BUDGET = ["budget.macs=0.4", "budget.steer=true", "scores.speed=0.02", "scores.balance=cost"]
+BUDGET = ["budget.macs=0.4", "scores.speed=0.02"]
 RUNS: dict[str, list[str]] = {
     "plain": ["scores.lr=3e-4"],
     "budget": BUDGET,
@@ -48,7 +48,7 @@ RUNS: dict[str, list[str]] = {
     "distillation": ["distill.alpha=0.5", "finetune.ema=0.9", "finetune.cutout=2", "finetune.mixup=1", *BUDGET],
     "folder": ["scores.lr=2e-3"],
     "two processes": ["scores.lr=3e-4"],
-    "guards": ["budget.size=0.5", "guards.round_to=4", "guards.min_filters=3", "scores.speed=0.02"],
+    "constraints": ["budget.size=0.5", "constraints.round_to=4", "constraints.min_filters=3", "scores.speed=0.02"],
 }
 KILL_AFTER_EPOCHS = 3
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from sbf_pruner.errors import PruningError
 from sbf_pruner.scores import balance_weights, per_filter, weighted_l1
 
 CIFAR = [(32, 32), (32, 32), (16, 16), (8, 8)]
@@ -29,11 +28,6 @@ def test_one_pixel_is_never_the_smallest_map(pixel):
 def test_a_network_without_maps_is_balanced(kind):
     assert balance_weights(kind, [(), (1, 1)]) == [1.0, 1.0]
     assert balance_weights(kind, []) == []
-
-
-def test_an_unknown_balance_is_refused_with_the_nearest():
-    with pytest.raises(PruningError, match=r"no balance is called 'aera': did you mean 'area'\?"):
-        balance_weights("aera", CIFAR)
 
 
 def test_weighted_l1_counts_each_filter_with_its_layers_weight():

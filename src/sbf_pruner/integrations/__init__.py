@@ -26,9 +26,11 @@ class Turns:
 
     >>> import torch
     >>> from torch import nn
+    >>> from sbf_pruner import Scores
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> images, optimizer = torch.rand(2, 3, 16, 16), torch.optim.SGD(net.parameters(), 0.01)
-    >>> turns = Turns(Pruner(net, images, penalty=0.1, lr=0.1), warmup=1, cycles=1, score=1, weights=1)
+    >>> pruner = Pruner(net, images, scores=Scores(penalty=0.1, lr=0.1))
+    >>> turns = Turns(pruner, warmup=1, cycles=1, score=1, weights=1)
     >>> for epoch in range(4):
     ...     _ = turns.epoch_begins(epoch)
     ...     optimizer.zero_grad()
