@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,13 @@ from torch.utils import _pytree as pytree
 
 from .errors import DataError, PruningError, RunError, suggestion
 from .runtimes.capture import export_program, suppress_exporter_output
-from .runtimes.choice import SMALLEST, TARGETS, TIMING_SECONDS, choose
 from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
-from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
-from .training.data.batches import LazySplit, Split
+from .runtimes.table import SMALLEST, TARGETS, TIMING_SECONDS, choose
+from .saving import MANIFEST, MODEL, PROGRAM, exported_files, read_program, save, write_manifest, write_program
 from .training.data.datasets import Data, batches_of, load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
-from .utils.files import atomic_path, path_exists, temporary_path, write_text
+from .utils.files import atomic_path, path_exists, temporary_path, why_not_writable, write_text
 from .utils.formatting import first_names, format_percentage
-from .utils.paths import why_not_writable
 from .utils.timing import environment, version_of
 from .utils.user_model import call, random_inputs
 
@@ -48,25 +46,24 @@ def quantize_int8(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: 
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    name = session(source, 1).get_inputs()[0].name
-    reader = _Reader(name, batches)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        suppress_exporter_output(),
-        _silent(),
-        atomic_path(path) as temporary,
-    ):
-        prepared = Path(folder) / "prepared.onnx"
-        quant_pre_process(str(source), str(prepared))
-        quantization.quantize_static(
-            str(prepared),
-            str(temporary),
-            reader,
-            quant_format=quantization.QuantFormat.QDQ,
-            activation_type=quantization.QuantType.QUInt8,
-            weight_type=quantization.QuantType.QInt8,
-            per_channel=True,
-        )
+    reader = _Reader(session(source, 1).get_inputs()[0].name, batches)
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))  # The quantizer logs advice to the root logger.
+    try:
+        with tempfile.TemporaryDirectory() as folder, suppress_exporter_output(), atomic_path(path) as temporary:
+            prepared = Path(folder) / "prepared.onnx"
+            quant_pre_process(str(source), str(prepared))
+            quantization.quantize_static(
+                str(prepared),
+                str(temporary),
+                reader,
+                quant_format=quantization.QuantFormat.QDQ,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                per_channel=True,
+            )
+    finally:
+        logging.disable(disabled)
     return reader.seen
 
 
@@ -86,8 +83,7 @@ class _Reader:
     """Calibration data reader for ONNX Runtime that yields batches of up to `IMAGES` images in total."""
 
     def __init__(self, name: str, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.name, self.batches = name, iter(batches)
-        self.seen = 0
+        self.name, self.batches, self.seen = name, iter(batches), 0
 
     def get_next(self) -> dict[str, Any] | None:
         images = next(self.batches, (None, None))[0] if self.seen < IMAGES else None
@@ -99,17 +95,6 @@ class _Reader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.get_next, None)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress log messages up to warnings; the quantizer logs advice to the root logger."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 _LISTED = 30  # maximum number of classes listed on the card
@@ -128,49 +113,45 @@ def card(run: FinishedRun, facts: Mapping[str, Any], sizes: Mapping[str, int]) -
     """Return the model card of an export, as Markdown."""
     recipe, summary = run.recipe, run.summary
     dense, pruned = summary["dense"], summary["pruned"]
-    lines = [
+    paragraphs = [
         f"# {recipe.name}, pruned",
-        "",
         f"`{recipe.model.name}` for {recipe.model.num_classes} classes, trained on {recipe.data.name} and pruned "
         f"while it was trained, with sbf-pruner {facts['versions']['sbf-pruner']}.",
-        "",
-        "| | dense | pruned |",
-        "|---|---|---|",
-        f"| accuracy on the test images | {_percent(dense['accuracy'])} | {_percent(pruned['accuracy'])} |",
-        f"| parameters | {dense['params']:,} | {pruned['params']:,} |",
+        "| | dense | pruned |\n|---|---|---|\n"
+        f"| accuracy on the test images | {_percent(dense['accuracy'])} | {_percent(pruned['accuracy'])} |\n"
+        f"| parameters | {dense['params']:,} | {pruned['params']:,} |\n"
         f"| multiply-accumulates of one image | {dense['macs']:,} | {pruned['macs']:,} |",
-        "",
     ]
     if dense["accuracy"] is None:
-        lines += ["No dense network was trained beside it (`dense_control` of the recipe).", ""]
-    if "int8" in facts:
-        int8 = facts["int8"]
-        lines += [
-            f"In eight-bit integers (ranges from {int8['images']} training images): "
-            f"{_percent(int8['accuracy'])} of the test images, {_percent(int8['float_accuracy'])} in floating "
-            "point.",
-            "",
+        paragraphs += ["No dense network was trained beside it (`dense_control` of the recipe)."]
+    if int8 := facts.get("int8"):
+        paragraphs += [
+            f"In eight-bit integers (ranges from {int8['images']} training images): {_percent(int8['accuracy'])} "
+            f"of the test images, {_percent(int8['float_accuracy'])} in floating point."
         ]
-    lines += ["## Files", "", "| file | bytes | |", "|---|---|---|"]
-    lines += [f"| `{name}` | {size:,} | {_ABOUT.get(name, '')} |" for name, size in sizes.items()]
-    lines += ["", _input(facts["input"]), ""]
+    files = [f"| `{name}` | {size:,} | {_ABOUT.get(name, '')} |" for name, size in sizes.items()]
+    paragraphs += ["## Files", "\n".join(["| file | bytes | |", "|---|---|---|", *files]), _input(facts["input"])]
     if classes := facts["classes"]:
         rest = " (the rest in `export.json`)" if len(classes) > _LISTED else ""
-        lines += [f"Outputs: one number per class, in this order: {first_names(classes, _LISTED)}{rest}.", ""]
-    lines += ["## Loading", "", *_loading(run, sizes), "", "## Form", "", _form(facts), ""]
-    lines += ["## Recipe", "", "```toml", recipe.to_toml().strip(), "```", "", "## Limits", ""]
-    lines += [
+        paragraphs += [f"Outputs: one number per class, in this order: {first_names(classes, _LISTED)}{rest}."]
+    networks = [f"`{name}`" for name in sizes if name.startswith("network")]
+    instead = "load the weights with the model's code" if MODEL in sizes else "take the run's weights"
+    compute = "computes" if len(networks) == 1 else "compute"
+    inference_only = [f"- {' and '.join(networks)} {compute} outputs; to train on, {instead}."] if networks else []
+    limits = [
         f"- The accuracy is that of one run (seed {recipe.seed}) on the test images of "
         f"{recipe.data.name}; accuracy on other images was not measured.",
-        *_inference_only_note(sizes),
+        *inference_only,
         "- The form was chosen on one machine; on another one, a different form may be faster. The "
         "results are the same.",
         "- The checksums in `export.json` detect damaged files; they do not protect against tampering.",
     ]
-    return "\n".join(lines) + "\n"
+    paragraphs += ["## Loading", _loading(run, sizes), "## Form", _form(facts)]
+    paragraphs += ["## Recipe", f"```toml\n{recipe.to_toml().strip()}\n```", "## Limits", "\n".join(limits)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
+def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> str:
     blocks = []
     onnx = [name for name in ("network.onnx", "network-int8.onnx") if name in sizes]
     if onnx:
@@ -188,25 +169,17 @@ def _loading(run: FinishedRun, sizes: Mapping[str, int]) -> list[str]:
             "import sbf_pruner as sbf\nfrom sbf_pruner.models import resolve\n"
             f'network = sbf.load(".", lambda: resolve("{config.name}", {given}))  # can be trained on'
         )
-    return ["```python", "\n\n".join(blocks), "```"]
-
-
-def _inference_only_note(sizes: Mapping[str, int]) -> list[str]:
-    """Return the line about exported files that cannot be trained further."""
-    names = [f"`{name}`" for name in sizes if name.startswith("network")]
-    if not names:
-        return []
-    instead = "load the weights with the model's code" if "model.safetensors" in sizes else "take the run's weights"
-    return [f"- {' and '.join(names)} compute{'s' * (len(names) == 1)} outputs; to train on, {instead}."]
+    return "```python\n" + "\n\n".join(blocks) + "\n```"
 
 
 def _input(given: Mapping[str, Any]) -> str:
     shape = " x ".join(map(str, given["shape"]))
     if "mean" not in given:
         return f"Input: float32, {shape}, scaled as in training."
+    mean, deviation = (", ".join(f"{value:.4f}" for value in given[key]) for key in ("mean", "std"))
     return (
-        f"Input: float32, {shape}; pixels in 0..1, less the mean ({_numbers(given['mean'])}), over the deviation "
-        f"({_numbers(given['std'])}), by channel."
+        f"Input: float32, {shape}; pixels in 0..1, less the mean ({mean}), over the deviation ({deviation}), "
+        "by channel."
     )
 
 
@@ -227,12 +200,8 @@ def _percent(accuracy: float | None) -> str:
     return "not measured" if accuracy is None else f"{format_percentage(accuracy, 2)} %"
 
 
-def _numbers(values: Any) -> str:
-    return ", ".join(f"{value:.4f}" for value in values)
-
-
-FORMATS = ("onnx", "pt2", "safetensors", "int8")
 USUAL = ("onnx", "pt2", "safetensors")
+FORMATS = (*USUAL, "int8")
 ONNX, INT8, CARD, RECIPE = "network.onnx", "network-int8.onnx", "README.md", "recipe.toml"
 TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
 _TESTED = (1, 3)  # batch sizes with which every network file is checked
@@ -248,11 +217,9 @@ class ExportOptions:
     """target runtime of the form, or "size"; empty: onnxruntime, or eager if no ONNX file is requested"""
     batch: int = 64
     threads: int | None = None
-    seconds: float = TIMING_SECONDS
-    """approximate time for timing forms"""
+    seconds: float = TIMING_SECONDS  # approximate time for timing forms
     force: bool = False
-    trust: bool = False
-    """import the code that the recipe of the run names"""
+    trust: bool = False  # import the code that the recipe of the run names
 
     def __post_init__(self) -> None:
         for name in self.formats:
@@ -346,11 +313,11 @@ class _Export:
         self.run, self.request, self.folder, self.report = finished, request, folder, report
         recipe = finished.recipe
         self.data: Data | None = None
-        self.told: dict[str, Any] = finished.summary.get("data", {})
-        if "int8" in request.formats or not self.told:  # Summaries of older versions lack the data.
+        self.data_facts: dict[str, Any] = finished.summary.get("data", {})
+        if "int8" in request.formats or not self.data_facts:  # Summaries of older versions lack the data.
             try:  # Now, so that missing data is reported before anything is timed.
                 self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, finished.origin)
-                self.told = self.data.told()
+                self.data_facts = self.data.told()
             except DataError as error:
                 if "int8" in request.formats:
                     raise
@@ -391,8 +358,10 @@ class _Export:
     def _facts(self) -> dict[str, Any]:
         summary, recipe = self.run.summary, self.run.recipe
         keys = ("accuracy", "params", "macs")
+        found = {name: version_of(name) for name in ("onnx", "onnxscript", "onnxruntime")}
+        exporters = {name: version for name, version in found.items() if version is not None}
         example: Tensor = self.inputs(1)
-        scaled = {key: self.told[key] for key in ("mean", "std") if self.told.get(key)}
+        scaled = {key: self.data_facts[key] for key in ("mean", "std") if self.data_facts.get(key)}
         return {
             "name": recipe.name,
             "model": recipe.model.name,
@@ -400,26 +369,26 @@ class _Export:
             "dense": {key: summary["dense"][key] for key in keys},
             "pruned": {key: summary["pruned"][key] for key in keys},
             "input": {"shape": ["batch", *example.shape[1:]], **scaled},
-            "classes": self.told.get("classes", []),
-            "versions": _versions(),
+            "classes": self.data_facts.get("classes", []),
+            "versions": environment(torch.device("cpu")) | exporters,
         }
 
     def _networks(self, network: nn.Module) -> dict[str, float]:
         """Write the network in the requested formats; return the largest output difference of each."""
-        apart: dict[str, float] = {}
+        differences: dict[str, float] = {}
         if self.request.onnx:
             self.report(f"writing {ONNX}")
             ready = session(to_onnx(network, self.inputs(2), self.folder / ONNX))
-            apart[ONNX] = self._apart(ONNX, lambda inputs: run(ready, inputs))
+            differences[ONNX] = self._difference(ONNX, lambda inputs: run(ready, inputs))
         if "pt2" in self.request.formats:
             self.report(f"writing {PROGRAM}")
             write_program(export_program(network, self.inputs(2)), self.folder / PROGRAM)
             again = read_program(self.folder / PROGRAM)
-            apart[PROGRAM] = self._apart(PROGRAM, lambda inputs: call(again, inputs))
-        return apart
+            differences[PROGRAM] = self._difference(PROGRAM, lambda inputs: call(again, inputs))
+        return differences
 
     @torch.no_grad()
-    def _apart(self, name: str, again: Callable[[Any], Any]) -> float:
+    def _difference(self, name: str, again: Callable[[Any], Any]) -> float:
         """Return the largest relative output difference from the saved network, over several batch sizes.
 
         Raise a PruningError if it exceeds `TOLERANCE`.
@@ -441,21 +410,14 @@ class _Export:
         self.report(f"writing {INT8}")
         data = self.data
         assert data is not None
-
-        def batches(split: Split | LazySplit) -> Iterator[tuple[Tensor, Tensor]]:
-            return batches_of(split, 64, data).epoch(0)
-
-        images = quantize_int8(self.folder / ONNX, batches(data.train), self.folder / INT8)
+        training_images = batches_of(data.train, 64, data).epoch(0)
+        images = quantize_int8(self.folder / ONNX, training_images, self.folder / INT8)
         self.report("measuring the accuracy on the test images")
-        both = [accuracy(self.folder / name, batches(data.test)) for name in (INT8, ONNX)]
-        return {"images": images, "accuracy": both[0], "float_accuracy": both[1]}
+        of_int8, of_float = (
+            accuracy(self.folder / name, batches_of(data.test, 64, data).epoch(0)) for name in (INT8, ONNX)
+        )
+        return {"images": images, "accuracy": of_int8, "float_accuracy": of_float}
 
 
 def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
-
-
-def _versions() -> dict[str, Any]:
-    exporters = {name: version_of(name) for name in ("onnx", "onnxscript", "onnxruntime")}
-    there = {name: found for name, found in exporters.items() if found is not None}
-    return {**environment(torch.device("cpu")), **there}

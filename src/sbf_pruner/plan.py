@@ -7,9 +7,9 @@ only prunable layers; a layer that it does not name keeps all its filters.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -45,9 +45,6 @@ class Plan:
         checked = {name: _checked(name, kept) for name, kept in dict(self.keep).items()}
         object.__setattr__(self, "keep", MappingProxyType(checked))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and dict(self.keep) == dict(other.keep)
-
     def __hash__(self) -> int:
         return hash(tuple(sorted(self.keep.items())))
 
@@ -69,8 +66,8 @@ class Plan:
             if name in graph.unscored:
                 raise PlanError(f"{name} cannot be pruned: {graph.unscored[name]}; leave it out of the plan")
             if name not in graph.layers:
-                raise PlanError(f"the plan names a layer the network does not have: {name!r}; "
-                                + suggestion(name, graph.layers))  # fmt: skip
+                hint = suggestion(name, graph.layers)
+                raise PlanError(f"the plan names a layer the network does not have: {name!r}; {hint}")
             filters = graph.layers[name].filters
             beyond = [i for i in kept if i >= filters]
             if beyond:
@@ -110,12 +107,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan from JSON; raise PlanError if the text is not one."""
         try:
-            held = json.loads(text)
+            written = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON (line {error.lineno}: {error.msg}); write it anew") from error
-        if not isinstance(held, dict) or held.get("format") != _FORMAT or not isinstance(held.get("keep"), dict):
+        known = isinstance(written, dict) and written.get("format") == _FORMAT
+        if not known or not isinstance(written.get("keep"), dict):
             raise PlanError(f"this is no plan: expected an object with format {_FORMAT!r} and 'keep'")
-        return cls(held["keep"])
+        return cls(written["keep"])
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, atomically."""
@@ -140,25 +138,25 @@ def check_plan(plan: object) -> None:
 
 
 def _checked(name: str, kept: Iterable[int]) -> tuple[int, ...]:
+    entry = f"the plan's entry for {name}"
     try:
         given = list(kept)
-        masked = any(map(_is_bool, given))
         numbers = [int(i) for i in given if int(i) == i]
     except (TypeError, ValueError, OverflowError):  # OverflowError: an infinite number
-        raise PlanError(f"the plan's entry for {name} is not a list of filter numbers") from None
-    if masked:
+        raise PlanError(f"{entry} is not a list of filter numbers") from None
+    if any(map(_is_bool, given)):
         raise PlanError(
-            f"the plan's entry for {name} holds True or False, not filter numbers; make a plan of masks with "
-            "sbf.Plan.from_masks"
+            f"{entry} holds True or False, not filter numbers; make a plan of masks with sbf.Plan.from_masks"
         )
     if len(numbers) != len(given):
-        raise PlanError(f"the plan's entry for {name} holds something that is not a filter number")
-    if len(set(numbers)) != len(numbers):
-        twice = min(number for number, times in Counter(numbers).items() if times > 1)
-        raise PlanError(f"the plan lists filter {twice} of {name} twice; list each kept filter once")
-    if any(i < 0 for i in numbers):
-        raise PlanError(f"the plan keeps filter {min(numbers)} of {name}; filters are counted from 0")
-    return tuple(sorted(numbers))
+        raise PlanError(f"{entry} holds something that is not a filter number")
+    numbers.sort()
+    for number, following in pairwise(numbers):
+        if number == following:
+            raise PlanError(f"the plan lists filter {number} of {name} twice; list each kept filter once")
+    if numbers and numbers[0] < 0:
+        raise PlanError(f"the plan keeps filter {numbers[0]} of {name}; filters are counted from 0")
+    return tuple(numbers)
 
 
 def _is_bool(given: object) -> bool:

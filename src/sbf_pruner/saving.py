@@ -34,9 +34,7 @@ from .utils.files import atomic_path, from_plain, read_tensors, read_text, write
 from .utils.user_model import check_model, pruner_hooks
 
 MODEL, PLAN, PROGRAM = "model.safetensors", "plan.json", "network.pt2"
-_REMEDY = "write it again with sbf_pruner.save"
 _INPUTS = "give the inputs it was pruned with: load(folder, build, example_inputs)"
-_OF_A_RUN = "remove summary.json from the run's folder, and --resume to write it anew"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -55,7 +53,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if any(pruner_hooks(model)):
         raise PruningError("the model is gated and still has all its filters; save what pruner.extract() gives")
     write_tensors(Path(folder) / MODEL, *contents(model))
-    write_text(Path(folder) / PLAN, _compose_plans(getattr(model, "sbf_plans", ())).to_json())
+    write_text(Path(folder) / PLAN, reduce(Plan.then, getattr(model, "sbf_plans", ()), Plan({})).to_json())
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, example_inputs: Any = None) -> nn.Module:
@@ -85,46 +83,42 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
         )
     if exported:
         check_files(path, [MODEL, PLAN])
-    remedy = _OF_A_RUN if (path / "recipe.toml").is_file() else _REMEDY
+    remedy = "write it again with sbf_pruner.save"
+    if (path / "recipe.toml").is_file():
+        remedy = "remove summary.json from the run's folder, and --resume to write it anew"
     tensors, written = read_tensors(path / MODEL, remedy)
     if written.get("format") != FORMAT:
         raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
     plans = [Plan(keep) for keep in written["plans"]]
-    _check_plan(path / PLAN, _compose_plans(plans), remedy)
+    _check_plan(path / PLAN, reduce(Plan.then, plans, Plan({})), remedy)
     model = build()
     if not isinstance(model, nn.Module):
         raise RunError(f"build() returned {type(model).__name__}; give a function that builds the dense network")
-    if example_inputs is None:
+
+    def zeros(described: dict[str, Any]) -> Tensor:
         first = next(model.parameters())
-        inputs = from_plain(written["inputs"], lambda described: _zeros_like_described(described, first))
-    else:
-        inputs = example_inputs
+        dtype: torch.dtype = getattr(torch, described["dtype"])
+        dtype = first.dtype if dtype.is_floating_point else dtype
+        return torch.zeros(described["shape"], dtype=dtype, device=first.device)
+
+    inputs = from_plain(written["inputs"], zeros) if example_inputs is None else example_inputs
     for plan in plans:
-        model = _extract_or_explain(model, inputs, plan, path / MODEL, made_up=example_inputs is None)
+        try:
+            model = extract(model, inputs, plan)
+        except PruningError as error:
+            if example_inputs is not None:
+                raise
+            reason = str(error).partition("; ")[0]
+            raise RunError(
+                f"{path / MODEL}: the network that build() makes cannot be pruned when traced with zeros ({reason})"
+                f"; build the one that was pruned, or, if its control flow depends on input values, {_INPUTS}"
+            ) from error
     _fill(model, tensors, path / MODEL)
     if written.get("wiring", wiring(model)) != wiring(model):
         raise RunError(
             f"{path / MODEL}: tracing with zeros gives another channel structure than when it was pruned; {_INPUTS}"
         )
     return model
-
-
-def _extract_or_explain(model: nn.Module, inputs: Any, plan: Plan, path: Path, *, made_up: bool) -> nn.Module:
-    try:
-        return extract(model, inputs, plan)
-    except PruningError as error:
-        if not made_up:
-            raise
-        reason = str(error).partition("; ")[0]
-        raise RunError(
-            f"{path}: the network that build() makes cannot be pruned when traced with zeros ({reason}); build "
-            f"the one that was pruned, or, if its control flow depends on input values, {_INPUTS}"
-        ) from error
-
-
-def _compose_plans(plans: tuple[Plan, ...] | list[Plan]) -> Plan:
-    """Combine plans that were applied one after the other into one plan for the first network."""
-    return reduce(Plan.then, plans, Plan({}))
 
 
 def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
@@ -139,39 +133,24 @@ def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    held: dict[str, Any] = model.state_dict(keep_vars=True)
-    odd = next((name for name in [*held, *tensors] if name not in held or name not in tensors), None)
-    if odd is None:
-        odd = next((name for name in held if held[name].shape != tensors[name].shape), None)
-    if odd is not None:
+    """Copy the tensors into the model, in the dtypes they were saved in."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    odd = [name for name in [*state, *tensors] if name not in state or name not in tensors]
+    odd = odd or [name for name in state if state[name].shape != tensors[name].shape]
+    if odd:
         raise RunError(
-            f"{path} does not fit the network that build() makes, first at {odd!r}; build the same dense "
+            f"{path} does not fit the network that build() makes, first at {odd[0]!r}; build the same dense "
             "network, with the same options, as the one that was pruned"
         )
-    for name, tensor in held.items():
-        if tensor.dtype != tensors[name].dtype:  # A network saved in half precision is loaded in half precision.
-            tensor.data = tensor.data.to(tensors[name].dtype)
+    for name, tensor in state.items():
+        tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
-
-
-def _zeros_like_described(described: dict[str, Any], like: Tensor) -> Tensor:
-    """Return zeros of the described shape, with the floating-point dtype and device of `like`, for tracing."""
-    kind: torch.dtype = getattr(torch, described["dtype"])
-    return torch.zeros(described["shape"], dtype=like.dtype if kind.is_floating_point else kind, device=like.device)
 
 
 MANIFEST = "export.json"
 MANIFEST_FORMAT = "sbf-pruner export 1"
 # All files that an export may write. `--force` removes no others, whatever a manifest lists.
-FILES = (
-    "network.onnx",
-    "network-int8.onnx",
-    "network.pt2",
-    "model.safetensors",
-    "plan.json",
-    "recipe.toml",
-    "README.md",
-)
+FILES = ("network.onnx", "network-int8.onnx", PROGRAM, MODEL, PLAN, "recipe.toml", "README.md")
 _EXPORT_AGAIN = "export the run again with: sbf export RUN --force"
 # For a folder that --force cannot replace.
 _ANEW = "export the run into another folder with: sbf export RUN --to DIR"
@@ -201,19 +180,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return the manifest of a folder after checking the named files; raise a RunError if one differs from it."""
-    manifest = read_manifest(folder)
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Check the named files of an exported folder; raise a RunError if one differs from the manifest."""
+    files = read_manifest(folder)["files"]
     for name in names:
-        path, stated = folder / name, manifest["files"].get(name)
+        path, stated = folder / name, files.get(name)
         if stated is None:
-            held = ", ".join(manifest["files"])
-            raise RunError(f"{folder} was exported without {name} (it holds {held}); {_EXPORT_AGAIN}")
+            raise RunError(f"{folder} was exported without {name} (it holds {', '.join(files)}); {_EXPORT_AGAIN}")
         if not path.is_file():
             raise RunError(f"{path} is missing; {_EXPORT_AGAIN}")
         if path.stat().st_size != stated["bytes"] or digest(path) != stated["sha256"]:
             raise RunError(f"{path} is not the file that was exported (its checksum differs); {_EXPORT_AGAIN}")
-    return manifest
 
 
 def exported_files(folder: Path, shown: Path) -> list[Path]:
@@ -313,7 +290,7 @@ _PLAIN_CALLS = {
     *(f"_operator.{name}" for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "eq", "le", "ge")),
     *(f"torch.sym_{name}" for name in ("int", "float", "max", "min", "not")),
 }
-_IN_EXPRESSIONS = {
+_IN_EXPRESSIONS = (
     "Symbol",
     "Integer",
     "Rational",
@@ -325,7 +302,7 @@ _IN_EXPRESSIONS = {
     "FloorDiv",
     "Mod",
     "CleanDiv",
-}
+)
 _LONGEST_EXPRESSION = 500  # characters
 _MOST_TERMS = 32  # of one expression, when multiplied out
 # sympy is slow with these operations, so each counts as several terms.
@@ -333,10 +310,11 @@ _SLOW_TERMS = {"Max": 8, "Min": 8, "Mod": 8, "FloorDiv": 8, "CleanDiv": 8}
 _MOST_EXPRESSIONS = 200  # distinct ones in one file
 _SMALL_POWER = re.compile(r"Pow\((Symbol|Integer)\([^()]*\), Integer\(-?[1-4]\)\)")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+_CONTEXT = re.compile(r'null|\[("\w*"(, "\w*")*)?\]')
 _DEEPEST = 100  # Programs are nested about ten levels deep.
 
 
-# Replacements for operators that do not check tensor sizes; networks that are read call these instead.
+# Replacements for operators that do not check tensor sizes; `read_program` puts them into the networks it reads.
 def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -353,17 +331,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _lstm(
-    x: Tensor,
-    state: list[Tensor],
-    weights: list[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
+def _lstm(*given: Any) -> tuple[Tensor, ...]:
+    x, state, weights, has_biases, layers, _dropout, _train, bidirectional, batch_first = given
     hidden, width, directions = state[0].shape[-1], x.shape[-1], 1 + bidirectional
     sizes: list[tuple[int, ...]] = []
     for layer in range(layers):
@@ -373,29 +342,20 @@ def _lstm(
     states = (layers * directions, x.shape[0 if batch_first else 1], hidden)
     if [tuple(w.shape) for w in weights] != sizes or {tuple(s.shape) for s in state} != {states} or x.dim() != 3:
         raise RuntimeError("the weights or states of an LSTM do not fit its input")
-    return torch.lstm(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+    return torch.lstm(*given)
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **options: Any
 ) -> Tensor:
-    heads = -3 if enable_gqa else -2  # grouped queries have more heads than keys and values
+    heads = -3 if options.get("enable_gqa") else -2  # grouped queries have more heads than keys and values
     agree = key.shape[:-1] == value.shape[:-1] and query.shape[:heads] == key.shape[:heads]
     scores = (*query.shape[:-1], key.shape[-2])
-    if attn_mask is not None:
-        agree = agree and torch.broadcast_shapes(attn_mask.shape, scores) == scores
+    if agree and attn_mask is not None:
+        agree = torch.broadcast_shapes(attn_mask.shape, scores) == scores
     if not agree or query.shape[-1] != key.shape[-1]:
         raise RuntimeError("query, key, value and mask of an attention do not fit each other")
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
 
 
 _CHECKED = {
@@ -405,15 +365,6 @@ _CHECKED = {
     "lstm.input": _lstm,
     "scaled_dot_product_attention": _attention,
 }
-
-
-def _check_sizes_in(network: torch.fx.GraphModule) -> None:
-    """Replace operators that do not check tensor sizes by functions that do."""
-    for node in network.graph.nodes:
-        name = _aten_name(f"torch.ops.{node.target}")
-        if node.op == "call_function" and name in _CHECKED:
-            node.target = _CHECKED[name]
-    network.recompile()
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
@@ -450,16 +401,20 @@ def read_program(path: Path) -> nn.Module:
     records = _records(content, path)
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
-    for name, held in records.items():
-        writer.write_record(name, held, len(held))
+    for name, record in records.items():
+        writer.write_record(name, record, len(record))
     writer.write_end_of_file()
     buffer.seek(0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             network = torch.export.load(buffer).module()
-            _check_sizes_in(network)
-            return network
+        for node in network.graph.nodes:
+            name = _aten_name(f"torch.ops.{node.target}")
+            if node.op == "call_function" and name in _CHECKED:
+                node.target = _CHECKED[name]
+        network.recompile()
+        return network
     except Exception as error:
         written = json.loads(records["models/model.json"]).get("torch_version", "another version")
         raise RunError(
@@ -485,12 +440,13 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
             packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
             if packed or sum(member.file_size for member in members) > len(content):
                 raise _Refused(path, "it is compressed")
-            found = [(_member_name(member.filename), archive.read(member)) for member in members]
+            # Names are relative to the archive's single folder.
+            found = [(member.filename.partition("/")[2], archive.read(member)) for member in members]
     except _Refused:
         raise
     except Exception as error:  # Damaged archives raise many types of errors.
         raise RunError(f"{path} is damaged or cut short ({error}); export the run again") from error
-    records = {name: held for name, held in found if not _BOOKKEEPING.fullmatch(name)}
+    records = {name: data for name, data in found if not _BOOKKEEPING.fullmatch(name)}
     strange = [name for name, _ in found if not (_RECORD.fullmatch(name) or _BOOKKEEPING.fullmatch(name))]
     if strange:
         raise _Refused(path, f"it holds {strange[0]!r}, which no network needs")
@@ -513,19 +469,14 @@ def _records(content: bytes, path: Path) -> dict[str, bytes]:
     return records
 
 
-def _member_name(name: str) -> str:
-    """Return the name of a member relative to the archive's single folder."""
-    return name.partition("/")[2]
-
-
 def _parsed(records: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
     try:
-        held = json.loads(records[name])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} has no readable {name}; export the run again") from error
-    if not isinstance(held, dict):
-        raise RunError(f"{path} has no readable {name}; export the run again")
-    return held
+        parsed = json.loads(records[name])
+        if isinstance(parsed, dict):
+            return parsed
+    except (KeyError, ValueError, RecursionError):
+        pass
+    raise RunError(f"{path} has no readable {name}; export the run again")
 
 
 def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> None:
@@ -550,17 +501,10 @@ def _check(value: Any, expressions: set[str], key: str = "", depth: int = 0) -> 
             expressions.add(value)
             if len(expressions) > _MOST_EXPRESSIONS:
                 raise ValueError(f"it has more than {_MOST_EXPRESSIONS} expressions")
-        kinds = {"target": _is_operator, "expr_str": _is_expression, "in_spec": _is_spec, "out_spec": _is_spec}
-        kinds["torch_version"] = lambda text: bool(_VERSION.fullmatch(text))
-        if not kinds.get(key, lambda text: bool(_NAME.fullmatch(text)))(value):
+        if not _STRINGS.get(key, _NAME.fullmatch)(value):
             if key == "target":
                 raise ValueError(f"{value[:80]!r} is not one of the allowed operators")
             raise ValueError(f"its {key or 'text'} is {value[:60]!r}")
-
-
-def _is_operator(text: str) -> bool:
-    """Return True for an operator that a network may use."""
-    return text in _PLAIN_CALLS or _aten_name(text) in _OPERATORS or _aten_name(text) in _CHECKED
 
 
 def _aten_name(text: str) -> str:
@@ -614,8 +558,8 @@ def _terms(node: ast.AST) -> float:
 def _is_spec(text: str) -> bool:
     """Return True for a serialized pytree spec of tuples, lists and dicts."""
     try:
-        held = json.loads(text)
-        return isinstance(held, list) and len(held) == 2 and isinstance(held[0], int) and _is_nest(held[1])
+        spec = json.loads(text)
+        return isinstance(spec, list) and len(spec) == 2 and isinstance(spec[0], int) and _is_nest(spec[1])
     except (ValueError, RecursionError):
         return False
 
@@ -623,11 +567,17 @@ def _is_spec(text: str) -> bool:
 def _is_nest(tree: Any) -> bool:
     if not isinstance(tree, dict) or set(tree) != {"type", "context", "children_spec"}:
         return False
-    if tree["type"] not in _CONTAINERS or not isinstance(tree["children_spec"], list):
+    kind, context, children = tree["type"], tree["context"], tree["children_spec"]
+    if context is not None and not (isinstance(context, str) and _CONTEXT.fullmatch(context)):
         return False
-    context = tree["context"]
-    if not (
-        context is None or (isinstance(context, str) and re.fullmatch(r'null|\[("\w*"(, "\w*")*)?\]', context))
-    ):
-        return False
-    return all(_is_nest(child) for child in tree["children_spec"])
+    return kind in _CONTAINERS and isinstance(children, list) and all(map(_is_nest, children))
+
+
+# How strings are checked, by their key; all others have to be names.
+_STRINGS: dict[str, Callable[[str], object]] = {
+    "target": lambda text: text in _PLAIN_CALLS or _aten_name(text) in {*_OPERATORS, *_CHECKED},
+    "expr_str": _is_expression,
+    "in_spec": _is_spec,
+    "out_spec": _is_spec,
+    "torch_version": _VERSION.fullmatch,
+}

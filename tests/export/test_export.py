@@ -19,7 +19,7 @@ from sbf_pruner import export as bundle
 from sbf_pruner.errors import DataError, PruningError, RunError
 from sbf_pruner.export import ExportOptions, export_run
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import RUNTIMES, CapturedNetwork, Form, choice, run, session
+from sbf_pruner.runtimes import RUNTIMES, CapturedNetwork, Form, run, session, table
 from sbf_pruner.saving import MANIFEST, digest
 from sbf_pruner.training import load_recipe
 
@@ -314,7 +314,7 @@ def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path, 
 def test_where_bytes_count_the_smallest_form_is_written_and_nothing_timed(
     finished, exported, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(choice, "min_times", lambda *given: pytest.fail("nothing is to be timed"))
+    monkeypatch.setattr(table, "min_times", lambda *given: pytest.fail("nothing is to be timed"))
     manifest = export_run(finished, tmp_path / "out", asked(formats=("onnx",), target="size"))
     assert manifest["chosen"]["form"]["branches"] == "gather" and manifest["chosen"]["milliseconds"] == {}
     padded = CapturedNetwork(sbf.load(finished, dense).eval(), IMAGES[:1]).form(Form("zeros", 4, shortcuts=True))

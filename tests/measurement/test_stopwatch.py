@@ -298,7 +298,7 @@ def test_on_a_gpu_the_clock_is_read_when_all_is_done(monkeypatch):
 def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed(monkeypatch):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     (form,) = RUNTIMES["compile"].joins["zeros"]
-    (run,) = passes(net, IMAGE, {"zeros": form}, "compile", 2, 1).values()
+    (run,) = passes(net, IMAGE, {"zeros": form}, conditions_here("compile", 2, 1)).values()
     before = counters["frames"]["total"]
     with torch.no_grad():
         torch.testing.assert_close(run(), net(random_inputs(IMAGE, 2)), rtol=1e-4, atol=1e-5)

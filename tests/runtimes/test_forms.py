@@ -13,7 +13,7 @@ import sbf_pruner as sbf
 from cases import leaves, random_plans, snapshot
 from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import BRANCHES, CapturedNetwork, Form, choice, choose, groups, min_times
+from sbf_pruner.runtimes import BRANCHES, CapturedNetwork, Form, choose, groups, min_times, table
 from sbf_pruner.utils import call
 from shares import mostly_slow
 from zoo import ZOO, Block, fresh_inputs, randomise
@@ -189,7 +189,7 @@ def test_the_fastest_is_chosen_from_the_times(monkeypatch):
     _, small, image = halved()
     forms = [Form("zeros", 4), Form("gather"), Form("add")]
     monkeypatch.setattr(
-        choice, "min_times", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
+        table, "min_times", lambda passes, seconds: dict(zip(passes, (3e-3, 1e-3, 1e-3), strict=True))
     )
     chosen = choose(small, image, "eager", batch=2, threads=1, forms=forms)
     assert chosen.form == Form("gather")  # the first of two that are as fast
@@ -205,7 +205,7 @@ def test_those_far_behind_drop_out():
     def timed(name, seconds):
         def run():
             calls[name] += 1
-            choice.time.sleep(seconds)
+            table.time.sleep(seconds)
 
         return run
 

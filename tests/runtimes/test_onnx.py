@@ -15,8 +15,8 @@ import sbf_pruner as sbf
 from cases import leaves, random_plans
 from sbf_pruner.errors import PruningError
 from sbf_pruner.models import resolve
-from sbf_pruner.runtimes import first_line, run, session, to_onnx
-from sbf_pruner.utils import call, map_tensors
+from sbf_pruner.runtimes import run, session, to_onnx
+from sbf_pruner.utils import call, map_tensors, one_line_error
 from shares import mostly_slow
 from zoo import ZOO, fresh_inputs
 
@@ -137,8 +137,8 @@ def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path):
 
 
 def test_what_an_error_says_is_told_without_colours():
-    assert first_line(ValueError("\x1b[1;31mno such size\x1b[0m.\nand more")) == "ValueError: no such size"
-    assert first_line(AssertionError()) == "AssertionError"
+    assert one_line_error(ValueError("\x1b[1;31mno such size\x1b[0m.\nand more")) == "ValueError: no such size"
+    assert one_line_error(AssertionError()) == "AssertionError"
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Pruning targets, constraints on layers, the search for filters that fit, and steering of the penalty."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from ..budget.targets import Budget
 from ..criteria import METHODS, OWN
 from ..errors import PruningError, RecipeError, suggestion
-from ..utils.paths import why_not_writable
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
 STDOUT = "-"  # value of --json without a file
@@ -308,6 +307,8 @@ def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path
         raise PruningError(f"{flag} {text!r}: {remedy}")
     if path.is_dir():
         raise PruningError(f"{flag} {text!r} is a folder; {remedy}")
+    from ..utils.files import why_not_writable
+
     if (reason := why_not_writable(path)) is not None:
         raise PruningError(f"{flag} {text!r} cannot be written, because {reason}; name another file")
     if facts is not None and path.resolve() == facts.resolve():

@@ -1,6 +1,6 @@
 """Compare pruning methods, sizes of one network, and the dense with the pruned network."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -28,9 +28,8 @@ from ..measurement.counts import Latency, measure
 from ..measurement.latency_model import LatencyModel
 from ..models import resolve
 from ..plan import Plan
-from ..runtimes.choice import min_times
 from ..runtimes.forms import CapturedNetwork, make_forms
-from ..runtimes.table import RUNTIMES, Bound, Pass, Placement, Unavailable, latency_runtime, outputs
+from ..runtimes.table import RUNTIMES, Bound, Pass, Placement, Unavailable, latency_runtime, min_times, outputs
 from ..surgery.extract import extract
 from ..training.data.datasets import load_data
 from ..training.recipe import bundled_recipes, load_recipe

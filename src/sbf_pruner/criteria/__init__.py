@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 OWN = "sbf"  # the learned scores of this package
 

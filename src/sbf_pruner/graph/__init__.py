@@ -1,6 +1,6 @@
 """Trace a model into a channel graph: what its operators do to channels, and which layers can be pruned."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

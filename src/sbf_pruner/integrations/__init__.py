@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from ..errors import PruningError
 from ..pruner import Pruner
 from ..schedule import Phase, phases_of
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 _log = logging.getLogger("sbf_pruner")
 

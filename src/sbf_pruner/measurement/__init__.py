@@ -1,6 +1,6 @@
 """Measure or predict the parameters, MACs, accuracy and latency of a network."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -16,36 +16,20 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "synthetic_scores",
             "comparable_conditions",
         ),
-        "counts": (
-            "Latency",
-            "Measurement",
-            "accuracy",
-            "latency",
-            "measure",
-            "saved_activations",
-        ),
+        "counts": ("Latency", "Measurement", "accuracy", "latency", "measure", "saved_activations"),
         "latency_model": (
-            "Conditions",
-            "LatencyModel",
-            "Predictor",
-            "fit",
-            "from_dict",
-            "nnls",
-            "read_model",
+            *(
+                "Conditions",
+                "LatencyModel",
+                "LayerSpec",
+                "Predictor",
+                "Table",
+                "fit",
+                "from_dict",
+                "measured_widths",
+            ),
+            *("nnls", "read_model", "round_up"),
         ),
-        "latency_table": (
-            "LayerSpec",
-            "Table",
-            "round_up",
-            "measured_widths",
-        ),
-        "stopwatch": (
-            "LAYER_TIMERS",
-            "PlanTimer",
-            "layer_seconds",
-            "passes",
-            "rehearse",
-            "time_layers",
-        ),
+        "stopwatch": ("LAYER_TIMERS", "PlanTimer", "layer_seconds", "passes", "rehearse", "time_layers"),
     },
 )

@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,16 @@ from .latency_model import (
     TERMS,
     Conditions,
     LatencyModel,
+    LayerSpec,
     Predictor,
+    Table,
     Terms,
+    Widths,
     fit,
     from_dict,
     read_model,
     signature,
 )
-from .latency_table import LayerSpec, Table, Widths
 from .stopwatch import passes, rehearse, time_against_dense, time_layers
 
 SHARES = (0.75, 0.5, 0.25)  # of the filters, or of the branches, kept in the networks that the model is fitted to
@@ -66,8 +69,7 @@ class Timed:
     way: str
     share: float
     terms: dict[str, Terms]
-    seconds: dict[str, float]
-    """Measured seconds, per form."""
+    seconds: dict[str, float]  # measured seconds, per form
 
 
 def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report: Report) -> int:
@@ -77,14 +79,13 @@ def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report:
     if not count:
         return 0
     report(f"measuring {count} layers in {conditions.told()}")
-    held = conditions
-    found: dict[Any, dict[Any, float]] = {site: {} for site in missing}
-    with torch_threads(held.threads):
+    least: dict[LayerSpec, dict[Widths, float]] = {site: {} for site in missing}
+    with torch_threads(conditions.threads):
         for _ in range(SWEEPS):
             for site, widths in missing.items():
-                taken = time_layers(held.runtime, site, widths, held.batch, held.threads)
-                found[site] = {pair: min(s, found[site].get(pair, s)) for pair, s in taken.items()}
-    for site, seconds in found.items():
+                times = time_layers(conditions.runtime, site, widths, conditions.batch, conditions.threads)
+                least[site] = {pair: min(s, least[site].get(pair, s)) for pair, s in times.items()}
+    for site, seconds in least.items():
         table.add(site, seconds)
     return count
 
@@ -105,20 +106,22 @@ def calibrate(
         timer = Timer(model, example, graph, conditions)
         for way, share, keep in samples(graph):
             report(f"timing {way}, {share:.0%} left")
-            ratios, beside = timer.joins(keep)
+            ratios, dense_now = timer.joins(keep)
             found.append((way, share, keep, ratios))
-            dense_seconds = min(dense_seconds, beside)
-    timed: list[Timed] = []
+            dense_seconds = min(dense_seconds, dense_now)
+    cut: list[Timed] = []
     for way, share, keep, ratios in found:
         terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
         seconds = {form: ratio * dense_seconds for form, ratio in ratios.items()}
-        timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
-    dense = predictor.terms_of(lay_out(graph, {})).terms
-    timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
-    coefficients = _fitted(timed)
-    networks = _leave_one_out(timed)
-    calibration = {"networks": networks, **_errors(networks)}
-    return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
+        cut.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
+    dense_terms = predictor.terms_of(lay_out(graph, {})).terms["zeros"]
+    dense = Timed("dense", 1.0, {"zeros": dense_terms}, {"zeros": dense_seconds})
+    networks = _leave_one_out(cut, dense)
+    calibration: dict[str, Any] = {"networks": networks}
+    if networks:
+        errors = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
+        calibration |= {"mean_error": statistics.fmean(errors), "worst_error": max(errors)}
+    return LatencyModel(graph, table, conditions, dense_seconds, _fitted([*cut, dense]), calibration)
 
 
 class Timer:
@@ -143,10 +146,9 @@ class Timer:
         return least, dense
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
-        held = self.conditions
-        joins = RUNTIMES[latency_runtime(held.runtime)[0]].joins or {}
+        joins = RUNTIMES[latency_runtime(self.conditions.runtime)[0]].joins or {}
         forms = {f"{join} {form}": form for join, group in joins.items() for form in group}
-        return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
+        return passes(network, self.example, forms, self.conditions)
 
 
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
@@ -175,34 +177,26 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
     return fit(rows, seconds, TERMS, {"layers": usual})
 
 
-def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense network."""
-    (dense,) = (one for one in timed if one.way == "dense")
+def _leave_one_out(cut: Sequence[Timed], dense: Timed) -> list[dict[str, Any]]:
+    """Compare each cut network, as measured and as predicted by the others, relative to the dense network."""
     found = []
-    for one in timed:
-        if one is dense:
-            continue
-        others = _fitted([other for other in timed if other is not one])
-
-        def reckoned(terms: Terms, coefficients: dict[str, float] = others) -> float:
-            return sum(coefficients[name] * value for name, value in terms.items())
-
+    for one in cut:
+        coefficients = _fitted([*(other for other in cut if other is not one), dense])
+        predicted = [
+            sum(coefficients[name] * value for name, value in terms.items())
+            for terms in (dense.terms["zeros"], *one.terms.values())
+        ]
         found.append(
             {
                 "way": one.way,
                 "share": one.share,
                 "measured": min(one.seconds.values()) / dense.seconds["zeros"],
-                "foretold": min(map(reckoned, one.terms.values())) / reckoned(dense.terms["zeros"]),
+                "foretold": min(predicted[1:]) / predicted[0],
                 "seconds": dict(one.seconds),
                 "terms": one.terms,
             }
         )
     return found
-
-
-def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    apart = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
-    return {"mean_error": statistics.fmean(apart), "worst_error": max(apart)} if apart else {}
 
 
 BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
@@ -236,7 +230,7 @@ def load_or_calibrate(
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
     if kept.is_file() and not fresh:
-        try:
+        with suppress(PruningError):  # Written by another version, or damaged: it is only a cache.
             known = read_model(kept, graph)
             if (known.calibration.get("load") or 0.0) > BUSY:
                 report(
@@ -244,8 +238,6 @@ def load_or_calibrate(
                     "measures it anew"
                 )
             return known
-        except PruningError:  # Written by another version, or damaged: it is only a cache.
-            pass
     rehearse(network, example, conditions)
     busy = busy_cores()
     if busy is not None and busy > BUSY:
@@ -269,8 +261,7 @@ def measure_latency_model(
     ignore: tuple[str, ...] = (),
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """Like `load_or_calibrate` for a network in use on any device: measures a copy and binds the model to
-    `graph`."""
+    """Like `load_or_calibrate`, for a network on any device: measure a copy and bind the model to `graph`."""
     dense = real_copy(network).cpu().eval()
     found = load_or_calibrate(dense, images[:1].cpu(), conditions, ignore=ignore, report=report)
     return from_dict(found.to_dict(), graph)
@@ -284,23 +275,20 @@ def cache_folder() -> Path:
 
 def _layers(conditions: Conditions, fresh: bool) -> Table:
     blocks = conditions.runtime in BLOCKWISE
-    path = _layers_file(conditions)
-    if fresh or not path.is_file():
-        return Table(blocks=blocks)
-    try:
-        return Table.from_dict(json.loads(path.read_text("utf-8")), blocks)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return Table(blocks=blocks)
+    if not fresh:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # missing or damaged: it is only a cache
+            return Table.from_dict(json.loads(_layers_file(conditions).read_text("utf-8")), blocks)
+    return Table(blocks=blocks)
 
 
 def _keep_layers(table: Table, conditions: Conditions, fresh: bool) -> None:
     """Merge the table into the file as it is now: another process may have added layers since it was read."""
-    held = _layers(conditions, fresh=False)
+    stored = _layers(conditions, fresh=False)
     for site, seconds in table.points.items():
         if fresh:  # Times of one layer are compared with each other, so old and new ones must not mix.
-            held.points.pop(site, None)
-        held.add(site, seconds)
-    write_text(_layers_file(conditions), json.dumps(held.to_dict()) + "\n")
+            stored.points.pop(site, None)
+        stored.add(site, seconds)
+    write_text(_layers_file(conditions), json.dumps(stored.to_dict()) + "\n")
 
 
 def _layers_file(conditions: Conditions) -> Path:
@@ -308,8 +296,8 @@ def _layers_file(conditions: Conditions) -> Path:
 
 
 def _digest(conditions: Conditions) -> str:
-    held = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
-    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
+    facts = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 # Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
@@ -327,11 +315,8 @@ class CouplingChoice:
 
     def told(self) -> str:
         """Describe the choice in one line."""
-        others = [
-            f"{name} {'cannot reach the target' if share is None else f'{share:.1%}'}"
-            for name, share in self.macs.items()
-            if name != self.way
-        ]
+        shares = {name: "cannot reach the target" if s is None else f"{s:.1%}" for name, s in self.macs.items()}
+        others = [f"{name} {share}" for name, share in shares.items() if name != self.way]
         own = self.macs.get(self.way)
         kept = "" if own is None else f", which keeps {own:.1%} of the MACs"
         return f"way: {self.way}{kept}" + (f" ({', '.join(others)})" if others else "")
@@ -364,9 +349,14 @@ def choose_coupling(
     """
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
-        held = constraints_for(graph, constraints, way)
-        if held is not None:
-            found[way] = _left(graph, clock, budget, held, stored)
+        resolved = constraints_for(graph, constraints, way)
+        if resolved is None:
+            continue
+        try:
+            aim = Selector(graph, budget, resolved, clock, stored)
+            found[way] = aim.choose(synthetic_scores(graph, resolved)).usage["macs"] / aim.whole["macs"]
+        except PruningError:
+            found[way] = None
     reached = {way: share for way, share in found.items() if share is not None}
     return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
@@ -377,33 +367,18 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
     With coupled branches, whole branches go first, spread evenly over the network, then everything else.
     """
     rng = np.random.default_rng(0)
-    scores: dict[str, Values] = {
-        name: (rng.permutation(layer.filters) + 0.5) / layer.filters for name, layer in graph.layers.items()
-    }
+    scores: dict[str, Values] = {}
+    for name, layer in graph.layers.items():
+        scores[name] = (rng.permutation(layer.filters) + 0.5) / layer.filters
     for group in constraints.groups:
         scores |= dict.fromkeys(group, scores[group[0]])
     if constraints.branches:
         inside = {name for branch in constraints.branches for name in branch}
         scores |= {name: 2 + values for name, values in scores.items() if name not in inside}
-    for place, branch in enumerate(constraints.branches):
-        share = _scattered(place + 1)
+    for number, branch in enumerate(constraints.branches, start=1):
+        share = _scattered(number)
         scores |= {name: share + 1e-3 * (scores[name] - 0.5) for name in branch}
     return scores
-
-
-def _left(
-    graph: ChannelGraph,
-    clock: LatencyModel,
-    budget: Budget,
-    constraints: ResolvedConstraints,
-    stored: FileSize | None,
-) -> float | None:
-    try:
-        aim = Selector(graph, budget, constraints, clock, stored)
-        usage = aim.choose(synthetic_scores(graph, constraints)).usage
-    except PruningError:
-        return None
-    return usage["macs"] / aim.whole["macs"]
 
 
 def _scattered(number: int) -> float:
@@ -412,7 +387,4 @@ def _scattered(number: int) -> float:
     >>> [_scattered(n) for n in (1, 2, 3, 4)]
     [0.5, 0.25, 0.75, 0.125]
     """
-    share, part = 0.0, 0.5
-    while number:
-        share, number, part = share + part * (number & 1), number >> 1, part / 2
-    return share
+    return int(f"{number:b}"[::-1], 2) / 2 ** number.bit_length()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -95,8 +95,7 @@ def latency(
 ) -> dict[str, Latency]:
     """Time several networks on the same inputs, alternating so that drift of the machine affects all alike.
 
-    Every sample is the mean of enough passes to fill 10 ms; see `utils.timing.take_turns`. `threads` defaults to
-    the number that torch uses now.
+    Every sample is the mean of enough passes to fill 10 ms. `threads` defaults to the number that torch uses now.
 
     >>> sorted(latency({"dense": nn.Linear(8, 8), "compact": nn.Linear(8, 4)}, torch.zeros(1, 8), pairs=2))
     ['compact', 'dense']
@@ -105,8 +104,8 @@ def latency(
     device = tensors[0].device if tensors else "cpu"
     with evaluating(*models.values()), torch.no_grad(), torch_threads(threads):
         calls = {name: partial(call, model, example_inputs) for name, model in models.items()}
-        taken = time_interleaved(calls, pairs, device=device)
-    return {name: Latency.of(seconds) for name, seconds in taken.items()}
+        times = time_interleaved(calls, pairs, device=device)
+    return {name: Latency.of(seconds) for name, seconds in times.items()}
 
 
 @torch.no_grad()
@@ -186,11 +185,11 @@ def _count(model: nn.Module, inputs: Any) -> tuple[int, dict[str, int]]:
 def _plain_operators() -> Iterator[None]:
     """Keep attention and recurrent layers from running as fused operators, which the counter counts as 0."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Setting the mkldnn flags warns about Intel GPUs.
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Setting the mkldnn flags warns about Intel GPUs.
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

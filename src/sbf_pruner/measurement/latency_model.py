@@ -1,5 +1,12 @@
 """Latency models: predict the time of any choice of filters from measured layer times, without cutting the network.
 
+A `LayerSpec` is everything that the time of a layer depends on except its two widths, so one measurement serves
+equal layers of any network. A `Table` interpolates between widths. A narrower layer never takes longer than a wider
+one, because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` follows how
+`runtimes.forms` writes networks: norms are folded into the layer before them; a layer reads the whole residual
+stream, with zero columns for channels that it does not need; a branch with fewer filters than its stream either
+computes all channels (zero rows) or has its channels moved.
+
 `Predictor` describes a network by six terms: layer times from a `Table`, elements added, elements touched by other
 operators, elements moved, number of operators, and one per pass. `fit` finds their coefficients, none of which is
 negative, because no operator gives time back. Networks are deployed in their fastest form, so both ways of joining
@@ -12,8 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
 from os import PathLike
@@ -27,19 +37,301 @@ from ..budget.controller import LatencyClock
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, lay_out
-from ..graph.nodes import Mask
+from ..graph.layer_nodes import LayerNode, Norm, weight_owner
+from ..graph.nodes import Boundary, ChannelMove, Elementwise, Mask, Node
+from ..graph.records import Value
 from ..utils.files import write_text
 from ..utils.formatting import pluralize
-from .latency_table import LayerSpec, Operators, Table, Widths, measured_widths
+
+Sizes = tuple[int, ...]
+WIDE = 64  # Sides wider than this are measured sparsely, at _PARTS of their width.
+UNIT = 8  # Narrower ones are measured at all multiples of this,
+SMALL, FINE = 16, 4  # and below SMALL at all multiples of FINE.
+_PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)
+_NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) groups (\d+) on (\S+)")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer without its widths: all else that its time depends on."""
+
+    kind: str  # "conv", "transposed" or "linear"
+    kernel: Sizes = ()
+    stride: Sizes = ()
+    padding: Sizes = ()
+    dilation: Sizes = ()
+    groups: int = 1  # 0 means depthwise: as many groups as channels
+    size: Sizes = ()  # spatial size of the input feature map; for a linear layer, rows per sample
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {_times(self.kernel)} stride {_times(self.stride)} padding {_times(self.padding)} "
+            f"dilation {_times(self.dilation)} groups {self.groups} on {_times(self.size)}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> LayerSpec:
+        """Parse what `str` returned; raises a ValueError for any other text.
+
+        >>> site = LayerSpec("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, (32, 32))
+        >>> LayerSpec.parse(str(site)) == site
+        True
+        """
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        kernel, stride, padding, dilation = map(_sizes, match.group(2, 3, 4, 5))
+        return cls(match[1], kernel, stride, padding, dilation, int(match[6]), _sizes(match[7]))
+
+    def weight_shape(self, inputs: int, filters: int) -> tuple[int, ...]:
+        """Return the shape of the weight of a convolution with these widths."""
+        groups = self.groups or inputs
+        if self.kind == "transposed":
+            return (inputs, max(filters // groups, 1), *self.kernel)
+        return (filters, max(inputs // groups, 1), *self.kernel)
+
+    @classmethod
+    def of(cls, node: LayerNode, samples: int) -> LayerSpec:
+        """Return the specification of a layer in a channel graph that was traced with `samples` samples."""
+        if node.op.name != "aten.convolution":
+            return cls("linear", size=(max(node.x.shape[0] // samples, 1),))
+        stride, padding, dilation = (tuple(node.op.args[i]) for i in (3, 4, 5))
+        return cls(
+            "transposed" if node.transposed else "conv",
+            tuple(node.weight.shape[2:]),
+            stride,
+            padding,
+            dilation,
+            0 if node.depthwise and node.filters == node.groups else node.groups,
+            tuple(node.x.shape[2:]),
+        )
+
+
+def measured_widths(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
+    """Return the widths at which the input or output channels of a layer are measured, few if there are many.
+
+    >>> measured_widths(20, True), measured_widths(256, True), measured_widths(3, False)
+    ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
+    """
+    if not may_shrink:
+        return [full]
+    if full <= WIDE:
+        found = [*range(FINE, min(SMALL, full), FINE), *range(SMALL, full, UNIT), full]
+    else:
+        found = [round_up(round(full * part), 2 * UNIT) for part in _PARTS[:-1]] + [full]
+    multiple = max(multiple, 1)
+    return sorted({min(round_up(width, multiple), full) for width in found})
+
+
+def _block_width(width: int, full: int) -> int:
+    """Round a width up to the block that a runtime computes, as finely as widths are measured.
+
+    >>> [_block_width(width, full=30) for width in (3, 13, 17, 25)]
+    [4, 16, 24, 30]
+    """
+    return min(round_up(width, FINE if width <= SMALL else UNIT), full)
+
+
+def round_up(width: int, unit: int) -> int:
+    """Round a width up to a multiple of `unit`."""
+    return -(-width // unit) * unit
+
+
+def _times(sizes: Sizes) -> str:
+    return "x".join(map(str, sizes)) or "-"
+
+
+def _sizes(text: str) -> Sizes:
+    return () if text == "-" else tuple(int(part) for part in text.split("x"))
+
+
+Widths = tuple[int, int]  # input channels, filters
+
+
+class Table:
+    """Measured layers: site -> widths -> seconds.
+
+    >>> table = Table({LayerSpec("linear", size=(1,)): {(8, 8): 1.0, (16, 8): 2.0, (8, 16): 2.0, (16, 16): 4.0}})
+    >>> table.seconds(LayerSpec("linear", size=(1,)), 12, 8)
+    1.5
+    """
+
+    def __init__(
+        self, points: Mapping[LayerSpec, Mapping[Widths, float]] | None = None, blocks: bool = False
+    ) -> None:
+        self.points = {site: dict(seconds) for site, seconds in (points or {}).items()}
+        self.blocks = blocks  # whether input channels are rounded up to blocks, too; filters always are
+        self._grids: dict[LayerSpec, tuple[list[int], list[int], dict[Widths, float]]] = {}
+        self._known: dict[tuple[LayerSpec, int, int], float] = {}
+
+    def missing(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> dict[LayerSpec, list[Widths]]:
+        """Return the wanted points that have not been measured yet."""
+        found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
+        return {site: widths for site, widths in found.items() if widths}
+
+    def of(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> Table:
+        """Return a table of these points alone: the widths of other networks would leave gaps in the grid."""
+        points = {site: {pair: self.points[site][pair] for pair in widths} for site, widths in wanted.items()}
+        return Table(points, self.blocks)
+
+    def add(self, site: LayerSpec, seconds: Mapping[Widths, float]) -> None:
+        """Add measured points of a site."""
+        self.points.setdefault(site, {}).update(seconds)
+        self._grids.pop(site, None)
+        self._known = {key: value for key, value in self._known.items() if key[0] != site}
+
+    def seconds(self, site: LayerSpec, inputs: int, filters: int) -> float:
+        """Return the interpolated seconds of a layer of these widths."""
+        key = site, inputs, filters
+        if key not in self._known:
+            rows, columns, full = self._grid(site)
+            if self.blocks:
+                inputs = _block_width(inputs, rows[-1])
+            filters = _block_width(filters, columns[-1])
+            (i0, i1, a), (o0, o1, b) = _bracket(rows, inputs), _bracket(columns, filters)
+            near, far = (full[i, o0] + b * (full[i, o1] - full[i, o0]) for i in (i0, i1))
+            self._known[key] = near + a * (far - near)
+        return self._known[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-compatible values."""
+        return {str(site): [[*w, s] for w, s in sorted(seconds.items())] for site, seconds in self.points.items()}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any], blocks: bool = False) -> Table:
+        """Restore what `to_dict` returned; raises a ValueError for anything else."""
+        points = {LayerSpec.parse(name): dict(_point(*row) for row in rows) for name, rows in written.items()}
+        if not all(points.values()):
+            raise ValueError("a layer without any time")
+        return cls(points, blocks)
+
+    def _grid(self, site: LayerSpec) -> tuple[list[int], list[int], dict[Widths, float]]:
+        if site not in self._grids:
+            points = self.points[site]
+            rows, columns = sorted({i for i, _ in points}), sorted({o for _, o in points})
+            # Depthwise layers are measured with as many filters as input channels.
+            measured = [(n, n) for n in rows] if site.groups == 0 else list(product(rows, columns))
+            full = {
+                (i, o): min(points[a, b] for a, b in measured if a >= i and b >= o)
+                for i, o in product(rows, columns)
+            }
+            self._grids[site] = rows, columns, full
+        return self._grids[site]
+
+
+def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
+    if not (isinstance(inputs, int) and isinstance(filters, int) and 0 < float(seconds) < math.inf):
+        raise ValueError(f"no widths with their time: {inputs}, {filters}, {seconds}")
+    return (inputs, filters), float(seconds)
+
+
+def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
+    """Return the measured widths around `width`, and its relative position between them."""
+    index = bisect_left(known, width)
+    if index in (0, len(known)):  # A layer thinner than any measured costs as much as the thinnest.
+        nearest = known[0] if index == 0 else known[-1]
+        return nearest, nearest, 0.0
+    low, high = known[index - 1], known[index]
+    return low, high, (width - low) / (high - low)
+
+
+# Views, which take no time of their own.
+FREE = ("aten.view", "aten._unsafe_view", "aten.t", "aten.detach", "aten.alias", "aten.expand", "aten.slice")
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One call of a convolution or linear layer."""
+
+    node: LayerNode
+    site: LayerSpec
+    before: Value  # its input before any remap that selects channels: the whole residual stream, for example
+    behind: Value  # its output behind norms and activations, in the layout of the tensors that it is added to
+
+    def widths(self, laid: LaidOut) -> tuple[int, int, int]:
+        """Return its input channels, its output channels in the layout of the stream, and its own filters."""
+        sizes = laid.layout.sizes
+        return sizes(self.before)[1], sizes(self.behind)[1], sizes(self.node.out)[1]
+
+    def runs(self, laid: LaidOut) -> bool:
+        """Return True if the pruned network still contains the layer."""
+        return weight_owner(self.node.op) not in laid.gone
+
+    @cached_property
+    def pixels(self) -> int:
+        """Output elements per channel and sample."""
+        return math.prod(self.node.out.shape[2:])
+
+
+class Operators:
+    """The operators of a deployed network that take time: `layers`, `joins` (which combine tensors), and `rest`."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.samples = graph.trace.samples
+        self._readers: dict[Value, list[Node]] = defaultdict(list)
+        self._maker: dict[Value, Node] = {}
+        for node in graph.nodes:
+            for value in dict.fromkeys(node.inputs):
+                self._readers[value].append(node)
+            for value in node.outputs:
+                self._maker[value] = node
+        self.layers = [self._layer(node) for node in graph.nodes if isinstance(node, LayerNode)]
+        self.joins = [node for node in graph.nodes if isinstance(node, Elementwise) and self._joins(node)]
+        joins = set(map(id, self.joins))  # By identity: `==` would compare every field of the nodes.
+        self.rest = [node for node in graph.nodes if id(node) not in joins and self._costs(node)]
+
+    def elements(self, value: Value, laid: LaidOut) -> float:
+        """Return the number of elements per sample that are left of a tensor."""
+        return math.prod(laid.layout.sizes(value)) / self.samples
+
+    @staticmethod
+    def alive(value: Value, laid: LaidOut) -> bool:
+        """Return True if any channel of the tensor is both alive and needed."""
+        needed = laid.flow.needed.get(value)
+        return needed is not None and bool((needed & laid.flow.alive[value]).any())
+
+    def _layer(self, node: LayerNode) -> Layer:
+        before = self._outside(node.x)
+        behind, reader = node.out, self._only_reader(node.out)
+        while isinstance(reader, Boundary | Norm) or (isinstance(reader, Elementwise) and not self._joins(reader)):
+            behind = reader.outputs[0]
+            reader = self._only_reader(behind)
+        return Layer(node, LayerSpec.of(node, self.samples), before, behind)
+
+    def _outside(self, value: Value) -> Value:
+        """Trace a tensor back through the module boundaries that it has passed."""
+        while isinstance(boundary := self._maker.get(value), Boundary):
+            value = boundary.x
+        return value
+
+    def _only_reader(self, value: Value) -> Node | None:
+        readers = self._readers[value]
+        return readers[0] if len(readers) == 1 and value not in self.graph.outputs else None
+
+    @staticmethod
+    def _joins(node: Elementwise) -> bool:
+        """Return True if two tensors are combined that do not come from parameters and buffers alone."""
+        return sum(v.roots is None for v in dict.fromkeys(node.inputs)) > 1
+
+    def _costs(self, node: Node) -> bool:
+        """Return True if the operator takes time of its own."""
+        if isinstance(node, LayerNode | Boundary) or not node.outputs or node.op.name in FREE:
+            return False
+        reshapes = isinstance(node, ChannelMove) and node.op.name.endswith(("reshape", "flatten"))
+        if reshapes and len(node.inputs) == 1:
+            return False
+        if isinstance(node, Norm):  # A norm is folded into the layer before it, if there is one.
+            return not isinstance(self._maker.get(self._outside(node.x)), LayerNode)
+        return any(v.roots is None for v in node.inputs)
+
+
+# -- Coefficients ----------------------------------------------------------------------------------------------
 
 Row = Mapping[str, float]
-
-
 _ROUNDS = 20
 PRIOR_WEIGHT = 1.0  # weight of the prior: that of one more network
-HUBER_DELTA = (
-    0.03  # relative error beyond which the loss is linear (Huber), because single timings may be disturbed
-)
+HUBER_DELTA = 0.03  # relative error beyond which the loss is linear, because single timings may be disturbed
 
 
 def fit(
@@ -54,29 +346,30 @@ def fit(
     >>> {name: round(value, 6) for name, value in found.items()}
     {'a': 3.0, 'b': 0.5}
     """
-    wanted = np.asarray(seconds, float)
-    matrix = np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / wanted[:, None]
-    ones = np.ones(len(wanted))
+    matrix = (
+        np.array([[row.get(name, 0.0) for name in terms] for row in rows]) / np.asarray(seconds, float)[:, None]
+    )
+    ones = np.ones(len(rows))
     scale = np.maximum(np.abs(matrix).mean(axis=0), 1e-300)
     matrix = matrix / scale  # Now a coefficient is the share of a typical network's time due to its term.
     pulled, towards = np.zeros((0, len(terms))), np.zeros(0)
     if expected is not None:
         pulled = PRIOR_WEIGHT * np.eye(len(terms))
         towards = PRIOR_WEIGHT * np.array([expected.get(name, 0.0) for name in terms]) * scale
-    weights = np.ones(len(wanted))
+    weights = ones
     for _ in range(_ROUNDS):
         found = nnls(np.concatenate([matrix * weights[:, None], pulled]), np.concatenate([ones * weights, towards]))
         weights = np.sqrt(HUBER_DELTA / np.maximum(np.abs(matrix @ found - ones), HUBER_DELTA))
     return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
-def nnls(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[np.floating]:
+def nnls(matrix: NDArray[np.floating], target: NDArray[np.floating]) -> NDArray[np.floating]:
     """Solve nonnegative least squares with the active-set method of Lawson and Hanson."""
     size = matrix.shape[1]
     free = np.zeros(size, bool)
     found = np.zeros(size)
     for _ in range(10 * size):
-        slope = matrix.T @ (wanted - matrix @ found)
+        slope = matrix.T @ (target - matrix @ found)
         slope[free] = -np.inf
         best = int(slope.argmax())
         if slope[best] <= 1e-9:
@@ -84,7 +377,7 @@ def nnls(matrix: NDArray[np.floating], wanted: NDArray[np.floating]) -> NDArray[
         free[best] = True
         while True:
             tried = np.zeros(size)
-            tried[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
+            tried[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
             if (tried[free] > 0).all():
                 found = tried
                 break
@@ -108,8 +401,7 @@ class TimeTerms:
     """Terms of a network's time for each of FORMS, and the seconds of its layers."""
 
     terms: dict[str, Terms]
-    layers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Per form: index in `Operators.layers` -> seconds from the table."""
+    layers: dict[str, dict[int, float]]  # per form: seconds from the table, by index in `Operators.layers`
 
 
 class Predictor:
@@ -129,35 +421,34 @@ class Predictor:
         sides: dict[LayerSpec, tuple[set[int], set[int]]] = {}
         for layer in self.operators.layers:
             (i, o, _), (low, high, _) = layer.widths(dense), layer.widths(least)
-            gone, groups = not layer.runs(least), layer.site.groups
+            vanishes, groups = not layer.runs(least), layer.site.groups
             rows, columns = sides.setdefault(layer.site, (set(), set()))
-            rows.update(measured_widths(i, gone or low < i, groups))
-            columns.update(measured_widths(o, gone or high < o or layer.node.layer in self.graph.layers, groups))
+            rows.update(measured_widths(i, vanishes or low < i, groups))
+            prunable = layer.node.layer in self.graph.layers
+            columns.update(measured_widths(o, vanishes or high < o or prunable, groups))
         grids = {site: list(product(sorted(rows), sorted(columns))) for site, (rows, columns) in sides.items()}
         depthwise = {site: [(n, n) for n in sorted(rows)] for site, (rows, _) in sides.items() if site.groups == 0}
         return grids | depthwise
 
     def terms_of(self, laid: LaidOut) -> TimeTerms:
         """Return the terms and layer times of a network, given its layout."""
-        held = self.operators
+        operators = self.operators
         layers: dict[str, dict[int, float]] = {form: {} for form in FORMS}
         moved = 0.0
-        running = 0
-        for place, layer in enumerate(held.layers):
+        for index, layer in enumerate(operators.layers):
             if not layer.runs(laid):
                 continue
-            running += 1
             inputs, filters, own = layer.widths(laid)
-            layers["zeros"][place] = self.table.seconds(layer.site, inputs, filters)
-            layers["moves"][place] = self.table.seconds(layer.site, inputs, own)
+            layers["zeros"][index] = self.table.seconds(layer.site, inputs, filters)
+            layers["moves"][index] = self.table.seconds(layer.site, inputs, own)
             if own < filters:
                 moved += filters * layer.pixels
-        joins = [n for n in held.joins if sum(held.alive(v, laid) for v in n.inputs) > 1]
-        rest = [n for n in held.rest if held.alive(n.outputs[0], laid)]
+        joins = [n for n in operators.joins if sum(operators.alive(v, laid) for v in n.inputs) > 1]
+        rest = [n for n in operators.rest if operators.alive(n.outputs[0], laid)]
         shared = {
-            "added": self.batch * sum(held.elements(n.outputs[0], laid) for n in joins),
-            "touched": self.batch * sum(held.elements(n.outputs[0], laid) for n in rest),
-            "operators": float(running + len(joins) + len(rest)),
+            "added": self.batch * sum(operators.elements(n.outputs[0], laid) for n in joins),
+            "touched": self.batch * sum(operators.elements(n.outputs[0], laid) for n in rest),
+            "operators": float(len(layers["zeros"]) + len(joins) + len(rest)),
             "pass": 1.0,
         }
         extra = {"zeros": 0.0, "moves": self.batch * moved}
@@ -176,7 +467,7 @@ class Predictor:
         """Return the seconds of every layer that runs, in the faster form, by its index in `Operators.layers`."""
         found = self.terms_of(laid)
         form = min(found.terms, key=lambda name: self.total(found.terms[name]))
-        return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
+        return {index: self.coefficients.get("layers", 0.0) * s for index, s in found.layers[form].items()}
 
 
 KIND = "sbf-pruner latency"
@@ -215,9 +506,9 @@ class LatencyModel:
         self.predictor.coefficients = dict(coefficients)
         self.calibration = dict(calibration or {})
         self._dense = lay_out(graph, {})
-        reckoned = self.predictor.seconds(self._dense)
-        self.dense_seconds = reckoned if dense_seconds is None else dense_seconds
-        self._unit = self.dense_seconds / reckoned
+        predicted = self.predictor.seconds(self._dense)
+        self.dense_seconds = predicted if dense_seconds is None else dense_seconds
+        self._unit = self.dense_seconds / predicted
         self.correction = 1.0
         """Measured over predicted time of networks near the target; multiplies every prediction."""
 
@@ -239,10 +530,11 @@ class LatencyModel:
         whole = self.predictor.seconds(self._dense)
         found = {}
         for name, parts in self._saved.items():
-            left = int(np.asarray(keep[name]).sum()) if name in keep else self.graph.layers[name].filters
+            filters = self.graph.layers[name].filters
+            left = int(np.asarray(keep[name]).sum()) if name in keep else filters
             times = now if left else dense
-            seconds = sum(part * times.get(place, 0.0) for place, part in parts.items())
-            found[name] = seconds / max(left or self.graph.layers[name].filters, 1) / whole
+            seconds = sum(part * times.get(index, 0.0) for index, part in parts.items())
+            found[name] = seconds / max(left or filters, 1) / whole
         return found
 
     @cached_property
@@ -258,21 +550,17 @@ class LatencyModel:
             if not self.graph.connected(keep):
                 keep[name][0] = True
             left = self.predictor.shares(lay_out(self.graph, keep))
-            parts = {place: 1 - left.get(place, 0.0) / seconds for place, seconds in dense.items() if seconds}
-            found[name] = {place: part for place, part in parts.items() if part > 0}
+            parts = {index: 1 - left.get(index, 0.0) / seconds for index, seconds in dense.items() if seconds}
+            found[name] = {index: part for index, part in parts.items() if part > 0}
         return found
 
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
-        held = self.conditions
         return {
             "kind": KIND,
-            "runtime": held.runtime,
-            "batch": held.batch,
-            "threads": held.threads,
-            "machine": dict(held.machine),
+            **asdict(self.conditions),
             "network": signature(self.predictor),
             "dense_seconds": self.dense_seconds,
             "coefficients": dict(self.predictor.coefficients),

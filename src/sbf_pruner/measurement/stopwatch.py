@@ -1,10 +1,9 @@
 """Time single layers, whole networks and plans in a runtime.
 
 Seconds are the minimum of several turns, because other load on the machine can only add to them; two networks are
-compared pair by pair. A pass ends when its result is there, on a GPU too. In ONNX Runtime a layer is timed by the
-profiler between two others, so that it has the memory format of a layer inside a network, and reordering its input
-counts as its own time. torch.compile runs layers with the same library as eager torch, so they are timed without
-it. The dense network is tried in as many forms as the compact one.
+compared pair by pair. In ONNX Runtime a layer is timed by the profiler between two others, so that it has the
+memory format of a layer inside a network, and reordering its input counts as its own time. torch.compile runs
+layers with the same library as eager torch, so they are timed without it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,19 @@ from torch.nn import functional
 
 from ..errors import PruningError
 from ..plan import Plan
-from ..runtimes.capture import first_line
-from ..runtimes.choice import min_times
 from ..runtimes.forms import CapturedNetwork, Form, make_forms
 from ..runtimes.onnx import import_onnxruntime, session_options
-from ..runtimes.table import RUNTIMES, latency_runtime, make_runner
+from ..runtimes.table import RUNTIMES, latency_runtime, make_runner, min_times
 from ..surgery.extract import extract
 from ..utils.timing import Interval, median_ratio, time_interleaved, torch_threads
+from ..utils.user_code import one_line_error
 from ..utils.user_model import random_inputs
-from .latency_model import Conditions
-from .latency_table import LayerSpec, Widths
+from .latency_model import Conditions, LayerSpec, Widths
 
 TURNS = 7
 AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once
 AROUND = 16  # channels before and behind the layer that is timed
-NETWORK_INPUT = 4  # A layer with fewer input channels is taken for the first one, which reads the images.
+NETWORK_INPUT = 4  # A layer with fewer input channels is assumed to be the first one, which reads the images.
 _SAMPLE = 0.002
 
 Measured = dict[Widths, float]
@@ -59,34 +56,26 @@ def time_layers(runtime: str, site: LayerSpec, widths: Sequence[Widths], batch: 
 
 def _in_torch(site: LayerSpec, widths: Sequence[Widths], batch: int, threads: int, device: str) -> Measured:
     with torch.device(device):
-        calls = {pair: _call(site, *pair, batch) for pair in widths}
+        calls = {pair: _torch_call(site, *pair, batch) for pair in widths}
     with torch.inference_mode():
         # On a GPU many calls are launched before each synchronization, as inside a network.
-        taken = time_interleaved(calls, TURNS, sample=_SAMPLE, device=device)
-    return {pair: min(seconds) for pair, seconds in taken.items()}
+        times = time_interleaved(calls, TURNS, sample=_SAMPLE, device=device)
+    return {pair: min(seconds) for pair, seconds in times.items()}
 
 
-def _call(site: LayerSpec, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
+def _torch_call(site: LayerSpec, inputs: int, filters: int, batch: int) -> Callable[[], Tensor]:
     bias = torch.zeros(filters)
     if site.kind == "linear":
         x, weight = torch.rand(batch * site.size[0], inputs), torch.rand(filters, inputs)
         return lambda: functional.linear(x, weight, bias)
-    groups = site.groups or inputs
-    maps = _last(torch.rand(batch, inputs, *site.size))
-    if site.kind == "transposed":
-        weight = torch.rand(inputs, max(filters // groups, 1), *site.kernel)
-        put = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[
-            len(site.size) - 1
-        ]
-        return lambda: put(maps, weight, bias, site.stride, site.padding, 0, groups, site.dilation)
-    weight = _last(torch.rand(filters, max(inputs // groups, 1), *site.kernel))
-    taken = (functional.conv1d, functional.conv2d, functional.conv3d)[len(site.size) - 1]
-    return lambda: taken(maps, weight, bias, site.stride, site.padding, site.dilation, groups)
-
-
-def _last(tensor: Tensor) -> Tensor:
-    """Convert to channels_last, the memory format of the forms for torch."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    maps, weight = torch.rand(batch, inputs, *site.size), torch.rand(site.weight_shape(inputs, filters))
+    transposed, groups, no_output_padding = site.kind == "transposed", site.groups or inputs, [0] * len(site.size)
+    if maps.dim() == 4:  # the memory format of the forms for torch
+        maps = maps.contiguous(memory_format=torch.channels_last)
+        weight = weight if transposed else weight.contiguous(memory_format=torch.channels_last)
+    return lambda: torch.convolution(
+        maps, weight, bias, site.stride, site.padding, site.dilation, transposed, no_output_padding, groups
+    )
 
 
 # -- ONNX Runtime ------------------------------------------------------------------------------------------
@@ -96,18 +85,16 @@ def _in_onnxruntime(site: LayerSpec, widths: Sequence[Widths], batch: int, threa
     runtime = import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         sessions = {pair: _session(runtime, _model(site, *pair), threads, folder, pair) for pair in widths}
-        fed = {pair: _fed(held, batch) for pair, held in sessions.items()}
+        inputs = {pair: _random_input(session, batch) for pair, session in sessions.items()}
         order = list(sessions)
-        chosen = random.Random(0)
+        rng = random.Random(0)
         for _ in range(TURNS):
-            chosen.shuffle(order)
+            rng.shuffle(order)
             for pair in order:
                 for _ in range(2):
-                    sessions[pair].run(None, fed[pair])
-        return {
-            pair: min(layer_seconds(json.loads(Path(held.end_profiling()).read_text("utf-8")))[2:])
-            for pair, held in sessions.items()
-        }
+                    sessions[pair].run(None, inputs[pair])
+        profiles = {pair: Path(session.end_profiling()).read_text("utf-8") for pair, session in sessions.items()}
+    return {pair: min(layer_seconds(json.loads(text))[2:]) for pair, text in profiles.items()}
 
 
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
@@ -144,7 +131,7 @@ def _session(runtime: Any, model: bytes, threads: int, folder: str, pair: Widths
 LAYER_TIMERS = {"eager": _in_torch, "compile": _in_torch, "onnxruntime": _in_onnxruntime}
 
 
-def _fed(session: Any, batch: int) -> dict[str, Any]:
+def _random_input(session: Any, batch: int) -> dict[str, Any]:
     (given,) = session.get_inputs()
     rows = batch * (given.shape[0] if isinstance(given.shape[0], int) else 1)
     return {given.name: np.random.default_rng(0).random((rows, *given.shape[1:]), np.float32)}
@@ -152,39 +139,34 @@ def _fed(session: Any, batch: int) -> dict[str, Any]:
 
 def _model(site: LayerSpec, inputs: int, filters: int) -> bytes:
     """Build an ONNX model of the layer, between two 1x1 convolutions if it is a convolution inside a network."""
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper, numpy_helper
 
     weights: list[Any] = []
 
     def layer(kind: str, name: str, reads: str, shape: Sequence[int], width: int, **attributes: Any) -> Any:
-        drawn = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        weights.append(helper.make_tensor(f"{name}.w", TensorProto.FLOAT, shape, drawn.tobytes(), raw=True))
-        zeros = np.zeros(width, np.float32).tobytes()
-        weights.append(helper.make_tensor(f"{name}.b", TensorProto.FLOAT, [width], zeros, raw=True))
+        weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"{name}.w"))
+        weights.append(numpy_helper.from_array(np.zeros(width, np.float32), f"{name}.b"))
         return helper.make_node(kind, [reads, f"{name}.w", f"{name}.b"], [name], name=name, **attributes)
 
     if site.kind == "linear":
         shape: list[Any] = ["rows", inputs]
         nodes = [layer("Gemm", "layer", "x", [filters, inputs], filters, transB=1)]
     else:
-        ones, groups = [1] * len(site.size), site.groups or inputs
-        how = {
+        ones = [1] * len(site.size)
+        attributes = {
             "kernel_shape": list(site.kernel),
             "strides": list(site.stride),
             "pads": [*site.padding, *site.padding],
             "dilations": list(site.dilation),
-            "group": groups,
+            "group": site.groups or inputs,
         }
         inside = inputs >= NETWORK_INPUT and site.kind == "conv"
         shape = ["rows", AROUND if inside else inputs, *site.size]
         nodes = [layer("Conv", "first", "x", [inputs, AROUND, *ones], inputs)] if inside else []
         reads = "first" if inside else "x"
-        if site.kind == "conv":
-            weight = [filters, max(inputs // groups, 1), *site.kernel]
-            nodes.append(layer("Conv", "layer", reads, weight, filters, **how))
-        else:
-            weight = [inputs, max(filters // groups, 1), *site.kernel]
-            nodes.append(layer("ConvTranspose", "layer", reads, weight, filters, **how))
+        kind = "Conv" if site.kind == "conv" else "ConvTranspose"
+        nodes.append(layer(kind, "layer", reads, site.weight_shape(inputs, filters), filters, **attributes))
         if inside:
             nodes.append(layer("Conv", "last", "layer", [AROUND, filters, *ones], AROUND))
     end = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, None)
@@ -202,19 +184,17 @@ FEWEST, MOST = 11, 60  # rounds
 TRIAL = 2.0  # seconds for trying the forms of one network
 
 
-def all_forms(runtime: str) -> dict[str, Form]:
+def all_forms(conditions: Conditions) -> dict[str, Form]:
     """Return every form that `sbf bench` and `sbf export` try."""
-    return {str(form): form for form in RUNTIMES[latency_runtime(runtime)[0]].forms}
+    return {str(form): form for form in RUNTIMES[latency_runtime(conditions.runtime)[0]].forms}
 
 
-def passes(
-    network: nn.Module, example: Any, forms: Mapping[str, Form], runtime: str, batch: int, threads: int
-) -> dict[str, Pass]:
+def passes(network: nn.Module, example: Any, forms: Mapping[str, Form], conditions: Conditions) -> dict[str, Pass]:
     """Return functions that run a network once, by form; forms that give equal networks appear once."""
-    kind, device = latency_runtime(runtime)
-    made = make_forms(CapturedNetwork(network, example), forms)
-    inputs = random_inputs(example, batch)
-    return {name: make_runner(form, inputs, kind, threads, device) for name, form in made.items()}
+    runtime, device = latency_runtime(conditions.runtime)
+    made = make_forms(CapturedNetwork(network.eval(), example), forms)
+    inputs = random_inputs(example, conditions.batch)
+    return {name: make_runner(form, inputs, runtime, conditions.threads, device) for name, form in made.items()}
 
 
 def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
@@ -222,29 +202,14 @@ def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
 
     Otherwise a missing package would be noticed only after hours of training.
     """
-    held = conditions
-    form = dict([next(iter(all_forms(held.runtime).items()))])
+    first_form = dict([next(iter(all_forms(conditions).items()))])
     try:
-        with torch_threads(held.threads):
-            (once,) = passes(network.eval(), example, form, held.runtime, held.batch, held.threads).values()
-            once()
+        with torch_threads(conditions.threads):
+            (run,) = passes(network, example, first_form, conditions).values()
+            run()
     except Exception as error:  # A compiler or a broken installation can fail with any exception.
-        cause = str(error) if isinstance(error, PruningError) else first_line(error)
-        raise PruningError(f"latency cannot be measured on this machine ({held.told()}): {cause}") from error
-
-
-def quickest(held: Mapping[str, Pass]) -> Pass:
-    """Return the pass of the fastest form."""
-    if len(held) == 1:
-        return next(iter(held.values()))
-    times = min_times(held, TRIAL)
-    return held[min(times, key=times.__getitem__)]
-
-
-def time_pairs(dense: Pass, compact: Pass, pairs: int) -> Interval:
-    """Time two passes in alternation; returns the time of the compact network relative to the dense one."""
-    taken = time_interleaved({"dense": dense, "compact": compact}, pairs)
-    return median_ratio(taken["compact"], taken["dense"])
+        cause = str(error) if isinstance(error, PruningError) else one_line_error(error)
+        raise PruningError(f"latency cannot be measured on this machine ({conditions.told()}): {cause}") from error
 
 
 def time_against_dense(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
@@ -254,8 +219,10 @@ def time_against_dense(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[st
     """
     once = min_times({"dense": dense, **others}, 0.0)
     rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
-    taken = time_interleaved({"dense": dense, **others}, rounds)
-    return {name: min(once[name], *taken[name]) for name in others}, min(once["dense"], *taken["dense"])
+    times = time_interleaved({"dense": dense, **others}, rounds)
+    least = {name: min(once[name], *seconds) for name, seconds in times.items()}
+    dense_seconds = least.pop("dense")
+    return least, dense_seconds
 
 
 PAIRS = 40
@@ -275,27 +242,30 @@ class PlanTimer:
 
     def ratio(self, plan: Plan) -> float:
         """Return the time of a plan relative to the dense network, from more pairs if the times vary much."""
-        with torch_threads(self.conditions.threads):
-            compact = self._compact(plan)
-            for more in range(MAX_ATTEMPTS):
-                found = time_pairs(self._dense, compact, PAIRS * 2**more)
-                if found.high - found.low <= INTERVAL_WIDTH * found.median:
-                    break
-        return found.median
+        return self._interval(plan, [PAIRS * 2**attempt for attempt in range(MAX_ATTEMPTS)]).median
 
     def interval(self, plan: Plan, pairs: int) -> Interval:
         """Return the time of a plan relative to the dense network, with its confidence interval."""
-        with torch_threads(self.conditions.threads):
-            return time_pairs(self._dense, self._compact(plan), pairs)
+        return self._interval(plan, [pairs])
 
-    def _compact(self, plan: Plan) -> Pass:
-        return self._quickest(extract(self.network, self.example, plan))
+    def _interval(self, plan: Plan, attempts: Sequence[int]) -> Interval:
+        """Time a plan with the given numbers of pairs in turn, until the interval is narrow enough."""
+        with torch_threads(self.conditions.threads):
+            compact = self._fastest(extract(self.network, self.example, plan))
+            for pairs in attempts:
+                times = time_interleaved({"dense": self._dense, "compact": compact}, pairs)
+                found = median_ratio(times["compact"], times["dense"])
+                if found.high - found.low <= INTERVAL_WIDTH * found.median:
+                    break
+        return found
 
     @cached_property
     def _dense(self) -> Pass:
-        return self._quickest(self.network)
+        return self._fastest(self.network)
 
-    def _quickest(self, network: nn.Module) -> Pass:
-        held = self.conditions
-        made = passes(network.eval(), self.example, all_forms(held.runtime), held.runtime, held.batch, held.threads)
-        return quickest(made)
+    def _fastest(self, network: nn.Module) -> Pass:
+        candidates = passes(network, self.example, all_forms(self.conditions), self.conditions)
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+        times = min_times(candidates, TRIAL)
+        return candidates[min(times, key=times.__getitem__)]

@@ -10,7 +10,6 @@ timm list, with options that are plain values. Nothing else is imported or opene
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -22,11 +21,11 @@ from ..errors import PruningError, suggestion
 from ..utils.user_code import (
     TRUSTED,
     Origin,
+    accepted_parameters,
     failing_line,
-    has_var_keyword,
     matching_arguments,
     one_line_error,
-    signature,
+    required_parameters,
 )
 from .cifar import (
     VGG16,
@@ -51,12 +50,8 @@ BUNDLED: dict[str, Callable[..., nn.Module]] = {
 }
 # Options whose strings timm looks up in tables of its own; any other string may be a file or a URL.
 _SAFE_STRING_OPTIONS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
-_LOADING_PREFIXES = (
-    "pretrained",
-    "weights",
-    "checkpoint",
-)  # prefixes of options that load weights, even if just True
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# Prefixes of options that load weights, even if just True.
+_LOADING_PREFIXES = ("pretrained", "weights", "checkpoint")
 
 
 def resolve(name: str, /, **options: Any) -> nn.Module:
@@ -125,40 +120,32 @@ def _user_callable(name: str, options: dict[str, Any], origin: Origin) -> nn.Mod
         raise PruningError(f"{name} is a network already built; name the class or a function that builds it")
     if not callable(target):
         raise PruningError(f"{name} is of type {type(target).__name__}, which cannot be called to build a network")
-    offered = {"num_classes", "in_channels"}
-    offers = {key: options.pop(key) for key in sorted(offered & set(options))}
+    offers: dict[str, Any] = {key: options.pop(key) for key in ("in_channels", "num_classes") if key in options}
     return _build(name, target, {**matching_arguments(target, offers), **options})
 
 
 def _build(name: str, builder: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     """Call `builder`; raises a PruningError for unknown options, failures, and results that are not modules."""
-    parameters = signature(builder)
-    if parameters is not None and not has_var_keyword(parameters):
-        for option in options:
-            if option not in parameters.parameters:
-                known = suggestion(option, parameters.parameters) if parameters.parameters else "it takes none"
-                raise PruningError(f"{name} has no option {option!r}; {known}")
+    accepted = accepted_parameters(builder)
+    for option in options:
+        if accepted is not None and option not in accepted:
+            hint = suggestion(option, accepted) if accepted else "it takes none"
+            raise PruningError(f"{name} has no option {option!r}; {hint}")
     try:
         model = builder(**options)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        within = (
-            error.__traceback__ is not None and error.__traceback__.tb_next is not None
-        )  # Otherwise the call itself failed, for example for a missing argument.
-        why = f"at {failing_line(error)}" if within else f"{one_line_error(error)}{_remedy(parameters, options)}"
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            why = f"at {failing_line(error)}"
+        else:  # The call itself failed, for example for a missing argument.
+            lacking = [parameter for parameter in required_parameters(builder) if parameter not in options]
+            written = " ".join(f"--option {key}=VALUE" for key in lacking)
+            remedy = f"; give {written}, or model.options in a recipe" if lacking else ""
+            why = one_line_error(error) + remedy
         raise PruningError(f"{name} could not be built with {given}: {why}") from error
     if not isinstance(model, nn.Module):
         raise PruningError(f"{name} returned an object of type {type(model).__name__}, not an nn.Module")
     return model
-
-
-def _remedy(found: inspect.Signature | None, options: dict[str, Any]) -> str:
-    """Say how to give the required arguments that a builder did not get, or return ""."""
-    parameters = [] if found is None else found.parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME]
-    lacking = [name for name in needed if name not in options]
-    written = " ".join(f"--option {key}=VALUE" for key in lacking)
-    return f"; give {written}, or model.options in a recipe" if lacking else ""
 
 
 def _library(package: str, origin: Origin) -> ModuleType:

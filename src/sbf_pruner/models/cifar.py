@@ -7,7 +7,6 @@ tensors too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +120,7 @@ class VGG16(nn.Module):
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
         super().__init__()
-        pools = _pools(image_size)
+        pools = max(0, min(len(VGG_STAGES) - 1, image_size.bit_length() - 2))
         layers: list[nn.Module] = []
         for index, stage in enumerate(VGG_STAGES):
             if 0 < index <= pools:
@@ -138,33 +137,20 @@ class VGG16(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
 
 
-def _pools(image_size: int) -> int:
-    """Return how many max pools leave at least 2x2 pixels, at most four."""
-    return max(0, min(len(VGG_STAGES) - 1, image_size.bit_length() - 2))
-
-
 def vgg16_bn(num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> VGG16:
     """VGG-16 with batch norm; `image_size` is the smallest side of its images."""
     return VGG16(num_classes, in_channels, image_size)
 
 
-class Stage(NamedTuple):
-    """One row of the MobileNetV2 paper's table; `stride` is that of the first block."""
-
-    expansion: int
-    channels: int
-    blocks: int
-    stride: int
-
-
+# One row per stage, as in the paper: expansion, channels, blocks, and the stride of the first block.
 MOBILENET_STAGES = (
-    Stage(1, 16, 1, 1),
-    Stage(6, 24, 2, 1),
-    Stage(6, 32, 3, 2),
-    Stage(6, 64, 4, 2),
-    Stage(6, 96, 3, 1),
-    Stage(6, 160, 3, 2),
-    Stage(6, 320, 1, 1),
+    (1, 16, 1, 1),
+    (6, 24, 2, 1),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
 )
 
 
@@ -172,14 +158,7 @@ class ConvNorm(nn.Sequential):
     """A convolution, its batch norm, and a ReLU6 unless `activate` is false."""
 
     def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        kernel: int,
-        *,
-        stride: int = 1,
-        groups: int = 1,
-        activate: bool = True,
+        self, in_channels: int, channels: int, kernel: int, stride: int = 1, groups: int = 1, activate: bool = True
     ) -> None:
         conv = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2, groups=groups, bias=False)
         parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, bn=nn.BatchNorm2d(channels))
@@ -221,10 +200,10 @@ class MobileNetV2(nn.Module):
         head = _rounded(1280 * max(1.0, width_mult))
         self.stem = ConvNorm(in_channels, width, 3)
         blocks: list[nn.Module] = []
-        for stage in MOBILENET_STAGES:
-            channels = _rounded(stage.channels * width_mult)
-            for index in range(stage.blocks):
-                blocks.append(InvertedResidual(width, channels, stage.expansion, stage.stride if index == 0 else 1))
+        for expansion, base_channels, repeats, stride in MOBILENET_STAGES:
+            channels = _rounded(base_channels * width_mult)
+            for index in range(repeats):
+                blocks.append(InvertedResidual(width, channels, expansion, stride if index == 0 else 1))
                 width = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = ConvNorm(width, head, 1)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
-from ..utils.files import write_text
-from ..utils.lazy import lazy_exports
-from ..utils.paths import why_not_writable
+from ..utils import lazy_exports
+from ..utils.files import why_not_writable, write_text
 from .comparison import comparison_page
 from .page import run_page
 from .run_data import read_run

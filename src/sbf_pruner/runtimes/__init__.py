@@ -1,37 +1,16 @@
 """Rewrites of a trained network for inference in a runtime: eager PyTorch, torch.compile or ONNX Runtime."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "capture": (
-            "export_program",
-            "first_line",
-        ),
-        "choice": (
-            "choose",
-            "min_times",
-        ),
-        "forms": (
-            "BRANCHES",
-            "CapturedNetwork",
-            "Form",
-            "make_forms",
-        ),
-        "onnx": (
-            "run",
-            "session",
-            "to_onnx",
-        ),
+        "capture": ("export_program",),
+        "forms": ("BRANCHES", "CapturedNetwork", "Form", "groups", "make_forms"),
+        "onnx": ("run", "session", "to_onnx"),
         "table": (
-            "LATENCY_RUNTIMES",
-            "Placement",
-            "RUNTIMES",
-            "Unavailable",
-            "make_runner",
+            *("LATENCY_RUNTIMES", "Placement", "RUNTIMES", "Unavailable", "choose", "make_runner", "min_times"),
             "outputs",
         ),
-        "widths": ("groups",),
     },
 )

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..modules import Remap
+from ..utils.user_code import one_line_error
 from ..utils.user_model import map_tensors, real_copy
 
 
@@ -42,18 +43,20 @@ def _shape_of_remap(x: Tensor, source: list[int], dim: int) -> Tensor:
     return x.new_empty(shape)
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+aten = torch.ops.aten
 REMAP = torch.ops.sbf_pruner.remap.default
+CONVS = {getattr(getattr(aten, f"conv{n}d"), kind) for n in (1, 2, 3) for kind in ("default", "padding")}
+NORM = aten._native_batch_norm_legit_no_training.default
 # An fx.Node. Its type annotations in torch.fx are too narrow for the edits made here.
 Node = Any
 
 
-class _Marked(nn.Module):
+class _OneOperatorRemap(nn.Module):
     """A `Remap` that is captured as one operator."""
 
-    def __init__(self, held: Remap) -> None:
+    def __init__(self, original: Remap) -> None:
         super().__init__()
-        self.source, self.dim = list(held.source), held.dim
+        self.source, self.dim = list(original.source), original.dim
 
     def forward(self, x: Tensor) -> Tensor:
         return remap(x, self.source, self.dim % x.dim())
@@ -62,20 +65,20 @@ class _Marked(nn.Module):
 def capture_graph(model: nn.Module, example_inputs: Any) -> fx.GraphModule:
     """Export a model in evaluation mode, for any batch size; raise a PruningError if torch.export fails."""
     network = eval_copy(model)
-    network = _Marked(network) if isinstance(network, Remap) else network
+    network = _OneOperatorRemap(network) if isinstance(network, Remap) else network
     for module in list(network.modules()):
         for name, child in module._modules.items():
             if isinstance(child, Remap):
-                module._modules[name] = _Marked(child)
-    with suppress_exporter_output(), torch.no_grad():
-        try:
+                module._modules[name] = _OneOperatorRemap(child)
+    try:
+        with suppress_exporter_output(), torch.no_grad():
             program = export_program(network, example_inputs).run_decompositions({})
             graph = program.module(check_guards=False)
-        except Exception as error:
-            raise PruningError(
-                f"{type(model).__name__} cannot be exported ({first_line(error)}); the model must accept any "
-                "batch size, and its control flow must not depend on the values of the input"
-            ) from error
+    except Exception as error:
+        raise PruningError(
+            f"{type(model).__name__} cannot be exported ({one_line_error(error)}); the model must accept any "
+            "batch size, and its control flow must not depend on the values of the input"
+        ) from error
     assert isinstance(graph, fx.GraphModule)
     return graph
 
@@ -88,34 +91,26 @@ def eval_copy(model: nn.Module) -> nn.Module:
 
 def export_program(network: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
     """Export a network, already in evaluation mode, with a dynamic batch dimension."""
-    inputs = batch_of_two(example_inputs)
-    args, kwargs = arguments(inputs)
+    args, kwargs, shapes = export_arguments(example_inputs)
     with suppress_exporter_output():
-        return torch.export.export(
-            network, args, kwargs, dynamic_shapes=dynamic_batch(kwargs or args), strict=False
-        )
+        return torch.export.export(network, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split example inputs into positional and keyword arguments.
+def export_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return positional arguments, keyword arguments and dynamic shapes for torch.export.
 
-    >>> arguments({"x": 1}), arguments(2)
-    (((), {'x': 1}), ((2,), {}))
+    The first dimension of all tensors is the same symbol. Single samples are repeated, because torch.export treats
+    a size of one as constant.
+
+    >>> args, kwargs, shapes = export_arguments({"x": torch.zeros(1, 3)})
+    >>> args, kwargs["x"].shape, list(shapes["x"])
+    ((), torch.Size([2, 3]), [0])
     """
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def batch_of_two(example_inputs: Any) -> Any:
-    """Repeat single samples, so that the batch is at least two: torch.export treats a size of one as constant."""
-    return map_tensors(example_inputs, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t)
-
-
-def dynamic_batch(inputs: Any) -> Any:
-    """Return dynamic shapes for torch.export in which the first dimension of all tensors is the same symbol."""
+    inputs = map_tensors(example_inputs, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t)
     batch = torch.export.Dim("batch")
-    return pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, inputs)
+    given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+    shapes = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, given)
+    return ((), given, shapes) if isinstance(given, dict) else (given, {}, shapes)
 
 
 # -- Reading and editing graphs --------------------------------------------------------------------------------
@@ -146,10 +141,8 @@ def stored_tensor(graph: fx.GraphModule, node: Any) -> Tensor | None:
     """Return the tensor that a get_attr node reads from the module; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    held: Any = graph
-    for part in str(node.target).split("."):
-        held = getattr(held, part)
-    return held.detach() if isinstance(held, Tensor) else None
+    found = attrgetter(str(node.target))(graph)
+    return found.detach() if isinstance(found, Tensor) else None
 
 
 def add_tensor(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Node:
@@ -197,38 +190,24 @@ def remove_dead(graph: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def suppress_exporter_output() -> Iterator[None]:
     """Suppress the progress output and internal warnings of exporters inside the block."""
-    with (
-        without_warnings(logging.ERROR, "torch.onnx", "onnxscript", "onnx_ir", "torch.export"),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    loggers = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")
+    with without_warnings(logging.ERROR, *loggers), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
 def without_warnings(least: int, *names: str) -> Iterator[None]:
     """Suppress warnings inside the block, and log messages of the named loggers below the level `least`."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
-        for logger in loggers:
+        for logger in levels:
             logger.setLevel(least)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, without ANSI colors."""
-    text = _COLOURS.sub("", str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
-
-
-aten = torch.ops.aten
-CONVS = {getattr(getattr(aten, f"conv{n}d"), kind) for n in (1, 2, 3) for kind in ("default", "padding")}
-NORM = aten._native_batch_norm_legit_no_training.default
 
 
 @dataclass
@@ -239,8 +218,7 @@ class Layer:
     weight: Tensor
     bias: Tensor | None
     groups: int
-    dim: int
-    """channel dimension of input and output"""
+    dim: int  # channel dimension of input and output
 
     @property
     def x(self) -> Node:
@@ -252,35 +230,27 @@ class Layer:
         """True for a depthwise convolution with one filter per channel."""
         return self.groups > 1 and self.groups == self.weight.shape[0] and self.weight.shape[1] == 1
 
-    @property
-    def padded(self) -> bool:
-        """True if the convolution pads its input with zeros."""
-        given = argument(self.node, 4, "padding", 0) if self.node.target in CONVS else 0
-        return given != "valid" and given not in (0, [0], [0, 0], [0, 0, 0])
-
 
 def layer_of(graph: fx.GraphModule, node: Any) -> Layer | None:
     """Return the layer of a node, or None if it is no layer or shares its weight or bias with another node."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
+    if not isinstance(node, fx.Node) or node.target not in {*CONVS, aten.linear.default}:
         return None
     convolution = node.target in CONVS
-    if not convolution and node.target is not aten.linear.default:
-        return None
     weight, bias = stored_tensor(graph, node.args[1]), stored_tensor(graph, argument(node, 2, "bias"))
     if weight is None or (bias is None and argument(node, 2, "bias") is not None):
         return None
-    readers = _readers(graph)
-    if any(readers[str(a.target)] > 1 for a in node.args[1:3] if isinstance(a, fx.Node)):
+    readers = Counter(n.target for n in graph.graph.nodes if n.op == "get_attr" for _ in n.users)
+    if any(readers[a.target] > 1 for a in node.args[1:3] if isinstance(a, fx.Node)):
         return None
     groups = argument(node, 6, "groups", 1) if convolution else 1
     return Layer(node, weight, bias, groups, 1 if convolution else len(output_shape(node)) - 1)
 
 
 def replace_layer_weights(
-    graph: fx.GraphModule, held: Layer, weight: Tensor, bias: Tensor | None, groups: int = 0
+    graph: fx.GraphModule, layer: Layer, weight: Tensor, bias: Tensor | None, groups: int = 0
 ) -> None:
     """Replace weight and bias of a layer, and its number of groups if `groups` is not 0."""
-    node = held.node
+    node = layer.node
     name = str(node.args[1].target)
     arguments = list(node.args) + [None] * (3 - len(node.args))
     arguments[1] = add_tensor(graph, node, name, weight)
@@ -298,35 +268,25 @@ def fold_norms(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target is not NORM or any(user.args[1:] != (0,) for user in node.users):
             continue
-        held = layer_of(graph, node.args[0])
-        if held is None or held.dim != 1 or len(held.node.users) != 1:
+        layer = layer_of(graph, node.args[0])
+        if layer is None or layer.dim != 1 or len(layer.node.users) != 1:
             continue
-        tensors = [stored_tensor(graph, argument) for argument in node.args[1:5]]
-        found = scale_and_shift(tensors, node.args[6], held.weight.shape[0])
+        found = scale_and_shift(graph, node)
         if found is None:
             continue
         scale, shift = found
-        weight = held.weight.double() * scale.reshape(-1, *[1] * (held.weight.dim() - 1))
-        bias = shift if held.bias is None else shift + held.bias.double() * scale
-        replace_layer_weights(graph, held, weight.to(held.weight.dtype), bias.to(held.weight.dtype))
+        weight = layer.weight.double() * scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
+        bias = shift if layer.bias is None else shift + layer.bias.double() * scale
+        replace_layer_weights(graph, layer, weight.to(layer.weight.dtype), bias.to(layer.weight.dtype))
         for user in list(node.users):
-            user.replace_all_uses_with(held.node)
+            user.replace_all_uses_with(layer.node)
     graph.graph.eliminate_dead_code()
 
 
-def scale_and_shift(tensors: list[Tensor | None], eps: Any, width: int) -> tuple[Tensor, Tensor] | None:
+def scale_and_shift(graph: fx.GraphModule, norm: Node) -> tuple[Tensor, Tensor] | None:
     """Return scale and shift of a batch norm in evaluation mode, in float64; None without running statistics."""
-    weight, bias, mean, variance = tensors
+    weight, bias, mean, variance = (stored_tensor(graph, a) for a in norm.args[1:5])
     if mean is None or variance is None:
         return None
-    scale = torch.rsqrt(variance.double() + eps) * (1.0 if weight is None else weight.double())
-    return scale, (torch.zeros(width).double() if bias is None else bias.double()) - mean.double() * scale
-
-
-def _readers(graph: fx.GraphModule) -> Counter[str]:
-    """Count the nodes that read each stored tensor."""
-    found: Counter[str] = Counter()
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            found[str(node.target)] += len(node.users)
-    return found
+    scale = torch.rsqrt(variance.double() + norm.args[6]) * (1.0 if weight is None else weight.double())
+    return scale, (0.0 if bias is None else bias.double()) - mean.double() * scale

@@ -19,10 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..utils.files import atomic_path
-from .capture import arguments, batch_of_two, dynamic_batch, eval_copy, first_line, suppress_exporter_output
-
-EXTRA = 'pip install "sbf-pruner[export]"'
-_NEEDED = ("onnx", "onnxscript", "onnxruntime")
+from ..utils.user_code import one_line_error
+from .capture import eval_copy, export_arguments, suppress_exporter_output
 
 
 def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
@@ -34,20 +32,22 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     import_onnxruntime()
     path = Path(path)
     network = eval_copy(model)
-    args, kwargs = arguments(batch_of_two(example_inputs))
-    shapes = dynamic_batch(kwargs or args)
+    args, kwargs, shapes = export_arguments(example_inputs)
+    # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
+    args = args if kwargs else (*args, {})
     try:
         with suppress_exporter_output(), torch.no_grad():
-            # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
-            given = args if kwargs else (*args, {})
-            program = torch.onnx.export(
-                network, given, kwargs=kwargs or None, dynamic_shapes=shapes, dynamo=True, verbose=False
-            )
+            program = torch.onnx.export(network, args, kwargs=kwargs or None, dynamic_shapes=shapes, verbose=False)
     except Exception as error:
-        raise _export_error(model, first_line(_innermost(error))) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # The exporter's wrappers only name its step and how to report it.
+            cause = cause.__cause__
+        raise _export_error(model, one_line_error(cause)) from error
     assert program is not None
-    proto = _stripped(program.model_proto)
-    if any(_fixed_batch(held) for held in proto.graph.input):  # torch fixes it without a warning
+    proto = program.model_proto
+    _strip_metadata(proto)
+    inputs = [given.type.tensor_type.shape.dim for given in proto.graph.input]
+    if any(sizes and not sizes[0].dim_param for sizes in inputs):  # torch fixes it without a warning
         raise _export_error(model, "its forward fixes the batch size")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
     with atomic_path(path) as temporary:
@@ -61,9 +61,8 @@ def session(path: str | Path, threads: int = 0) -> Any:
     try:
         return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise PruningError(
-            f"{path} cannot be run by ONNX Runtime ({first_line(error)}); export it again"
-        ) from error
+        why = one_line_error(error)
+        raise PruningError(f"{path} cannot be run by ONNX Runtime ({why}); export it again") from error
 
 
 def session_options(threads: int) -> Any:
@@ -92,17 +91,10 @@ def run(session: Any, inputs: Any) -> list[Tensor]:
 
 def import_onnxruntime() -> ModuleType:
     """Import ONNX Runtime; raise a PruningError if a package needed for exporting is missing."""
-    for name in _NEEDED:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
-            raise PruningError(f"exporting to ONNX needs {name}; run: {EXTRA}")
+            raise PruningError(f'exporting to ONNX needs {name}; run: pip install "sbf-pruner[export]"')
     return importlib.import_module("onnxruntime")
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Return the original cause of an error; the exporter's wrappers only name its step and how to report it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _export_error(model: nn.Module, why: str) -> PruningError:
@@ -112,20 +104,13 @@ def _export_error(model: nn.Module, why: str) -> PruningError:
     )
 
 
-def _fixed_batch(held: Any) -> bool:
-    sizes = held.type.tensor_type.shape.dim
-    return bool(sizes) and not sizes[0].dim_param
-
-
-def _stripped(proto: Any) -> Any:
+def _strip_metadata(proto: Any) -> None:
     """Remove the exporter's metadata, which contains local paths and can be as large as a small network."""
-    for held in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.functions):
-        del held.metadata_props[:]
-    for held in (*proto.graph.value_info, *proto.graph.initializer):
-        del held.metadata_props[:]
+    graph = proto.graph
+    parts = [proto, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer]
     for function in proto.functions:
-        for held in (*function.node, *function.value_info):
-            del held.metadata_props[:]
-    for held in (proto.graph, *proto.graph.node):
-        held.doc_string = ""
-    return proto
+        parts += [function, *function.node, *function.value_info]
+    for part in parts:
+        del part.metadata_props[:]
+    for part in (graph, *graph.node):
+        part.doc_string = ""

@@ -18,7 +18,6 @@ from .capture import (
     CONVS,
     NORM,
     REMAP,
-    Layer,
     Node,
     add_tensor,
     argument,
@@ -36,6 +35,15 @@ from .capture import (
 )
 
 aten = torch.ops.aten
+Choice = Callable[[Node], bool]
+# Elementwise operators of one tensor that return a finite number for every finite number.
+POINTWISE = {
+    getattr(aten, name).default
+    for name in (
+        *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "gelu", "mish", "softplus"),
+        *("tanh", "sigmoid", "clamp", "hardswish", "hardsigmoid", "hardtanh"),
+    )
+}
 _END = 2**31 - 1
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
@@ -55,26 +63,23 @@ def simplify(graph: fx.GraphModule) -> None:
 def remove_identity_ops(graph: fx.GraphModule) -> None:
     """Remove operators that return their input unchanged: full slices and dropout."""
     for node in list(graph.graph.nodes):
-        if _idle(node):
+        identity = node.target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+        if node.target is aten.slice.Tensor:
+            start, end, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
+            to_end = end is None or (isinstance(end, int) and end >= _END)
+            identity = start in (0, None) and step == 1 and to_end
+        if identity:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-
-
-def _idle(node: Node) -> bool:
-    if node.target is aten.slice.Tensor:
-        start, end, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
-        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= _END))
-    return node.target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
 def flatten_by_name(graph: fx.GraphModule) -> None:
     """Write a view of (batch, channels, 1, 1) as (batch, channels) as a flatten, which does not fix the width."""
     for node in list(graph.graph.nodes):
-        if node.target not in (aten.view.default, aten.reshape.default) or not is_tensor(node.args[0]):
-            continue
-        before, behind = output_shape(node.args[0]), output_shape(node)
-        if before[2:] == [1] * (len(before) - 2) and [*map(str, behind)] == [*map(str, before[:2])]:
-            node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
+        if node.target in (aten.view.default, aten.reshape.default) and is_tensor(node.args[0]):
+            before, after = output_shape(node.args[0]), output_shape(node)
+            if before[2:] == [1] * (len(before) - 2) and [*map(str, after)] == [*map(str, before[:2])]:
+                node.target, node.args = aten.flatten.using_ints, (node.args[0], 1)
 
 
 # -- Constants -----------------------------------------------------------------------------------------------
@@ -91,13 +96,13 @@ def drop_constants(graph: fx.GraphModule) -> None:
         if found is not None:
             known[node] = found
         elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
-            _drop_from(graph, node, known)
+            _drop_constant_operand(graph, node, known)
         elif node.target is aten.cat.default and argument(node, 1, "dim", 0) == 1:
             _concat_to_remap(node, known)
     graph.graph.eliminate_dead_code()
 
 
-def _drop_from(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> None:
+def _drop_constant_operand(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> None:
     for constant, other in (node.args, node.args[::-1]):
         if constant not in known or not is_tensor(other) or not same_shape(other, node):
             continue
@@ -129,39 +134,22 @@ def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> T
         return torch.zeros(width, dtype=torch.float64) if isinstance(width, int) else None
     x: Any = node.args[0] if node.args else None
     if isinstance(x, fx.Node) and x.target is NORM and node.args[1:] == (0,) and x.args[0] in known:
-        pair = scale_and_shift([stored_tensor(graph, a) for a in x.args[1:5]], x.args[6], output_shape(node)[1])
+        pair = scale_and_shift(graph, x)
         return None if pair is None else known[x.args[0]] * pair[0] + pair[1]
+    found: Tensor | None = None
     if node.target in (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor) and not node.kwargs:
-        both = [known.get(a) for a in node.args if isinstance(a, fx.Node)]
-        if len(both) != 2 or both[0] is None or both[1] is None or not all(same_shape(a, node) for a in node.args):
-            return None
-        found: Tensor = node.target(*both)
-        return found
-    if x not in known:
+        if len(node.args) == 2 and all(a in known and same_shape(a, node) for a in node.args):
+            found = node.target(*(known[a] for a in node.args))
+    elif x not in known:
         return None
-    if node.target in POINTWISE:
-        result: Tensor = node.target(known[x], *node.args[1:], **node.kwargs)
-        return result
-    if node.target is REMAP and node.args[2] == 1:
-        return select_rows(known[x], node.args[1])
-    held = layer_of(graph, node)
-    if held is not None and held.dim == 1 and not known[x].any():
-        width = held.weight.shape[0]
-        return torch.zeros(width, dtype=torch.float64) if held.bias is None else held.bias.double()
-    return None
-
-
-Choice = Callable[[Node], bool]
-# Elementwise operators of one tensor that return a finite number for every finite number.
-_NAMES = (
-    "relu relu6 silu gelu mish hardswish leaky_relu elu celu selu tanh sigmoid hardsigmoid hardtanh clamp softplus"
-)
-POINTWISE = {getattr(aten, name).default for name in _NAMES.split()}
-
-
-def no_remap(node: Node) -> bool:
-    """Select no remap."""
-    return False
+    elif node.target in POINTWISE:
+        found = node.target(known[x], *node.args[1:], **node.kwargs)
+    elif node.target is REMAP and node.args[2] == 1:
+        found = select_rows(known[x], node.args[1])
+    elif (layer := layer_of(graph, node)) is not None and layer.dim == 1 and not known[x].any():
+        zeros = torch.zeros(layer.weight.shape[0], dtype=torch.float64)
+        found = zeros if layer.bias is None else layer.bias.double()
+    return found
 
 
 def find_remaps(graph: fx.GraphModule) -> None:
@@ -169,18 +157,14 @@ def find_remaps(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if not (is_tensor(node) and node.args and is_tensor(node.args[0]) and len(output_shape(node)) >= 2):
             continue
-        source = _selected(graph, node) or _padded(node)
-        if source is not None:
+        source = _padded(node)
+        if node.target is aten.index_select.default and node.args[1] == 1:
+            indices = stored_tensor(graph, node.args[2])
+            source = None if indices is None else indices.tolist()
+        if source:
             fresh = insert_after(node, REMAP, (node.args[0], source, 1), node.meta["val"])
             node.replace_all_uses_with(fresh)
             graph.graph.erase_node(node)
-
-
-def _selected(graph: fx.GraphModule, node: Node) -> list[int] | None:
-    if node.target is not aten.index_select.default or node.args[1] != 1:
-        return None
-    table = stored_tensor(graph, node.args[2])
-    return None if table is None else table.tolist()
 
 
 def _padded(node: Node) -> list[int] | None:
@@ -190,90 +174,83 @@ def _padded(node: Node) -> list[int] | None:
         mode, value = "constant", argument(node, 2, "value", 0)
     else:
         return None
-    x, pads = node.args[0], node.args[1]
-    assert isinstance(x, fx.Node) and isinstance(pads, list | tuple)
-    rank, width = len(output_shape(x)), output_shape(x)[1]
-    at = 2 * (rank - 2)  # Padding is listed from the last dimension to the first.
-    plain = mode == "constant" and value in (None, 0, 0.0) and len(pads) >= at + 2
-    if not plain or not all(isinstance(pad, int) and pad >= 0 for pad in pads) or not isinstance(width, int):
+    sizes, pads = output_shape(node.args[0]), list(node.args[1])
+    at = 2 * (len(sizes) - 2)  # Padding is listed from the last dimension to the first.
+    if mode != "constant" or value not in (None, 0) or not isinstance(sizes[1], int) or len(pads) < at + 2:
         return None
-    sizes: list[int] = list(pads)
-    before, behind = sizes[at : at + 2]
-    if any(sizes[:at] + sizes[at + 2 :]):
+    if any(pads[:at] + pads[at + 2 :]) or not all(isinstance(pad, int) and pad >= 0 for pad in pads):
         return None
-    return [-1] * before + list(range(width)) + [-1] * behind
+    return [-1] * pads[at] + list(range(sizes[1])) + [-1] * pads[at + 1]
 
 
 # -- Merging -----------------------------------------------------------------------------------------------
 
 
-def merge_remaps(
-    graph: fx.GraphModule, rows: Choice = no_remap, columns: Choice = no_remap, *, sink: bool = False
-) -> None:
-    """Merge remaps with adjacent remaps and layers where no layer grows, or where the arguments allow it.
+def merge_remaps(graph: fx.GraphModule, rows: Choice | None = None) -> None:
+    """Merge remaps with adjacent remaps and layers where no layer grows.
 
-    `rows` selects remaps that add zero channels to the output of a layer, to be written as zero filters. `columns`
-    selects remaps that pick input channels of a layer, to be written as zero columns. With `sink`, a remap that
-    adds zeros, and is not written as filters, is moved behind an activation, toward the layers that read it.
+    With `rows`, layers may grow: remaps that pick input channels of a layer are written as zero columns, and those
+    that add zero channels to the output of a layer, and that `rows` selects, as zero filters. Other remaps that add
+    zeros are moved behind activations, toward the layers that read them.
     """
     changed = True
     while changed:
         changed = False
         for node in [n for n in graph.graph.nodes if n.target is REMAP]:
-            changed |= _merge(graph, node, rows, columns) or (sink and _sink(graph, node))
+            changed |= _merge(graph, node, rows) or (rows is not None and _sink(graph, node))
     graph.graph.eliminate_dead_code()
 
 
-def _merge(graph: fx.GraphModule, node: Node, rows: Choice, columns: Choice) -> bool:
+def _merge(graph: fx.GraphModule, node: Node, rows: Choice | None) -> bool:
     x, source, dim = remap_args(node)
     width = output_shape(x)[dim]
     if not node.users:
         graph.graph.erase_node(node)
-        return True
-    if source == list(range(width)):
+    elif source == list(range(width)):
         node.replace_all_uses_with(x)
-        return True
-    if x.target is REMAP and remap_args(x)[2] == dim:
+    elif x.target is REMAP and remap_args(x)[2] == dim:
         inner, first, _ = remap_args(x)
         node.args = (inner, [first[i] if i >= 0 else -1 for i in source], dim)
-        return True
-    if (len(source) >= width or columns(node)) and _into_columns(graph, node):
-        return True
-    return _into_rows(graph, node, rows)
+    elif (len(source) >= width or rows is not None) and _into_columns(graph, node):
+        pass
+    else:
+        return _into_rows(graph, node, rows)
+    return True
 
 
 def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
     """Merge a remap into the columns of the layers that read it; return True if there was one."""
     x, source, dim = remap_args(node)
     readers = [layer_of(graph, user) for user in node.users]
-    merged = [held for held in readers if held is not None and _reads(held, node, dim)]
-    for held in merged:
-        weight = torch.zeros_like(held.weight[:, :1]).repeat_interleave(output_shape(x)[dim], 1)
+    merged = [one for one in readers if one is not None and one.x is node and one.groups == 1 and one.dim == dim]
+    for layer in merged:
+        weight = torch.zeros_like(layer.weight[:, :1]).repeat_interleave(output_shape(x)[dim], 1)
         kept = [i for i, j in enumerate(source) if j >= 0]
-        places = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
-        replace_layer_weights(graph, held, weight.index_add_(1, places, held.weight[:, kept]), held.bias)
-        held.node.args = (x, *held.node.args[1:])
+        columns = torch.tensor([source[i] for i in kept], dtype=torch.int64, device=weight.device)
+        replace_layer_weights(graph, layer, weight.index_add_(1, columns, layer.weight[:, kept]), layer.bias)
+        layer.node.args = (x, *layer.node.args[1:])
     return bool(merged)
 
 
-def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice) -> bool:
+def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice | None) -> bool:
     """Merge a remap into the rows of the layer before it, if that does not grow or `rows` selects the remap."""
     x, source, dim = remap_args(node)
-    between, first = [], x
+    passed, first = [], x
     while _keeps_zero(first) and len(first.users) == 1:
-        between.append(first)
+        passed.append(first)
         first = first.args[0]
-    feeding = layer_of(graph, first)
-    if feeding is not None and feeding.groups == 1 and feeding.dim == dim and len(first.users) == 1:
-        selects = min(source) >= 0 and len(source) <= output_shape(x)[dim]
-        if selects or rows(node):
-            bias = None if feeding.bias is None else select_rows(feeding.bias, source)
-            replace_layer_weights(graph, feeding, select_rows(feeding.weight, source), bias)
-            for passed in (first, *between):
-                passed.meta["val"] = fake_with_channels(passed.meta["val"], len(source), dim)
-            node.replace_all_uses_with(x)
-            return True
-    return False
+    layer = layer_of(graph, first)
+    if layer is None or layer.groups != 1 or layer.dim != dim or len(first.users) != 1:
+        return False
+    grows = min(source) < 0 or len(source) > output_shape(x)[dim]
+    if grows and (rows is None or not rows(node)):
+        return False
+    bias = None if layer.bias is None else select_rows(layer.bias, source)
+    replace_layer_weights(graph, layer, select_rows(layer.weight, source), bias)
+    for other in (first, *passed):
+        other.meta["val"] = fake_with_channels(other.meta["val"], len(source), dim)
+    node.replace_all_uses_with(x)
+    return True
 
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:
@@ -292,10 +269,9 @@ def _sink(graph: fx.GraphModule, node: Node) -> bool:
 
 
 def _keeps_zero(node: Node) -> bool:
-    plain = not any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values()))
-    return (
-        node.target in POINTWISE and plain and not node.target(torch.zeros(1), *node.args[1:], **node.kwargs).any()
-    )
+    if node.target not in POINTWISE or len(node.all_input_nodes) > 1:
+        return False
+    return not node.target(torch.zeros(1), *node.args[1:], **node.kwargs).any()
 
 
 def remap_args(node: Node) -> tuple[Node, list[int], int]:
@@ -305,21 +281,18 @@ def remap_args(node: Node) -> tuple[Node, list[int], int]:
     return x, list(source), dim
 
 
-def _reads(held: Layer, node: Node, dim: int) -> bool:
-    return held.x is node and held.groups == 1 and held.dim == dim
-
-
 def select_rows(tensor: Tensor, source: list[int]) -> Tensor:
     """Select rows of a tensor by index; -1 selects a row of zeros."""
     return torch.cat([tensor, torch.zeros_like(tensor[:1])])[source]
 
 
-_WRITING = {aten.relu.default: aten.relu_.default, aten.hardtanh.default: aten.hardtanh_.default}
-_WRITING |= {aten.silu.default: aten.silu_.default, aten.hardswish.default: aten.hardswish_.default}
-_WRITING |= {aten.index_add.default: aten.index_add_.default, aten.add.Tensor: aten.add_.Tensor}
+_IN_PLACE = {
+    getattr(aten, name).default: getattr(aten, f"{name}_").default
+    for name in ("relu", "hardtanh", "silu", "hardswish", "index_add")
+} | {aten.add.Tensor: aten.add_.Tensor}
 # Operators that allocate their output, or overwrite a tensor that one of these allocated, and keep no other alias
 # of what they read.
-_FRESH = {*CONVS, *POINTWISE, *_WRITING, *_WRITING.values(), aten.linear.default, aten.index_select.default}
+_FRESH = {*CONVS, *POINTWISE, *_IN_PLACE, *_IN_PLACE.values(), aten.linear.default, aten.index_select.default}
 _FRESH |= {aten.constant_pad_nd.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.mul.Tensor}
 _FRESH |= {aten.adaptive_avg_pool2d.default, aten.cat.default, aten.mean.dim}
 
@@ -332,12 +305,12 @@ def write_in_place(graph: fx.GraphModule) -> None:
     """
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in list(graph.graph.nodes):
-        if node.target not in _WRITING:
+        if node.target not in _IN_PLACE:
             continue
         if node.target is aten.add.Tensor and not node.kwargs and not _can_overwrite(node, node.args[0], order):
             node.args = (node.args[1], node.args[0], *node.args[2:])
         if _can_overwrite(node, node.args[0], order):
-            node.target = _WRITING[node.target]
+            node.target = _IN_PLACE[node.target]
 
 
 def _can_overwrite(node: Node, x: object, order: dict[Node, int]) -> bool:
@@ -351,12 +324,7 @@ def _can_overwrite(node: Node, x: object, order: dict[Node, int]) -> bool:
 def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
     """Replace strided slices of a feature map, and a remap behind them, by one constant 1x1 convolution."""
     for node in list(graph.graph.nodes):
-        if (
-            not node.users
-            or not is_tensor(node)
-            or len(output_shape(node)) != 4
-            or not node.meta["val"].is_floating_point()
-        ):
+        if not node.users or not is_tensor(node) or not _is_feature_map(node):
             continue
         source: list[int] | None = None
         last = node
@@ -366,11 +334,14 @@ def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
             continue  # handled at the node that reads it
         steps, x = _strided(last)
         width = output_shape(x)[1]
-        if x is last or not isinstance(width, int):
-            continue
-        fresh = _constant_convolution(graph, node, x, source or list(range(width)), steps)
-        node.replace_all_uses_with(fresh)
+        if x is not last and isinstance(width, int):
+            convolution = _constant_convolution(graph, node, x, source or list(range(width)), steps)
+            node.replace_all_uses_with(convolution)
     graph.graph.eliminate_dead_code()
+
+
+def _is_feature_map(node: Node) -> bool:
+    return len(output_shape(node)) == 4 and bool(node.meta["val"].is_floating_point())
 
 
 def _strided(node: Node) -> tuple[list[int], Node]:
@@ -403,35 +374,27 @@ def write_remaps(graph: fx.GraphModule, way: str) -> None:
     """
     for node in [n for n in graph.graph.nodes if n.target is REMAP]:
         x, source, dim = remap_args(node)
-        maps = len(output_shape(node)) == 4 and dim == 1 and node.meta["val"].is_floating_point()
-        if way == "add" and all(_adds(user, node) for user in node.users):
-            _write_as_additions(graph, node)
-            continue
-        if way == "convolution" and maps:
-            fresh = _constant_convolution(graph, node, x, source, [1, 1])
+        others = [_added_to(node, user) for user in node.users]
+        if way == "add" and None not in others:
+            kept = [i for i in source if i >= 0]
+            for user, other in zip(list(node.users), others, strict=True):
+                selected = x if kept == list(range(output_shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
+                put = add_tensor(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
+                user.target = aten.index_add.default
+                user.args = (other, dim, put, selected)
+        elif way == "convolution" and dim == 1 and _is_feature_map(node):
+            node.replace_all_uses_with(_constant_convolution(graph, node, x, source, [1, 1]))
         else:
-            fresh = _gathered(graph, node)
-        node.replace_all_uses_with(fresh)
+            node.replace_all_uses_with(_gathered(graph, node))
         graph.graph.erase_node(node)
 
 
-def _adds(user: Node, node: Node) -> bool:
+def _added_to(node: Node, user: Node) -> Node | None:
+    """Return the tensor of equal shape that a node is added to by `user`, or None if `user` does anything else."""
     if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
-        return False
+        return None
     other = user.args[1] if user.args[0] is node else user.args[0]
-    return is_tensor(other) and other is not node and same_shape(other, node)
-
-
-def _write_as_additions(graph: fx.GraphModule, node: Node) -> None:
-    x, source, dim = remap_args(node)
-    kept = [i for i in source if i >= 0]
-    for user in list(node.users):
-        taken = x if kept == list(range(output_shape(x)[dim])) else _indexed(graph, user, x, kept, dim)
-        put = add_tensor(graph, user, "put", torch.tensor([o for o, i in enumerate(source) if i >= 0]))
-        other = user.args[1] if user.args[0] is node else user.args[0]
-        user.target = aten.index_add.default
-        user.args = (other, dim, put, taken)
-    graph.graph.erase_node(node)
+    return other if is_tensor(other) and other is not node and same_shape(other, node) else None
 
 
 def _gathered(graph: fx.GraphModule, node: Node) -> Node:
@@ -444,11 +407,10 @@ def _gathered(graph: fx.GraphModule, node: Node) -> Node:
         return insert_after(node, aten.constant_pad_nd.default, (x, pads), node.meta["val"])
     if -1 not in source:
         return _indexed(graph, node, x, source, dim)
-    behind = insert_after(
-        x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), fake_with_channels(x.meta["val"], width + 1, dim)
-    )
-    node.prepend(behind)
-    return _indexed(graph, node, behind, [width if i < 0 else i for i in source], dim)
+    wider = fake_with_channels(x.meta["val"], width + 1, dim)
+    padded = insert_after(x, aten.constant_pad_nd.default, (x, [*ends, 0, 1]), wider)
+    node.prepend(padded)
+    return _indexed(graph, node, padded, [width if i < 0 else i for i in source], dim)
 
 
 def _indexed(graph: fx.GraphModule, before: Node, x: Node, source: list[int], dim: int) -> Node:

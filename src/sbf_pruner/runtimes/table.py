@@ -1,7 +1,9 @@
-"""The runtimes that networks run in: how each prepares a network, on which devices, and the forms that suit it.
+"""The runtimes that networks run in, and the choice of the fastest form of a network for one of them.
 
-`sbf bench`, `sbf export`, `sbf latency` and latency targets share this table. A runtime that can be the unit of a
-latency target also needs `joins`, and a way to time single layers in `measurement.stopwatch`.
+`RUNTIMES` says how each prepares a network, on which devices, and the forms that suit it; `sbf bench`,
+`sbf export`, `sbf latency` and latency targets share it. A runtime that can be the unit of a latency target also
+needs `joins`, and a way to time single layers in `measurement.stopwatch`. `choose` times forms in turns on this
+machine; slow ones drop out, and the minimum time decides, because other load on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import PruningError, suggestion
-from ..utils.timing import cpu, synchronizer, version_of
-from ..utils.user_model import call, map_tensors, real_copy
-from .capture import first_line, without_warnings
-from .forms import Form
+from ..utils.formatting import pluralize
+from ..utils.timing import cpu, synchronizer, torch_threads, version_of
+from ..utils.user_code import one_line_error
+from ..utils.user_model import call, map_tensors, random_inputs, real_copy
+from .capture import without_warnings
+from .forms import CapturedNetwork, Form, make_forms
 from .onnx import session, session_inputs, to_onnx
 
 Pass = Callable[[], Any]
 Bound = Callable[[Any], Pass]
 Joins = Mapping[str, tuple[Form, ...]]
-OPENVINO = 'pip install "sbf-pruner[openvino]"'
 
 
 class Unavailable(PruningError):
@@ -58,60 +62,66 @@ class Runtime:
     prepare: Callable[[nn.Module, Placement], Bound]
     """Takes a network in evaluation mode and returns a function that binds inputs; what that returns runs one
     forward pass. On a GPU the pass may return before the device has finished."""
-    forms: tuple[Form, ...]
-    """Every form of a network that is worth trying."""
+    forms: tuple[Form, ...]  # every form of a network to try
     joins: Joins | None = field(default=None, hash=False)
     """For latency predictions, the two ways of joining a branch to the residual stream, each with the forms that
     are usually fastest. None: the runtime cannot be the unit of a latency target."""
     devices: tuple[str, ...] = ("cpu",)
-    packages: tuple[str, ...] = ("torch",)
-    """Packages whose versions affect the speed."""
+    packages: tuple[str, ...] = ("torch",)  # packages whose versions affect the speed
 
     def facts(self, device: str) -> dict[str, Any]:
         """Return the facts of this machine that a time depends on; None for what is missing."""
         found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
         if device == "cuda":
-            there = torch.cuda.is_available()
-            found["gpu"] = torch.cuda.get_device_name() if there else None
-            found["cuda"] = torch.version.cuda if there else None
+            available = torch.cuda.is_available()
+            found["gpu"] = torch.cuda.get_device_name() if available else None
+            found["cuda"] = torch.version.cuda if available else None
             found["dtype"] = "float32, convolutions in tf32" if torch.backends.cudnn.allow_tf32 else "float32"
         return {**found, **{package: version_of(package) for package in self.packages}}
 
 
-def _eager(network: nn.Module, place: Placement) -> Bound:
-    network = real_copy(network).to(place.device)
-    return lambda inputs: partial(call, network, place.moved(inputs))
+def _eager(network: nn.Module, placement: Placement) -> Bound:
+    network = real_copy(network).to(placement.device)
+    return lambda inputs: partial(call, network, placement.moved(inputs))
 
 
-def _compiled(network: nn.Module, place: Placement) -> Bound:
-    network = real_copy(network).to(place.device)
+def _compiled(network: nn.Module, placement: Placement) -> Bound:
+    network = real_copy(network).to(placement.device)
+    # On the CPU, freezing makes weights constants, so that the compiler may change their memory layout.
+    options: Any = {"freezing": True} if placement.device.type == "cpu" else None
 
     def bind(inputs: Any) -> Pass:
         torch._dynamo.reset()  # Else recompilations add up to a limit; compiled functions stay callable.
-        run = partial(call, compiled(network, place.device), place.moved(inputs))
-        compile_now(run)
+        compiled = torch.compile(network, dynamic=False, options=options)
+        run = partial(call, compiled, placement.moved(inputs))
+        try:
+            # The compiler warns about its internals, and logs a long traceback when it fails.
+            with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
+                run()  # The first call compiles.
+        except Exception as error:
+            raise PruningError(f"torch.compile failed here ({one_line_error(error)})") from error
         return run
 
     return bind
 
 
-def _onnxruntime(network: nn.Module, place: Placement) -> Bound:
-    with _as_onnx(network, place) as path:
-        ready = session(path, place.threads)
+def _onnxruntime(network: nn.Module, placement: Placement) -> Bound:
+    with _as_onnx(network, placement) as path:
+        ready = session(path, placement.threads)
     return lambda inputs: partial(ready.run, None, session_inputs(ready, inputs))
 
 
-def _openvino(network: nn.Module, place: Placement) -> Bound:
+def _openvino(network: nn.Module, placement: Placement) -> Bound:
     try:
         openvino = importlib.import_module("openvino")
     except ImportError:
-        raise Unavailable(f"OpenVINO is not installed; run: {OPENVINO}") from None
+        raise Unavailable('OpenVINO is not installed; run: pip install "sbf-pruner[openvino]"') from None
     core = openvino.Core()
-    with _as_onnx(network, place) as path:
+    with _as_onnx(network, placement) as path:
         content = path.read_bytes()
     # float32, because on some machines OpenVINO would choose bfloat16, which is less exact and can fail there.
-    wanted = {
-        "INFERENCE_NUM_THREADS": place.threads,
+    config = {
+        "INFERENCE_NUM_THREADS": placement.threads,
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
     }
@@ -120,49 +130,40 @@ def _openvino(network: nn.Module, place: Placement) -> Bound:
         arrays = [t.contiguous().numpy() for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
         read = core.read_model(content, b"")
         read.reshape({part: list(array.shape) for part, array in zip(read.inputs, arrays, strict=True)})
-        request = core.compile_model(read, "CPU", wanted).create_infer_request()
+        request = core.compile_model(read, "CPU", config).create_infer_request()
         return lambda: list(request.infer(arrays, share_inputs=True).values())
 
     return bind
 
 
 @contextlib.contextmanager
-def _as_onnx(network: nn.Module, place: Placement) -> Iterator[Path]:
+def _as_onnx(network: nn.Module, placement: Placement) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        yield to_onnx(network, place.example, Path(folder) / "network.onnx")
+        yield to_onnx(network, placement.example, Path(folder) / "network.onnx")
 
 
+_onnx_form = partial(Form, shortcuts=True)
+_in_place_form = partial(Form, in_place=True, channels_last=True)
 _ONNX_FORMS = (
-    Form("zeros", shortcuts=True),
-    Form("zeros", 4, shortcuts=True),
-    Form("zeros", 8, shortcuts=True),
-    Form("zeros", 16, shortcuts=True),
-    Form("zeros", 16, 16, shortcuts=True),
-    Form("mixed", 16, 16, shortcuts=True),
+    *(_onnx_form("zeros", unit) for unit in (1, 4, 8, 16)),
+    _onnx_form("zeros", 16, 16),
+    _onnx_form("mixed", 16, 16),
     Form("gather"),
 )
-_EAGER_FORMS = (
-    Form("zeros", in_place=True, channels_last=True),
-    Form("zeros", 8, in_place=True, channels_last=True),
-    Form("zeros", 16, in_place=True, channels_last=True),
-    Form("add", in_place=True, channels_last=True),
-    Form("add", 8, in_place=True, channels_last=True),
-    Form("add", in_place=True),
-)
-_COMPILE_FORMS = (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True))
 RUNTIMES: dict[str, Runtime] = {
     "eager": Runtime(
         _eager,
-        _EAGER_FORMS,
-        {
-            "zeros": (Form("zeros", in_place=True, channels_last=True),),
-            "moves": (Form("add", in_place=True, channels_last=True),),
-        },
+        (
+            *(_in_place_form("zeros", unit) for unit in (1, 8, 16)),
+            *(_in_place_form("add", unit) for unit in (1, 8)),
+            Form("add", in_place=True),
+        ),
+        {"zeros": (_in_place_form("zeros"),), "moves": (_in_place_form("add"),)},
         ("cpu", "cuda"),
     ),
     "compile": Runtime(
         _compiled,
-        _COMPILE_FORMS,
+        (Form("zeros"), Form("zeros", channels_last=True), Form("gather", channels_last=True)),
         {"zeros": (Form("zeros", channels_last=True),), "moves": (Form("gather", channels_last=True),)},
         ("cpu", "cuda"),
     ),
@@ -170,18 +171,14 @@ RUNTIMES: dict[str, Runtime] = {
         _onnxruntime,
         _ONNX_FORMS,
         {
-            "zeros": (
-                Form("zeros", 16, 16, shortcuts=True),
-                Form("zeros", 4, shortcuts=True),
-                Form("zeros", 16, shortcuts=True),
-            ),
-            "moves": (Form("mixed", 16, 16, shortcuts=True),),
+            "zeros": (_onnx_form("zeros", 16, 16), _onnx_form("zeros", 4), _onnx_form("zeros", 16)),
+            "moves": (_onnx_form("mixed", 16, 16),),
         },
         packages=("onnxruntime", "torch"),
     ),
     "openvino": Runtime(_openvino, _ONNX_FORMS, packages=("openvino", "onnx")),
 }
-# What a latency can be asked for in: a runtime on the CPU by its name, on the GPU with ":cuda" appended.
+# The runtimes of latency targets: by their name on the CPU, with ":cuda" appended on the GPU.
 LATENCY_RUNTIMES = tuple(
     name if device == "cpu" else f"{name}:{device}"
     for device in ("cpu", "cuda")
@@ -211,16 +208,16 @@ def make_runner(
             "this machine has no cuda device that torch can use; measure on one that has (sbf latency "
             f"--runtime {runtime}:cuda --out FILE) and give the file (latency.table)"
         )
-    place = Placement(torch.device(device), threads, inputs)
+    placement = Placement(torch.device(device), threads, inputs)
     with torch.inference_mode():
-        bound = RUNTIMES[runtime].prepare(network, place)(inputs)
+        bound = RUNTIMES[runtime].prepare(network, placement)(inputs)
     wait = synchronizer(device)
 
     def run() -> Any:
         with torch.inference_mode():
-            found = bound()
+            result = bound()
         wait()
-        return found
+        return result
 
     return run
 
@@ -231,18 +228,86 @@ def outputs(run: Pass) -> list[Tensor]:
     return [torch.as_tensor(leaf).detach().cpu() for leaf in leaves if hasattr(leaf, "shape")]
 
 
-def compiled(network: nn.Module, device: torch.device | str = "cpu") -> Any:
-    """Compile a network with torch.compile for static shapes."""
-    # On the CPU, freezing makes weights constants, so that the compiler may change their memory layout.
-    options = {"freezing": True} if torch.device(device).type == "cpu" else None
-    return torch.compile(network, dynamic=False, options=options)  # type: ignore[arg-type]
+# -- Choice ----------------------------------------------------------------------------------------------------
+
+SMALLEST = "size"
+TARGETS = ("onnxruntime", "eager", "compile", SMALLEST)
+TIMING_SECONDS = 10.0  # approximate total time for timing the forms of one network
+_TURNS = 100  # maximum number of turns, however fast a pass is
+_BEHIND = 1.15  # A form slower than the fastest by this factor drops out.
 
 
-def compile_now(run: Callable[[], Any]) -> None:
-    """Run a compiled network once, which compiles it; raise a PruningError of one line if that fails."""
+@dataclass(frozen=True)
+class FormChoice:
+    """The form chosen for a network, with the reason and the measured times."""
+
+    network: nn.Module  # the network in that form, in evaluation mode
+    form: Form | None  # None: the network was not rewritten
+    why: str
+    milliseconds: Mapping[str, float] = field(default_factory=dict)  # minimum time of every form that was timed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the manifest of an export records."""
+        form = None if self.form is None else asdict(self.form)
+        params = sum(p.numel() for p in self.network.parameters())
+        return {"form": form, "why": self.why, "params": params, "milliseconds": dict(self.milliseconds)}
+
+
+def choose(
+    model: nn.Module,
+    example_inputs: Any,
+    target: str = "onnxruntime",
+    *,
+    batch: int = 64,
+    threads: int | None = None,
+    seconds: float = TIMING_SECONDS,
+    forms: Sequence[Form] | None = None,
+) -> FormChoice:
+    """Choose the fastest form of a network for a runtime: "onnxruntime", "eager" or "compile" (torch.compile).
+
+    Passes are timed with `batch` samples for about `seconds` in total, plus the time to compile or to write ONNX
+    files. For the target "size", the form with the fewest bytes is chosen without timing.
+    """
+    if target not in TARGETS:
+        raise PruningError(f"no runtime is called {target!r}; {suggestion(target, TARGETS)}")
     try:
-        # The compiler warns about its internals and logs a long traceback when it fails; our error replaces these.
-        with without_warnings(logging.CRITICAL, "torch._inductor", "torch._dynamo"):
-            run()
-    except Exception as error:
-        raise PruningError(f"torch.compile failed here ({first_line(error)})") from error
+        captured = CapturedNetwork(model, example_inputs)
+    except PruningError as error:
+        return FormChoice(real_copy(model).eval(), None, f"not rewritten: {error}")
+    usual = RUNTIMES["onnxruntime" if target == SMALLEST else target].forms
+    candidates = {str(form): form for form in (usual if forms is None else forms)}
+    networks = make_forms(captured, candidates)
+    if target == SMALLEST:
+        sizes = {name: sum(t.nbytes for t in made.state_dict().values()) for name, made in networks.items()}
+        name = min(sizes, key=sizes.__getitem__)
+        return FormChoice(networks[name], candidates[name], f"the smallest of {len(networks)} forms, not timed")
+    if len(networks) == 1:
+        ((name, only),) = networks.items()
+        return FormChoice(only, candidates[name], "the only form it has")
+    inputs = random_inputs(example_inputs, batch)
+    threads = threads or torch.get_num_threads()
+    with torch_threads(threads):
+        passes = {name: make_runner(network, inputs, target, threads) for name, network in networks.items()}
+        times = min_times(passes, seconds)
+    best = min(times, key=times.__getitem__)
+    why = f"the fastest of {len(times)} forms in {target}, batch {batch}, {pluralize(threads, 'thread')}"
+    return FormChoice(networks[best], candidates[best], why, {name: 1e3 * t for name, t in times.items()})
+
+
+def min_times(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Time passes in turns for about `seconds`, and return their minimum times; slow ones drop out early."""
+    least = dict.fromkeys(passes, float("inf"))
+    running = list(passes)
+    for name in running:
+        passes[name]()  # warm-up
+    start, turn = time.perf_counter(), 0
+    while turn < 3 or (turn < _TURNS and time.perf_counter() < start + seconds and len(running) > 1):
+        for name in running[:: 1 if turn % 2 == 0 else -1]:
+            began = time.perf_counter()
+            passes[name]()
+            least[name] = min(least[name], time.perf_counter() - began)
+        turn += 1
+        if turn >= 3 and time.perf_counter() > start + 0.3 * seconds:
+            limit = _BEHIND * min(least.values())
+            running = [name for name in running if least[name] <= limit]
+    return least

@@ -1,6 +1,6 @@
 """Filter scores: projections from the weights, gates on the model, and the penalty."""
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

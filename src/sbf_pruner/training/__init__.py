@@ -3,7 +3,7 @@
 `fit` executes a `Recipe` and writes the results to a run folder.
 """
 
-from ..utils.lazy import lazy_exports
+from ..utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

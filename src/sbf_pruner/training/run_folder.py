@@ -33,10 +33,10 @@ from ..utils.files import (
     read_tensors,
     read_text,
     to_plain,
+    why_not_writable,
     write_tensors,
     write_text,
 )
-from ..utils.paths import why_not_writable
 from ..utils.user_code import UNTRUSTED, Origin
 from .recipe import Recipe, load_recipe
 from .schedule import phases, total_epochs

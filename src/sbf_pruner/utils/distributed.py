@@ -62,19 +62,30 @@ class DistributedContext:
         if not self.alone:
             dist.all_reduce(tensor)
 
-    @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over all ranks, in place, with one all-reduce per dtype."""
-        for flat, held in self._packed(tensors):
-            dist.all_reduce(flat)
-            _unpack(flat.div_(self.size), held)
 
-    @torch.no_grad()
+        def mean(flat: Tensor) -> None:
+            dist.all_reduce(flat)
+            flat.div_(self.size)
+
+        self._in_place(mean, tensors)
+
     def follow(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of rank 0, with one broadcast per dtype."""
-        for flat, held in self._packed(tensors):
-            dist.broadcast(flat, 0)
-            _unpack(flat, held)
+        self._in_place(lambda flat: dist.broadcast(flat, 0), tensors)
+
+    @torch.no_grad()
+    def _in_place(self, operation: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> None:
+        """Apply an in-place operation to tensors, concatenated by dtype; do nothing in a single process."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in () if self.alone else tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_dtype.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            operation(flat)
+            parts = flat.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank; the result must be picklable.
@@ -83,19 +94,19 @@ class DistributedContext:
         """
         if self.alone:
             return work()
-        said: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # the result, or the message of an exception
         failed: Exception | None = None
         if self.leads:
             try:
-                said[0] = work()
+                outcome[0] = work()
             except Exception as error:  # Broadcast it, because the other ranks are waiting.
-                failed, said[1] = error, str(error)
-        dist.broadcast_object_list(said, 0)
+                failed, outcome[1] = error, str(error)
+        dist.broadcast_object_list(outcome, 0)
         if failed is not None:
             raise failed
-        if said[1] is not None:
-            raise PruningError(said[1])
-        return said[0]
+        if outcome[1] is not None:
+            raise PruningError(outcome[1])
+        return outcome[0]
 
     def all_ranks_agree(self, answer: Any) -> bool:
         """Return True if `answer` is equal on all ranks."""
@@ -104,16 +115,3 @@ class DistributedContext:
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer)
         return all(each == answers[0] for each in answers)
-
-    def _packed(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-        if self.alone:
-            return []
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault(tensor.dtype, []).append(tensor)
-        return [(torch.cat([tensor.reshape(-1) for tensor in held]), held) for held in kinds.values()]
-
-
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

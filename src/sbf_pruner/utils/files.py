@@ -32,8 +32,7 @@ try:
 except ImportError:  # Windows has no advisory lock here, so `locked` does not lock.
     fcntl = None  # type: ignore[assignment]
 
-_HEX = "[0-9a-f]"
-_FORGOTTEN = 3600.0  # seconds since the last write, after which its writer is taken to be dead
+_ABANDONED = 3600.0  # seconds since the last write, after which the writer is assumed to be dead
 
 
 @contextmanager
@@ -69,10 +68,10 @@ def temporary_path(path: Path) -> Path:
     Temporary files of killed processes are removed once they are old; a recent one may belong to a process that is
     writing `path` now.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{_HEX * 12}.partial"):
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.partial"):
         with suppress(OSError):  # Another process has removed it already.
-            if time.time() - left.stat().st_mtime > _FORGOTTEN:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if time.time() - leftover.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
@@ -137,6 +136,19 @@ def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be read: {error.strerror or error}; make it readable and try again")
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Return why nothing can be written at a path, or None if it can; missing parent folders are no obstacle.
+
+    >>> why_not_writable(Path("new/folder/file.json"))
+    """
+    above = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if above == path.absolute() and above.is_file():
+        above = above.parent
+    if above.is_dir() and os.access(above, os.W_OK):
+        return None
+    return f"{above} is {'a file' if above.is_file() else 'not a folder that can be written to'}"
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a text file and flush it to disk, so that files written afterwards may refer to it."""
     new = not path.exists()
@@ -166,11 +178,10 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        held = tensor.detach().cpu().contiguous()
-        if held.untyped_storage().data_ptr() in seen:  # safetensors cannot store tensors that share memory.
-            held = held.clone()
-        seen.add(held.untyped_storage().data_ptr())
-        plain[name] = held
+        plain[name] = tensor.detach().cpu().contiguous()
+        if plain[name].untyped_storage().data_ptr() in seen:  # safetensors cannot store tensors that share memory.
+            plain[name] = plain[name].clone()
+        seen.add(plain[name].untyped_storage().data_ptr())
     text = json.dumps(header)
     return plain, file_metadata(_digest(plain, text), header)
 
@@ -194,19 +205,18 @@ def read_records(path: Path, remedy: str = "put the file back", most: int | None
     found: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n")[:-1][:most], start=1):
         try:
-            held = json.loads(line)
+            record = json.loads(line)
         except ValueError:  # not JSON, or not text
-            held = None
-        if not isinstance(held, dict) or not isinstance(held.get("done"), int):
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("done"), int):
             raise RunError(f"{path}, line {number} is damaged; {remedy}")
-        found.append(held)
+        found.append(record)
     return found
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and header that `write_tensors` wrote; raise a RunError if the file is not intact."""
-    with _opened(path, remedy) as file:
-        text, expected = _entry(file, path, remedy)
+    with _opened(path, remedy) as (file, text, expected):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if _digest(tensors, text) != expected:
         raise RunError(f"{path} was changed after it was written (its checksum differs); {remedy}")
@@ -215,34 +225,30 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, 
 
 def read_header(path: Path, remedy: str) -> Any:
     """Return the header without reading the tensors, so the checksum is not verified."""
-    with _opened(path, remedy) as file:
-        text, _ = _entry(file, path, remedy)
     try:
-        return json.loads(text)
+        with _opened(path, remedy) as (_, text, _):
+            return json.loads(text)
     except ValueError:
         raise RunError(f"{path} was changed after it was written; {remedy}") from None
 
 
 @contextmanager
-def _opened(path: Path, remedy: str) -> Iterator[Any]:
+def _opened(path: Path, remedy: str) -> Iterator[tuple[Any, str, Any]]:
+    """Open a safetensors file; yield it with its header as text, and the checksum stored beside that."""
     try:
         check_readable(path)  # safetensors reports every file it cannot open as missing.
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; {remedy}") from None
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            try:
+                entry = json.loads((file.metadata() or {})["sbf"])
+                text, checksum = str(entry["header"]), entry["sha256"]
+            except (ValueError, LookupError, TypeError):
+                raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
+            yield file, text, checksum
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged or cut short ({error}); {remedy}") from error
-
-
-def _entry(file: Any, path: Path, remedy: str) -> tuple[str, Any]:
-    """Return the header as text, and the checksum stored with it."""
-    try:
-        entry = json.loads((file.metadata() or {})["sbf"])
-        return str(entry["header"]), entry["sha256"]
-    except (ValueError, LookupError, TypeError):
-        raise RunError(f"{path} was not written by sbf-pruner; {remedy}") from None
 
 
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
@@ -265,7 +271,7 @@ def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any
         return {"dict": [[key, to_plain(item, leaf, _under(at, key))] for key, item in nest.items()]}
     if isinstance(nest, list | tuple):
         kind = "list" if isinstance(nest, list) else "tuple"
-        return {kind: [to_plain(item, leaf, _under(at, index)) for index, item in enumerate(nest)]}
+        return {kind: [to_plain(item, leaf, _under(at, i)) for i, item in enumerate(nest)]}
     raise TypeError(f"{at or 'the state'} is of type {type(nest).__name__}, which cannot be stored")
 
 
@@ -277,12 +283,12 @@ def from_plain(plain: Any, leaf: Callable[[Any], Any]) -> Any:
     """
     if not isinstance(plain, dict):
         return plain
-    ((kind, held),) = plain.items()
+    ((kind, content),) = plain.items()
     if kind == "tensor":
-        return leaf(held)
+        return leaf(content)
     if kind == "dict":
-        return {key: from_plain(item, leaf) for key, item in held}
-    items = [from_plain(item, leaf) for item in held]
+        return {key: from_plain(item, leaf) for key, item in content}
+    items = [from_plain(item, leaf) for item in content]
     return items if kind == "list" else tuple(items)
 
 

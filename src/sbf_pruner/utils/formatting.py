@@ -19,10 +19,10 @@ def format_percentage(percentage: float, digits: int = 1) -> str:
     >>> format_percentage(0.23, 0), format_percentage(99.6, 0), format_percentage(1e-20)
     ('0.2', '99.6', '1e-20')
     """
-    for places in range(digits, _MOST_DIGITS):
-        said = f"{percentage:.{places}f}"
-        if float(said) == percentage or abs(float(said)) not in (0, 100):
-            return said
+    for decimals in range(digits, _MOST_DIGITS):
+        text = f"{percentage:.{decimals}f}"
+        if float(text) == percentage or abs(float(text)) not in (0, 100):
+            return text
     return f"{percentage:.1g}" if abs(percentage) < 1 else f"{percentage:.{digits}f}"
 
 

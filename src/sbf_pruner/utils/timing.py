@@ -2,8 +2,7 @@
 
 Every round times all calls, in random order or in the reverse of the last round, so that machine drift and cache
 state affect all alike. Two lists of times give a ratio per round; the interval for its median assumes nothing about
-the distribution. `environment` returns what is saved with every measured figure: processor, versions, threads,
-device.
+the distribution.
 """
 
 from __future__ import annotations
@@ -63,23 +62,25 @@ def time_interleaved(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    wait = synchronizer(device)
-    taken: dict[Name, list[float]] = {name: [] for name in calls}
+    wait, rng = synchronizer(device), random.Random(seed)
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    order = list(calls)
     with gc_disabled():
         passes = {name: _passes(run, sample, wait) for name, run in calls.items()}
-        for order in _orders(list(calls), rounds, seed):
+        for number in range(rounds):
+            order = order[::-1] if number % 2 else rng.sample(list(calls), len(calls))
             for name in order:
-                taken[name].append(_seconds(calls[name], passes[name], wait))
-    return taken
+                times[name].append(_seconds(calls[name], passes[name], wait))
+    return times
 
 
-def median_ratio(slower: Sequence[float], faster: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> Interval:
     """Return the median ratio of the first list of times to the second, paired by round, with its interval.
 
     >>> median_ratio([2.0, 4.0, 6.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
     Interval(median=2.0, low=2.0, high=3.0, confidence=0.96875, n=6)
     """
-    return median_interval([a / b for a, b in zip(slower, faster, strict=True)], confidence)
+    return median_interval([a / b for a, b in zip(slower, faster, strict=True)])
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -107,23 +108,17 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Set the number of threads of torch inside the block; None leaves it unchanged."""
-    before, there = torch.get_num_threads(), os.cpu_count() or 1
-    if count is not None and count > _PER_PROCESSOR * there:  # torch would abort the process.
-        raise PruningError(f"{count} threads are too many for {there} processors; ask for {there} at most")
+    before, processors = torch.get_num_threads(), os.cpu_count() or 1
+    if count is not None and count > _PER_PROCESSOR * processors:  # torch would abort the process.
+        raise PruningError(
+            f"{count} threads are too many for {processors} processors; ask for {processors} at most"
+        )
     try:
         if count is not None:
             torch.set_num_threads(count)
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _orders(names: list[Name], rounds: int, seed: int) -> list[list[Name]]:
-    chosen = random.Random(seed)
-    orders: list[list[Name]] = []
-    for number in range(rounds):
-        orders.append(orders[-1][::-1] if number % 2 else chosen.sample(names, len(names)))
-    return orders
 
 
 def _passes(run: Callable[[], Any], sample: float, wait: Callable[[], None]) -> int:
@@ -151,11 +146,10 @@ def synchronizer(device: torch.device | str) -> Callable[[], None]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the machine, device, thread count and package versions, as plain data."""
-    packages = ("torch", "numpy", "safetensors")
     return {
         "python": platform.python_version(),
         "sbf-pruner": __version__,
-        **{name: version(name) for name in packages},
+        **{name: version(name) for name in ("torch", "numpy", "safetensors")},
         "platform": platform.platform(),
         "cpu": cpu(),
         "threads": torch.get_num_threads(),
@@ -197,13 +191,11 @@ def busy_cores(seconds: float = 0.3) -> float | None:
 def _ticks() -> tuple[int, int] | None:
     """Return the busy and the total clock ticks of all cores since boot, or None if they cannot be read."""
     try:
-        user, nice, system, idle, wait, *rest = map(
-            int, Path("/proc/stat").read_text("ascii").split("\n")[0].split()[1:9]
-        )
-    except (OSError, ValueError):
+        ticks = list(map(int, Path("/proc/stat").read_text("ascii").split("\n")[0].split()[1:9]))
+        idle = ticks[3] + ticks[4]  # including waits for I/O
+    except (OSError, ValueError, IndexError):
         return None
-    busy = user + nice + system + sum(rest)
-    return busy, busy + idle + wait
+    return sum(ticks) - idle, sum(ticks)
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -10,13 +10,14 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,10 +35,8 @@ class Origin:
     """
 
     trusted: bool = False
-    runs: tuple[Path, ...] = ()
-    """run folders; nothing is imported from them, trusted or not"""
-    otherwise: str = ""
-    """text appended to the message that refuses a name"""
+    runs: tuple[Path, ...] = ()  # run folders; nothing is imported from them, trusted or not
+    otherwise: str = ""  # text appended to the message that refuses a name
 
     def check(self, key: str, value: Any, what: str) -> None:
         """Raise a RunError unless the origin is trusted; `what` describes what the value of `key` would do."""
@@ -57,11 +56,11 @@ class Origin:
             try:
                 target: Any = self.import_module(module)
             except ModuleNotFoundError as error:
-                other = error.name
-                if other is not None and module != other and not module.startswith(f"{other}."):
-                    raise PruningError(f"{name}: {module} imports {other!r}, which is not installed") from error
+                missing = error.name
+                if missing is not None and module != missing and not module.startswith(f"{missing}."):
+                    raise PruningError(f"{name}: {module} imports {missing!r}, which is not installed") from error
                 hint = f"; write {module.removesuffix('.py')}:{inner}" if module.endswith(".py") else ""
-                where = f"no module named {other!r} in this folder or among the installed packages"
+                where = f"no module named {missing!r} in this folder or among the installed packages"
                 raise PruningError(f"{name}: {where}{hint}") from error
             except Exception as error:
                 raise PruningError(f"{name}: importing {module} failed with {one_line_error(error)}") from error
@@ -82,29 +81,26 @@ class Origin:
             sys.meta_path.remove(guard)
 
 
-TRUSTED = Origin(trusted=True)
-"""Origin of a name given by the user on the command line or in Python."""
-UNTRUSTED = Origin()
-"""Origin of a name read from any other file."""
+TRUSTED = Origin(trusted=True)  # origin of a name given by the user on the command line or in Python
+UNTRUSTED = Origin()  # origin of a name read from any other file
 
 
 class _Guard:
     """A `sys.meta_path` finder that refuses modules inside some folders and passes on all others."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = {place for folder in folders for place in (folder.absolute(), folder.resolve())}
+        self._folders = {path for folder in folders for path in (folder.absolute(), folder.resolve())}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         found = PathFinder.find_spec(name, path) if self._folders else None
-        places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-        for place in places:
-            if place and self._folders & {up for at in _spellings(place) for up in (at, *at.parents)}:
-                raise ImportError(f"{place} is in the folder of a run, from which nothing is imported", name=name)
+        locations = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+        for location in filter(None, locations):
+            spellings = Path(location).absolute(), Path(location).resolve()
+            if self._folders & {up for at in spellings for up in (at, *at.parents)}:
+                raise ImportError(
+                    f"{location} is in the folder of a run, from which nothing is imported", name=name
+                )
         return None
-
-
-def _spellings(place: str) -> tuple[Path, Path]:
-    return Path(place).absolute(), Path(place).resolve()
 
 
 def matching_arguments(target: Callable[..., Any], offers: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +109,16 @@ def matching_arguments(target: Callable[..., Any], offers: Mapping[str, Any]) ->
     >>> matching_arguments(lambda seed: seed, {"seed": 3, "path": ""})
     {'seed': 3}
     """
-    parameters = signature(target)
-    if parameters is None or has_var_keyword(parameters):
-        return dict(offers)
-    return {name: value for name, value in offers.items() if name in parameters.parameters}
+    accepted = accepted_parameters(target)
+    return {name: value for name, value in offers.items() if accepted is None or name in accepted}
+
+
+def accepted_parameters(target: Callable[..., Any]) -> list[str] | None:
+    """Return the names of the parameters of a callable; None if it takes **kwargs or cannot be inspected."""
+    parameters = _parameters(target)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters]
 
 
 def required_parameters(target: Callable[..., Any]) -> list[str]:
@@ -125,28 +127,27 @@ def required_parameters(target: Callable[..., Any]) -> list[str]:
     >>> required_parameters(lambda path, seed=0: path)
     ['path']
     """
-    found = signature(target)
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = found.parameters.values() if found is not None else ()
-    return [p.name for p in parameters if p.kind in plain and p.default is p.empty]
+    parameters = _parameters(target) or ()
+    return [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+    ]
 
 
-def signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a callable, or None if it cannot be inspected."""
+def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
-        return inspect.signature(target)
+        return list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):  # Some callables written in C have no signature.
         return None
 
 
-def has_var_keyword(found: inspect.Signature) -> bool:
-    """Return True if a signature has a **kwargs parameter."""
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
+def one_line_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, without ANSI colors and a final full stop.
 
-
-def one_line_error(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    >>> one_line_error(ValueError("no such size.\\nMore lines"))
+    'ValueError: no such size'
+    """
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -163,37 +164,29 @@ def _current_directory_importable() -> Iterator[None]:
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MODELS = os.path.join(_PACKAGE, "models", "")  # part of this package, but treated as user code
-_QUIET = (
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,  # Its frames surround those of decorated functions.
-    _PACKAGE,
-)
+# Frames of contextlib surround those of decorated functions.
+_QUIET = (os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__, _PACKAGE)
 
 
 def user_location() -> str:
     """Return "file:line" of the innermost user frame of the current stack, or "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if _is_users(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return ""
 
 
 def explain(error: Exception, inputs: Any) -> str:
     """Describe in one sentence why a model failed on its example inputs: line, cause and remedy."""
-    frames = _frames_of(error)
-    if not frames:
-        remedy = "give inputs like those it is trained on"
-        if not isinstance(inputs, (Tensor, tuple, dict)):
-            remedy = f"give a tensor, or a tuple or dict of its arguments, not {type(inputs).__name__}"
-        elif isinstance(inputs, dict) and isinstance(error, TypeError):
-            remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
-        return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
-    return (
-        f"the model cannot run on the example inputs: at {failing_line(error)}; give inputs like those it is "
-        "trained on, or repair that line"
-    )
+    remedy = "give inputs like those it is trained on"
+    if _frames_of(error):
+        where = failing_line(error)
+        return f"the model cannot run on the example inputs: at {where}; {remedy}, or repair that line"
+    if not isinstance(inputs, (Tensor, tuple, dict)):
+        remedy = f"give a tensor, or a tuple or dict of its arguments, not {type(inputs).__name__}"
+    elif isinstance(inputs, dict) and isinstance(error, TypeError):
+        remedy = "give a dict of its keyword arguments or, if it takes a dict itself, a tuple with it: (batch,)"
+    return f"the model cannot run on the example inputs ({cause(error)}); {remedy}"
 
 
 def failing_line(error: Exception) -> str:

@@ -1,10 +1,8 @@
 """Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
-Copies have real or meta tensors. Unlike `copy.deepcopy`, functions that capture the model or its tensors, in
-closures, defaults, partials or hooks, are rebound to the copy. Every hook of this package is an `PrunerHook` object
-or a method of one, so that it can be found and removed, also in copies. Example inputs are passed as by `call`: a
-tensor is one argument, a tuple the positional arguments, a dict the keyword arguments, and any other value one
-argument. Models and inputs are not changed, except by `remove_pruner_hooks`.
+Functions that capture the model or its tensors, in closures, defaults, partials or hooks, are rebound to the copy,
+unlike by `copy.deepcopy`. Every hook of this package is a `PrunerHook` object or a method of one, so that it can be
+found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -53,33 +51,28 @@ def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Mode
 def all_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield all tensors of a model: parameters, buffers, and plain attributes, also inside containers."""
     for module in model.modules():
-        for held in vars(module).values():
-            if isinstance(held, Tensor):
-                yield held
-            elif isinstance(held, (dict, list, tuple, deque)) and held:
-                yield from (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (dict, list, tuple, deque)) and value:
+                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
-    twins: dict[int, Any] = _empty_tables(model) | instead
-    made = copy.deepcopy(model, twins)
+    # A module consists mostly of empty hook tables. Copying them takes deepcopy longer than all the rest, so its
+    # memo starts with new ones.
+    values = (value for module in model.modules() for value in vars(module).values())
+    memo: dict[int, Any] = {id(v): type(v)() for v in values if type(v) in (dict, OrderedDict) and not v}
+    memo |= instead
+    made = copy.deepcopy(model, memo)
     for old, new in zip(model.modules(), made.modules(), strict=False):
         new.training = old.training  # copying a torch.fx.GraphModule loses it
     members = {id(module) for module in model.modules()} | {id(tensor) for tensor in all_tensors(model)}
-    binding = _Binding(members, twins)
+    rebinding = _Rebinding(members, memo)
     for module in made.modules():
-        for name, held in vars(module).items():
-            vars(module)[name] = binding.of(held)
+        for name, value in vars(module).items():
+            vars(module)[name] = rebinding.of(value)
     return made
-
-
-def _empty_tables(model: nn.Module) -> dict[int, Any]:
-    """Map the `id` of every empty dict attribute of a module to a new empty one, as a deepcopy memo.
-
-    A module consists mostly of empty hook tables; copying them one by one takes deepcopy longer than all the rest.
-    """
-    held = (table for module in model.modules() for table in vars(module).values())
-    return {id(table): type(table)() for table in held if type(table) in (dict, OrderedDict) and not table}
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:
@@ -89,51 +82,52 @@ def _meta_twin(tensor: Tensor) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
-class _Binding:
+class _Rebinding:
     """Rebuild functions that capture parts of a model, in closures, defaults or attributes, for its copy."""
 
-    def __init__(self, members: set[int], twins: dict[int, Any]) -> None:
+    def __init__(self, members: set[int], memo: dict[int, Any]) -> None:
         self._members = members
-        self._twins = twins  # the deepcopy memo: copies by the id of their originals
+        self._memo = memo  # of deepcopy: copies by the id of their originals
         self._made: dict[int, FunctionType] = {}
 
-    def of(self, held: Any) -> Any:
+    def of(self, value: Any) -> Any:
         """Return a value of the copy with such functions rebound; the same object if it contains none."""
-        if isinstance(held, FunctionType):
-            return self._function(held) if self._knows(held, set()) else held
-        if isinstance(held, partial):
-            before = (held.func, held.args, held.keywords)
-            function, args, named = found = tuple(map(self.of, before))
-            return held if _same(found, before) else type(held)(function, *args, **named)
-        if isinstance(held, dict | list | deque):  # Changed in place, because it may be referenced elsewhere too.
-            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-                if (new := self.of(value)) is not value:
-                    held[key] = new
-        elif type(held) in (tuple, set, frozenset):
-            parts = list(held)
-            new = list(map(self.of, parts))
-            return held if _same(new, parts) else type(held)(new)
-        return held
+        if isinstance(value, FunctionType):
+            return self._function(value) if self._refers(value, set()) else value
+        if isinstance(value, partial):
+            before = (value.func, value.args, value.keywords)
+            function, args, named = after = tuple(map(self.of, before))
+            return value if _same(after, before) else type(value)(function, *args, **named)
+        if isinstance(value, dict | list | deque):  # Changed in place, because it may be referenced elsewhere too.
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (new := self.of(item)) is not item:
+                    value[key] = new
+        elif type(value) in (tuple, set, frozenset):
+            items = list(value)
+            rebound = list(map(self.of, items))
+            return value if _same(rebound, items) else type(value)(rebound)
+        return value
 
-    def _knows(self, held: Any, seen: set[int]) -> bool:
+    def _refers(self, value: Any, seen: set[int]) -> bool:
         """Return True if a value refers to a part of the model, directly or in containers, methods or functions."""
-        if id(held) in self._members:
+        if id(value) in self._members:
             return True
-        if id(held) in seen:
+        if id(value) in seen:
             return False
-        seen.add(id(held))
-        if isinstance(held, FunctionType):
-            known = (held.__defaults__, held.__kwdefaults__, held.__dict__)
-            inner = [*map(_contents, held.__closure__ or ()), *known]
-        elif isinstance(held, MethodType):
-            inner = [held.__self__]
-        elif isinstance(held, partial):
-            inner = [held.func, held.args, held.keywords]
-        elif isinstance(held, dict):
-            inner = list(held.values())
-        else:
-            inner = list(held) if isinstance(held, (list, tuple, set, frozenset, deque)) else []
-        return any(self._knows(each, seen) for each in inner)
+        seen.add(id(value))
+        inner: Iterable[Any] = ()
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            inner = (*cells, value.__defaults__, value.__kwdefaults__, value.__dict__)
+        elif isinstance(value, MethodType):
+            inner = (value.__self__,)
+        elif isinstance(value, partial):
+            inner = (value.func, value.args, value.keywords)
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            inner = value
+        return any(self._refers(each, seen) for each in inner)
 
     def _function(self, old: FunctionType) -> FunctionType:
         if id(old) in self._made:
@@ -141,28 +135,24 @@ class _Binding:
         cells = tuple(CellType() for _ in old.__closure__ or ())
         new = FunctionType(old.__code__, old.__globals__, old.__name__, None, cells)
         self._made[id(old)] = new  # before its cells are filled, because it may refer to itself
-        for cell, held in zip(cells, old.__closure__ or (), strict=True):
-            if held != CellType():
-                cell.cell_contents = self._twin(held.cell_contents)
+        for cell, original in zip(cells, old.__closure__ or (), strict=True):
+            if original != CellType():
+                cell.cell_contents = self._twin(original.cell_contents)
         new.__defaults__, new.__kwdefaults__ = self._twin(old.__defaults__), self._twin(old.__kwdefaults__)
         new.__qualname__, new.__annotations__, new.__doc__ = old.__qualname__, old.__annotations__, old.__doc__
         new.__dict__.update(self._twin(old.__dict__))  # such as __wrapped__
         return new
 
-    def _twin(self, held: Any) -> Any:
-        if not self._knows(held, set()):
-            return held
-        if isinstance(held, FunctionType):
-            return self._function(held)
-        return self.of(copy.deepcopy(held, self._twins))
+    def _twin(self, value: Any) -> Any:
+        if not self._refers(value, set()):
+            return value
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        return self.of(copy.deepcopy(value, self._memo))
 
 
-def _same(found: Sequence[Any], before: Sequence[Any]) -> bool:
-    return all(new is old for new, old in zip(found, before, strict=True))
-
-
-def _contents(cell: CellType) -> Any:
-    return None if cell == CellType() else cell.cell_contents
+def _same(after: Sequence[Any], before: Sequence[Any]) -> bool:
+    return all(new is old for new, old in zip(after, before, strict=True))
 
 
 class PrunerHook:
@@ -176,10 +166,10 @@ def pruner_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[Any, Any], 
     """
     for module in model.modules():
         tables: tuple[dict[Any, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-        places = [(table, key) for table in tables for key in table]
+        entries = [(table, key) for table in tables for key in table]
         if "forward" in module.__dict__:
-            places.append((module.__dict__, "forward"))
-        for table, key in places:
+            entries.append((module.__dict__, "forward"))
+        for table, key in entries:
             owner = getattr(table[key], "__self__", table[key])
             if isinstance(owner, PrunerHook):
                 yield module, table, key, owner
@@ -208,8 +198,9 @@ def remove_pruner_hooks(model: nn.Module) -> nn.Module:
 def check_model(model: object) -> None:
     """Raise a PruningError if `model` is not an nn.Module instance."""
     if isinstance(model, type) and issubclass(model, nn.Module):
-        name = model.__name__
-        raise PruningError(f"a model is an nn.Module instance, not a class; create one first: {name}(...)")
+        raise PruningError(
+            f"a model is an nn.Module instance, not a class; create one first: {model.__name__}(...)"
+        )
     if not isinstance(model, nn.Module):
         raise PruningError(f"a model is an nn.Module, not {type(model).__name__}; pass the network itself")
 
@@ -256,22 +247,22 @@ def resized_inputs(inputs: Any) -> Iterator[Any]:
     [[2, 3, 160, 128], [2, 3, 112, 112]]
     """
     if any(isinstance(t, Tensor) and t.dim() > 2 for t in pytree.tree_leaves(inputs)):
-        for change in (_changed, _doubled):
+        for change in (_by_a_third, _doubled):
             yield map_tensors(with_extra_sample(inputs), partial(_resized, change=change))
 
 
 _SMALL = 128  # pixels along a side
 
 
-def _changed(size: int, place: int) -> int:
+def _by_a_third(size: int, axis: int) -> int:
     unit = size & -size
     if unit == size > 1:
         unit //= 2 if size <= _SMALL else 4
-    step = unit * (max(1, round(size / 3 / unit)) + place)
+    step = unit * (max(1, round(size / 3 / unit)) + axis)
     return size + step if size <= _SMALL else size - step
 
 
-def _doubled(size: int, place: int) -> int:
+def _doubled(size: int, axis: int) -> int:
     return size * 2 if size <= _SMALL else size // 2
 
 
@@ -292,10 +283,10 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     >>> memory_format(torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last))
     torch.channels_last
     """
-    for rank, held in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=held) and not tensor.is_contiguous():
-            return held
-    return torch.contiguous_format
+    found = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if found is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=found):
+        return torch.contiguous_format
+    return found
 
 
 def random_inputs(like: Any, batch: int, seed: int = 0) -> Any:

@@ -1,6 +1,6 @@
 """Data sets, their splits, and batches of images."""
 
-from ...utils.lazy import lazy_exports
+from ...utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -1,6 +1,6 @@
 """Training engines, which run single epochs: eager, or captured as CUDA graphs."""
 
-from ...utils.lazy import lazy_exports
+from ...utils import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
