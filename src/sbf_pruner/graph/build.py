@@ -261,12 +261,12 @@ class _LayerFinder:
                 elif isinstance(node, LayerNode):
                     if node.weight.roots is None:
                         return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
-                elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
+                elif isinstance(node, Sum) and max(self.net.grids[node.out], default=1) == 1:
                     continue  # the sum ends the channels, like a layer
                 elif isinstance(node, Product) and node.ends(value):
                     continue
                 elif isinstance(node, Located):
-                    todo.append(node.outputs[0])
+                    todo.append(node.out)
                     if node.places in self.net.outputs or self.net.consumers[node.places]:
                         used = "returns positions in a removed channel too, and they are used"
                         back.append((f"{node.op.name} at {node.op.where} {used}", node.places))

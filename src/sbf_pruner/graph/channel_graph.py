@@ -1,15 +1,15 @@
 """The channel graph: prunable layers, where each is gated, and all other layers with reasons.
 
 `ChannelGraph.flow` propagates liveness forward and need backward for any choice of filters; `settle` returns the
-filters that survive it; `disconnecting_layers` names the layers that must keep at least one. `build.trace` makes a
-graph from a model. `LayoutConstraints` holds the constraints between the layouts of tensors, and `residual_blocks`
-finds the additions of a branch and a shortcut.
+filters that survive it; `disconnecting_layers` names the layers that must keep at least one. `solve_layout` finds
+the channels of every tensor in the extracted network, and `residual_blocks` the additions of a branch and a
+shortcut. `build.trace` makes a graph from a model.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -33,98 +33,6 @@ from .nodes import (
 )
 from .records import ZEROS, Call, Op, Trace, Value
 from .relations import Relations
-
-
-class LayoutConstraints:
-    """Layout constraints of one graph: those of its nodes, and one layout for all calls of a module.
-
-    Nodes are visited forward and then backward until nothing grows, because the channels that a grouped convolution
-    adds depend on those already there. A node none of whose tensors has grown since its last visit is skipped.
-    """
-
-    def __init__(self, nodes: Sequence[Node], grids: Grids) -> None:
-        nodes, shared = [node for node in nodes if node.tied], _calls_of_one_module(nodes, grids)
-        self._all: list[Callable[[Layout], None]] = [node.tie for node in nodes]
-        self._all += [partial(Layout.tie, ends=ends) for ends in shared]
-        forth = range(len(nodes))
-        self._turns = (*forth, *reversed(forth), *range(len(nodes), len(self._all)))
-        self._at: dict[Value, set[int]] = defaultdict(set)
-        tied = [*(node.tied for node in nodes), *([value for value, _ in ends] for ends in shared)]
-        for place, values in enumerate(tied):
-            for value in values:
-                self._at[value].add(place)
-
-    def grow(self, layout: Layout, begun: bool = False) -> None:
-        """Add channels to a layout until every constraint holds.
-
-        `begun` means that all of them held before the changes recorded in `layout.changed`.
-        """
-        waiting = set() if begun else set(self._turns)
-        waiting.update(*map(self._at.__getitem__, layout.changed))
-        while waiting:
-            for place in self._turns:
-                if place in waiting:
-                    waiting.remove(place)
-                    layout.changed.clear()
-                    self._all[place](layout)
-                    waiting.update(*map(self._at.__getitem__, layout.changed))
-        layout.changed.clear()
-
-
-def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
-    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
-    ends: dict[tuple[str, str], list[End]] = defaultdict(list)
-    for node in nodes:
-        if isinstance(node, Boundary):
-            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
-            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
-        elif node.op.name == ZEROS and node.op.call is not None:
-            out = node.outputs[0]
-            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(grids[out]))))
-    return [e for e in ends.values() if len(e) > 1]
-
-
-class Liveness:
-    """Liveness of all tensors of one graph, computed incrementally.
-
-    `given` holds the masks of tensors that no node computes, `inputs` the inputs of the network. Consecutive calls
-    of `of` usually differ little: the last result is kept, and nodes with unchanged gate and inputs are skipped.
-    """
-
-    def __init__(self, nodes: Sequence[Node], given: Mapping[Value, Mask], inputs: Iterable[Value]) -> None:
-        self._nodes = [(node, node.inputs, node.layer if isinstance(node, Boundary) else "") for node in nodes]
-        self._gates: dict[str, bytes] = {}
-        self._last = Flow(dict(given), reached=set(inputs))
-        self._last = self.of({}, anew=True)
-
-    def of(self, keep: Mapping[str, Mask], *, anew: bool = False) -> Flow:
-        """Return what is alive, and what the inputs reach, when each layer has only the given filters.
-
-        `anew` recomputes every node.
-        """
-        before, gates = self._gates, {name: mask.tobytes() for name, mask in keep.items()}
-        moved = {name for name in gates.keys() | before.keys() if gates.get(name) != before.get(name)}
-        last, changed = self._last, set[Value]()
-        flow = Flow(dict(last.alive), reached=set(last.reached))
-        for node, inputs, layer in self._nodes:
-            if changed.isdisjoint(inputs) and layer not in moved and not anew:
-                continue
-            node.push(flow)
-            if isinstance(node, Boundary) and layer in keep:
-                node.gate(flow, keep[layer])
-            led = not flow.reached.isdisjoint(inputs)
-            if isinstance(node, LayerNode):
-                led = led and bool(flow.alive[node.x].any())
-            for value in node.outputs:
-                mask = flow.alive[value]
-                flow.reached -= {value}
-                if led and np.count_nonzero(mask):
-                    flow.reached.add(value)
-                same = value in last.alive and mask.tobytes() == last.alive[value].tobytes()
-                if not same or (value in flow.reached) != (value in last.reached):
-                    changed.add(value)
-        self._last, self._gates = flow, gates
-        return Flow(flow.alive, reached=flow.reached)
 
 
 @dataclass(frozen=True)
@@ -167,7 +75,10 @@ class Layer:
 
 @dataclass
 class FixedSizes:
-    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
+    """Operators and module calls that keep all channels, because the model's own code fixes sizes there.
+
+    Of a call in `whole`, these are its inputs and the operators that the module runs itself, not in its children.
+    """
 
     positions: set[int] = field(default_factory=set)
     whole: set[Call] = field(default_factory=set)
@@ -189,9 +100,8 @@ class ChannelGraph:
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # inputs of every module call
-    pinned: FixedSizes = field(
-        default_factory=FixedSizes, repr=False, compare=False
-    )  # found by earlier extractions
+    # Found by earlier extractions.
+    pinned: FixedSizes = field(default_factory=FixedSizes, repr=False, compare=False)
 
     @cached_property
     def relations(self) -> Relations:
@@ -210,11 +120,23 @@ class ChannelGraph:
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Compute liveness and need of every channel when each layer has only the given filters."""
-        flow = self._liveness.of(keep)
+        flow = self._alive(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
         for node in reversed(self.nodes):
             node.pull(flow)
+        return flow
+
+    def _alive(self, keep: Mapping[str, Mask]) -> Flow:
+        """Compute what is alive, and what the inputs reach, when each layer has only the given filters."""
+        flow = Flow(dict(self._given), reached=set(self.trace.inputs))
+        for node in self.nodes:
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in keep:
+                node.gate(flow, keep[node.layer])
+            reached = not flow.reached.isdisjoint(node.inputs)
+            if reached and (not isinstance(node, LayerNode) or flow.alive[node.x].any()):
+                flow.reached.update(value for value in node.outputs if flow.alive[value].any())
         return flow
 
     def carried(self, origin: Mapping[str, Mask]) -> Flow:
@@ -241,9 +163,9 @@ class ChannelGraph:
             node.push(flow)
             if isinstance(node, Boundary) and node.layer in layers:
                 node.gate(flow, np.zeros(self.grids[node.out], bool))
-            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.outputs[0]], default=1) == 1
+            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.out], default=1) == 1
             if whole or (isinstance(node, LayerNode) and not node.depthwise):
-                flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
+                flow.alive[node.out] = np.ones(self.grids[node.out], bool)
         return flow
 
     def undefined(self, flow: Flow) -> list[Elementwise]:
@@ -261,7 +183,7 @@ class ChannelGraph:
 
     @cached_property
     def _whole(self) -> Flow:
-        return self._liveness.of({})
+        return self._alive({})
 
     @cached_property
     def _given(self) -> dict[Value, Mask]:
@@ -269,13 +191,14 @@ class ChannelGraph:
         return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
 
     @cached_property
-    def _liveness(self) -> Liveness:
-        return Liveness(self.nodes, self._given, self.trace.inputs)
+    def ties(self) -> list[Callable[[Layout], None]]:
+        """Constraints between the layouts of the tensors, each a function that adds the channels it requires.
 
-    @cached_property
-    def ties(self) -> LayoutConstraints:
-        """Constraints between the layouts of the tensors."""
-        return LayoutConstraints(self.nodes, self.grids)
+        Those of the nodes, forward and then backward, and one layout for all calls of a module.
+        """
+        ties = [node.tie for node in self.nodes]
+        shared = _calls_of_one_module(self.nodes, self.grids)
+        return [*ties, *reversed(ties), *(partial(Layout.tie, ends=ends) for ends in shared)]
 
     def all_filters(self) -> dict[str, Mask]:
         """Return masks that keep every filter of every layer."""
@@ -318,7 +241,7 @@ class ChannelGraph:
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
         """Return True if outputs depend on the inputs as with all filters, and no operator is undefined."""
-        flow = self._liveness.of(keep)
+        flow = self._alive(keep)
         return self._led <= flow.reached and not self.undefined(flow)
 
     @cached_property
@@ -350,7 +273,7 @@ class ChannelGraph:
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
             empty = not any(keep[n].any() for n in culprits)
-            flow = self._liveness.of(keep)
+            flow = self._alive(keep)
             harm = "disconnects the output from the input"
             if self._led <= flow.reached:
                 node = self.undefined(flow)[0]
@@ -360,6 +283,87 @@ class ChannelGraph:
                 + ("no filter, and there is no shortcut around; keep at least one filter there" if empty
                    else "only filters that reach no output, and there is no shortcut around; keep others there")
             )  # fmt: skip
+
+
+def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = None) -> Layout:
+    """Return the smallest layout in which every operator can run.
+
+    A channel exists if it is alive and needed, or if an operator could not run without it: both operands of an
+    addition share one layout, operand and result of a view are boxes, the halves of a chunk are equally large.
+    Layouts start with the channels that must exist and grow along the graph until every operator can run.
+    """
+    layout = Layout(graph.grids)
+    for value in graph.grids:
+        layout.start(value, flow.wanted(value))
+    for value in graph.outputs:
+        layout.fill(value)
+    if fixed is not None:
+        _fill_fixed(graph, layout, fixed)
+    _grow(graph, layout)
+    for value in graph.grids:  # only now, or it would remain beside channels that constraints add
+        if value.kind == "result":
+            _add_placeholder(layout, value)
+    _grow(graph, layout)
+    return layout
+
+
+def _grow(graph: ChannelGraph, layout: Layout) -> None:
+    """Add channels until every constraint holds.
+
+    That takes several passes, because the channels that a grouped convolution adds depend on those already there.
+    """
+    layout.changed = True
+    while layout.changed:
+        layout.changed = False
+        for tie in graph.ties:
+            tie(layout)
+
+
+def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
+    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
+    ends: dict[tuple[str, str], list[End]] = defaultdict(list)
+    for node in nodes:
+        if isinstance(node, Boundary):
+            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
+            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
+        elif node.op.name == ZEROS and node.op.call is not None:
+            out = node.out
+            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(grids[out]))))
+    return [e for e in ends.values() if len(e) > 1]
+
+
+def _fill_fixed(graph: ChannelGraph, layout: Layout, fixed: FixedSizes) -> None:
+    """Keep all channels where the model's own code fixes sizes."""
+    calls = {node.op.call for node in graph.nodes if node.op.position in fixed.positions} - {None}
+    for node in graph.nodes:
+        # The edges of a pinned operator's module are filled too: what it gets may depend on channels outside.
+        edge = isinstance(node, Boundary) and node.op.call in calls
+        inside = node.op.position >= 0 and node.op.call in fixed.whole
+        if node.op.position in fixed.positions or edge or inside:
+            for value in (*node.inputs, *node.outputs):
+                # A walled edge of a module keeps hard-coded sizes away from the tensor outside.
+                if not (isinstance(node, Boundary) and node.walled and (value is node.x) == (node.side == "in")):
+                    layout.fill(value)
+    for call in fixed.whole:
+        for value in graph.entries[call]:
+            layout.fill(value)
+
+
+def _add_placeholder(layout: Layout, value: Value) -> None:
+    """Keep one channel, as zeros, where all are gone, because no tensor may have width zero."""
+    for dim, mask in enumerate(layout.masks[value]):
+        if mask is not None and not np.count_nonzero(mask):
+            layout.add(value, dim, np.arange(len(mask)) == 0)
+
+
+def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
+    """Return the modules whose outputs are dead or not needed in all of their calls."""
+    wanted: dict[str, bool] = defaultdict(bool)
+    for node in graph.nodes:
+        if isinstance(node, Boundary) and node.side == "out":
+            mask = node.wanted(flow)
+            wanted[node.module] |= mask is not None and bool(mask.any())
+    return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
 ADDITIONS = ("aten.add", "aten.add_")
@@ -435,11 +439,8 @@ class _Walk:
         """Return how many layers lie between each tensor and their last common origin; None if there is none."""
         above = [self._above(value) for value in (first, second)]
         shared = above[0] & above[1]
-        fork = max(shared, default=None)
-        if fork is None:
-            inputs = [v in self.graph.trace.inputs for v in (first, second)]
-            if not any(inputs):
-                return None
+        if not shared and first not in self.graph.trace.inputs and second not in self.graph.trace.inputs:
+            return None
         one, two = (sum(isinstance(self.graph.nodes[p], LayerNode) for p in places - shared) for places in above)
         return one, two
 

@@ -8,10 +8,9 @@ more channels; how many is known only from earlier extractions with the same gra
 from __future__ import annotations
 
 import math
-from collections import ChainMap, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +18,9 @@ import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from .channel_graph import ChannelGraph, Layer
+from .channel_graph import ChannelGraph, Layer, solve_layout, vanished
 from .layer_nodes import LayerNode, Norm, Product, weight_owner
-from .layout import solve_layout, vanished
-from .nodes import Alive, Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
+from .nodes import Boundary, Elementwise, Flow, Layout, Mask, Node, along, shrink, some, whole_groups
 from .records import Op, Trace, Value
 
 
@@ -62,8 +60,7 @@ class LaidOut:
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> LaidOut:
     """Lay a network out as surgery would, or larger: sizes that any earlier extraction found fixed stay fixed."""
     left, flow = graph.settled(keep)
-    layout = solve_layout(graph, flow, graph.pinned.positions, graph.pinned.whole)
-    return LaidOut(left, flow, layout, vanished(graph, flow))
+    return LaidOut(left, flow, solve_layout(graph, flow, graph.pinned), vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
@@ -176,8 +173,7 @@ class FilterCosts:
 
     That is the difference between the networks extracted with the filters `keep` and with all of them but one.
     Modules that surgery leaves unchanged, and products of activations whose result is added to others, are counted
-    by liveness alone. A single filter changes few masks, so only those are recomputed: liveness downstream of its
-    gate, then need upstream of what died.
+    by liveness alone.
 
     >>> import torch
     >>> from torch import nn
@@ -190,23 +186,17 @@ class FilterCosts:
     def __init__(self, graph: ChannelGraph, keep: Mapping[str, Mask] | None = None) -> None:
         self.graph = graph
         self.keep = keep or {}
-        self.whole = graph.flow(self.keep)
-        self.readers: dict[Value, list[int]] = defaultdict(list)
-        self.maker: dict[Value, int] = {}
-        for place, node in enumerate(graph.nodes):
-            for value in dict.fromkeys(node.inputs):
-                self.readers[value].append(place)
-            for value in node.outputs:
-                self.maker[value] = place
-        self.runs: dict[Hashable, list[Node]] = defaultdict(list)
+        self._whole = graph.flow(self.keep)
+        self._outputs = set(graph.outputs)
+        self._readers: dict[Value, list[Node]] = defaultdict(list)
         for node in graph.nodes:
-            self.runs[self._owner(node)].append(node)
-        self.before: dict[Hashable, Savings] = {}
-        self.outputs = set(graph.outputs)
-        self.gates: dict[str, list[int]] = defaultdict(list)
-        for place, node in enumerate(graph.nodes):
-            if isinstance(node, Boundary) and node.layer:
-                self.gates[node.layer].append(place)
+            for value in node.inputs:
+                self._readers[value].append(node)
+        # A module that is called several times has one weight, with the channels that any of its calls needs.
+        self._runs: dict[Hashable, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self._runs[self._owner(node)].append(node)
+        self._before = {module: filter_cost_of_runs(runs, self._whole) for module, runs in self._runs.items()}
 
     def first_filter(self, name: str) -> Savings:
         """Return what removing the first filter of a layer saves, other layers unchanged."""
@@ -218,21 +208,44 @@ class FilterCosts:
         in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
         if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
             return Savings(0, 0)
-        flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
-        died = self._push(flow, name, place)
-        idle = self._pull(flow, died)
-        places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
-        nodes = [self.graph.nodes[place] for place in places if place >= 0]
-        # A module that is called several times has one weight, with the channels that any of its calls needs.
+        left = self.keep.get(name, np.ones(layer.filters, bool)).copy()
+        left[place] = False
+        flow, changed = self._flow({**self.keep, name: left}, name)
         macs = params = 0
-        for module in {self._owner(node) for node in nodes}:
-            runs = self.runs[module]
-            if module not in self.before:
-                self.before[module] = filter_cost_of_runs(runs, self.whole)
-            before, after = self.before[module], filter_cost_of_runs(runs, flow)
-            macs += before.macs - after.macs
-            params += before.params - after.params
+        for module, runs in self._runs.items():
+            if any(not changed.isdisjoint((*node.inputs, *node.outputs)) for node in runs):
+                before, after = self._before[module], filter_cost_of_runs(runs, flow)
+                macs += before.macs - after.macs
+                params += before.params - after.params
         return Savings(macs, params)
+
+    def _flow(self, keep: Mapping[str, Mask], name: str) -> tuple[Flow, set[Value]]:
+        """Return the flow when one layer keeps other filters, and the tensors whose masks differ.
+
+        The result equals that of `ChannelGraph.flow`, but only what changed is computed.
+        """
+        whole, changed = self._whole, set[Value]()
+        flow = Flow(dict(whole.alive), dict(whole.needed))
+        stale: set[Value] = set()  # values whose need has to be collected again
+        for node in self.graph.nodes:
+            gated = isinstance(node, Boundary) and node.layer == name
+            if gated or not changed.isdisjoint(node.inputs):
+                stale.update(node.inputs)
+                node.push(flow)
+                if isinstance(node, Boundary) and node.layer in keep:
+                    node.gate(flow, keep[node.layer])
+                changed.update(v for v in node.outputs if not np.array_equal(flow.alive[v], whole.alive[v]))
+        for node in reversed(self.graph.nodes):
+            for value in stale.intersection(node.outputs):
+                before = flow.needed.pop(value, None)
+                if value in self._outputs:
+                    flow.needed[value] = whole.needed[value]
+                for reader in self._readers[value]:
+                    reader.pull(flow)  # adds nothing to the need of its other inputs
+                if before is not None and not np.array_equal(before, flow.needed.get(value, False)):
+                    changed.add(value)
+                    stale.update(node.inputs)
+        return flow, changed
 
     def _reads_inputs(self, layer: Layer) -> bool:
         return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
@@ -244,71 +257,6 @@ class FilterCosts:
         if isinstance(node, Product) and (stored := _stored(node)):
             return "product", stored[0][0]
         return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
-
-    def _push(self, flow: Flow, name: str, place: int) -> list[Value]:
-        left = self.keep.get(name, np.ones(self.graph.layers[name].filters, bool)).copy()
-        left[place] = False
-        keep = {**self.keep, name: left}
-        changed: list[Value] = []
-        todo = list(self.gates[name])
-        for at in _in_order(todo):
-            node = self.graph.nodes[at]
-            node.push(flow)
-            if isinstance(node, Boundary) and node.layer in keep:
-                node.gate(flow, keep[node.layer])
-            for value in node.outputs:
-                if _same(flow.alive, value):
-                    continue
-                changed.append(value)
-                for reader in self.readers[value]:
-                    heappush(todo, reader)
-        return changed
-
-    def _pull(self, flow: Flow, died: Iterable[Value]) -> list[Value]:
-        changed: list[Value] = []
-        todo: list[int] = []
-        for place in {self.maker[value] for value in died}:
-            # At other nodes a channel dies because the same channel of the input died, so need changes nothing.
-            node = self.graph.nodes[place]
-            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.alive_if is not Alive.ANY)
-            if product or (isinstance(node, Boundary) and node.layer):
-                heappush(todo, -place)
-        for place in {reader for value in died for reader in self.readers[value]}:
-            if isinstance(self.graph.nodes[place], Product):  # the other operand's counterpart is not needed
-                heappush(todo, -place)
-        for place in _in_order(todo):
-            node = self.graph.nodes[-place]
-            for value in dict.fromkeys(node.inputs):
-                if value not in self.maker or value not in self.whole.needed:
-                    continue
-                heard = _RecomputedNeed(flow.needed, value)
-                if value in self.outputs:
-                    heard[value] = self.whole.needed[value]
-                asked = Flow(flow.alive, heard)
-                for reader in self.readers[value]:
-                    self.graph.nodes[reader].pull(asked)
-                flow.needed[value] = heard.get(value, np.zeros(self.graph.grids[value], bool))
-                if not _same(flow.needed, value):
-                    changed.append(value)
-                    heappush(todo, -self.maker[value])
-        return changed
-
-
-class _RecomputedNeed(dict[Value, Mask]):
-    """Masks of need: that of the target is collected again, all others are read from `known`."""
-
-    def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
-        super().__init__()
-        self.known, self.target = known, target
-
-    def get(self, value: Value, default: Any = None) -> Any:
-        return super().get(value, default) if value is self.target else self.known.get(value, default)
-
-    def __contains__(self, value: object) -> bool:
-        return super().__contains__(value) if value is self.target else value in self.known
-
-    def __getitem__(self, value: Value) -> Mask:
-        return super().__getitem__(value) if value is self.target else self.known[value]
 
 
 def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
@@ -323,12 +271,12 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
         return _filter_cost_of_products([run for run in runs if isinstance(run, Product)], flow)
     if not isinstance(first, (LayerNode, Norm)):
         return Savings(0, 0)
-    there = np.logical_or.reduce([_per_channel(run.wanted(flow), run.outputs[0]) for run in runs])
+    there = np.logical_or.reduce([_per_channel(run.wanted(flow), run.out) for run in runs])
     if isinstance(first, Norm):
         scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
         return Savings(0, scales * int(whole_groups(there, first.per_group).sum()))
     calls = [run for run in runs if isinstance(run, LayerNode)]
-    read = np.logical_or.reduce([_per_channel(_asked(run.x, flow), run.x) for run in calls])
+    read = np.logical_or.reduce([_per_channel(flow.wanted(run.x), run.x) for run in calls])
     rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
     # All groups that are left are as wide as the fullest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
@@ -364,16 +312,11 @@ def _stored(node: Product) -> list[tuple[Value, Value]]:
 
 def _sizes(value: Value, flow: Flow) -> list[int]:
     """Return how many entries of a tensor are alive and needed along each dimension."""
-    asked = _asked(value, flow)
-    if asked is None or not asked.any():
+    wanted = flow.wanted(value)
+    if wanted is None or not wanted.any():
         return [0] * len(value.shape)
-    lines = [some(asked, tuple(d for d in range(asked.ndim) if d != dim)) for dim in range(asked.ndim)]
+    lines = [some(wanted, tuple(d for d in range(wanted.ndim) if d != dim)) for dim in range(wanted.ndim)]
     return [n if len(line) < n else int(line.sum()) for n, line in zip(value.shape, lines, strict=True)]
-
-
-def _asked(value: Value, flow: Flow) -> Mask | None:
-    needed = flow.needed.get(value)
-    return None if needed is None else needed & flow.alive[value]
 
 
 def _per_channel(mask: Mask | None, value: Value) -> Mask:
@@ -382,23 +325,3 @@ def _per_channel(mask: Mask | None, value: Value) -> Mask:
         return np.zeros(value.shape[1], bool)
     grid = along(1, value.shape)
     return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
-
-
-def _in_order(todo: list[int]) -> Iterator[int]:
-    """Pop the entries of a heap in order, each once; the heap may grow in the meantime."""
-    last: int | None = None
-    while todo:
-        place = heappop(todo)
-        if place != last:
-            last = place
-            yield place
-
-
-def _same(masks: Mapping[Value, Mask], value: Value) -> bool:
-    """Return True if a mask is unchanged; a new copy equal to the old one is dropped."""
-    assert isinstance(masks, ChainMap)
-    now, before = masks.maps
-    if value in now and value in before and np.array_equal(now[value], before[value]):
-        del now[value]
-        return True
-    return value not in now

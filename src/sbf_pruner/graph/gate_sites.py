@@ -90,7 +90,7 @@ class GateSites:
         edges = self.net.edges[module, "out"]
         node: Node | None = edges[0] if len(edges) == 1 else None
         while node is not None:
-            value = node.outputs[0]
+            value = node.out
             readers = self.net.consumers[value]
             node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
             if isinstance(node, Boundary):
@@ -110,11 +110,11 @@ class GateSites:
                 return self._norms.get(id(node))
             edge = isinstance(node, Boundary) and node.labels is None
             passes = isinstance(node, Elementwise) and node.alive_if is Alive.ANY and len(node.inputs) == 1
-            same = isinstance(node, ChannelMove) and self.net.grids[node.outputs[0]] == self.net.grids[value]
+            same = isinstance(node, ChannelMove) and self.net.grids[node.out] == self.net.grids[value]
             identity = isinstance(node, ChannelMove) and same and _is_identity(node)
             if not (edge or passes or identity):
                 return None
-            value = node.outputs[0]
+            value = node.out
 
 
 def _dim(edges: Sequence[Boundary]) -> int:

@@ -38,10 +38,6 @@ class LayerNode(Node):
     layer: str = field(default="", kw_only=True)  # name of the layer in the graph
 
     @property
-    def out(self) -> Value:
-        return self.outputs[0]
-
-    @property
     def filters(self) -> int:
         return self.out.shape[1]
 
@@ -57,10 +53,6 @@ class LayerNode(Node):
     @property
     def depthwise(self) -> bool:
         return self.groups > 1 and self.groups == self.x.shape[1]
-
-    @property
-    def tied(self) -> Sequence[Value]:
-        return [v for v in (self.x, self.weight, self.bias, self.out) if v is not None]
 
     def grouped(self, mask: Mask) -> Mask:
         """Reshape a mask over channels to one row per group."""
@@ -143,10 +135,6 @@ class Product(Node):
     left: Value = field(kw_only=True)
     right: Value = field(kw_only=True)
 
-    @property
-    def out(self) -> Value:
-        return self.outputs[0]
-
     def ends(self, value: Value) -> bool:
         """Return True if no channel of this operand is a channel of the result: all are summed over."""
         rows = self.grids[self.left][1] if value is self.left else 1
@@ -185,10 +173,6 @@ class Norm(Node):
     per_group: int = field(default=1, kw_only=True)  # channels that share statistics
     revives: bool = field(default=True, kw_only=True)  # no gate here: a channel of zeros becomes a constant
     idle: Mask | None = field(default=None, kw_only=True)  # zero before the norm even if all filters are kept
-
-    @property
-    def out(self) -> Value:
-        return self.outputs[0]
 
     def push(self, flow: Flow) -> None:
         for value in self.outputs:

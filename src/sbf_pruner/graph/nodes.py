@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,11 @@ class Flow:
     needed: dict[Value, Mask] = field(default_factory=dict)
     reached: set[Value] = field(default_factory=set)  # alive values that depend on the network's inputs
 
+    def wanted(self, value: Value) -> Mask | None:
+        """Return the channels of a value that are alive and needed; None if no need was recorded."""
+        needed = self.needed.get(value)
+        return None if needed is None else needed & self.alive[value]
+
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
         """Add to the needed channels of a value; `mask` may be larger than its grid (broadcasting)."""
         mask = mask if mask.shape == grid else shrink(mask, grid)
@@ -56,15 +61,16 @@ class Layout:
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
         self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed: set[Value] = set()  # values that have grown since `changed` was last cleared
+        self.changed = False  # set to True whenever a value grows
 
-    def start(self, value: Value, present: Mask) -> None:
-        """Start with the hull of the given channels: per dimension, every index at which any of them lies."""
-        self.masks[value] = _hull(present, self.grids[value])
+    def start(self, value: Value, present: Mask | None) -> None:
+        """Start with the hull of the given channels: per dimension, every index at which any of them lies.
 
-    def start_empty(self, value: Value) -> None:
-        """Start with no channel, without allocating masks."""
-        self.masks[value] = [_nothing(n) if n > 1 else None for n in self.grids[value]]
+        `None` starts with no channel, without a mask over all dimensions of a large weight.
+        """
+        grid = self.grids[value]
+        nothing = [np.zeros(n, bool) if n > 1 else None for n in grid]
+        self.masks[value] = nothing if present is None else _hull(present, grid)
 
     def joint(self, value: Value) -> Mask:
         """Return the present channels as a mask over the value's grid."""
@@ -88,7 +94,7 @@ class Layout:
         grown = np.ones_like(mine) if mask is None else mine | mask
         if np.count_nonzero(grown) > np.count_nonzero(mine):
             self.masks[value][dim] = grown
-            self.changed.add(value)
+            self.changed = True
 
     def tie(self, ends: Sequence[End]) -> None:
         """Make the given dimensions hold the same channels: the union of what each has."""
@@ -104,7 +110,7 @@ class Layout:
         count = np.count_nonzero(total)
         for (value, dim), mask in zip(ends, known, strict=True):
             if np.count_nonzero(mask) < count:
-                self.changed.add(value)
+                self.changed = True
             self.masks[value][dim] = total  # shared, so that the identity check above is enough next time
 
     def fill(self, value: Value) -> None:
@@ -129,13 +135,7 @@ class Layout:
 
     def indices(self, value: Value, dim: int) -> list[int]:
         """Return the indices of the present channels along one dimension."""
-        mask = self.masks[value][dim]
-        return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
-
-
-@cache
-def _nothing(size: int) -> Mask:
-    return np.broadcast_to(np.False_, (size,))  # read-only, so it can be shared
+        return np.flatnonzero(self.line(value, dim)).tolist()
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
@@ -200,14 +200,13 @@ class Node:
     def inputs(self) -> tuple[Value, ...]:
         return self.op.inputs
 
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
     @cached_property
     def outputs(self) -> list[Value]:
         return [v for v in self.op.outputs if v is not None]
-
-    @property
-    def tied(self) -> Sequence[Value]:
-        """Tensors whose layouts `tie` reads; empty if `tie` never adds anything."""
-        return (*self.inputs, *self.outputs)
 
     def push(self, flow: Flow) -> None:
         """Set the alive channels of the outputs from those of the inputs."""
@@ -227,12 +226,8 @@ class Node:
             layout.fill(value)
 
     def wanted(self, flow: Flow) -> Mask | None:
-        """Return the channels of the first output that are alive and needed; None if no need was recorded."""
-        out = self.outputs[0]
-        needed = flow.needed.get(out)
-        if needed is None:
-            return None
-        return needed & flow.alive[out]
+        """Return the channels of the first output that are alive and needed; see `Flow.wanted`."""
+        return flow.wanted(self.out)
 
 
 @dataclass
@@ -250,10 +245,6 @@ class Source(Node):
     """An operator whose result carries no channels of its inputs, such as `torch.zeros`."""
 
     zero: bool = False
-
-    @property
-    def tied(self) -> Sequence[Value]:
-        return ()
 
     def push(self, flow: Flow) -> None:
         for value in self.outputs:
@@ -319,7 +310,7 @@ class Elementwise(Node):
             return self.operands[0] in gone and self.operands[0] is not constant
         if self.alive_if is Alive.OTHERS:
             return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
-        return self.alive_if is Alive.ALL and self.outputs[0] in gone
+        return self.alive_if is Alive.ALL and self.out in gone
 
     def push(self, flow: Flow) -> None:
         masks = [flow.alive[v] for v in self.operands]
@@ -456,7 +447,7 @@ class Halves(ChannelMove):
             flow.need(x, self._filled(np.zeros(self.grids[x], bool), self.partners[wanted]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out, (labels,) = self.operands[0], self.outputs[0], self.labels
+        x, out, (labels,) = self.operands[0], self.out, self.labels
         there = layout.joint(x)
         flat = there.reshape(-1)
         pairs = flat[labels] | flat[self.partners] | layout.joint(out)
@@ -481,13 +472,13 @@ class Across(Node):
         self.blocks = self.why
 
     def pull(self, flow: Flow) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         if out in flow.needed:
             rows = some(flow.needed[out], self.over, keepdims=True)
             flow.need(x, np.broadcast_to(rows, self.grids[x]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         for dim in range(len(x.shape)):
             if dim == self.over:
                 layout.add(x, dim, None)
@@ -502,11 +493,11 @@ class Sum(Node):
 
     def _aligned(self, mask: Mask) -> Mask:
         """Insert the summed dimensions into a mask over the output."""
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         return mask if len(out.shape) == len(x.shape) else np.expand_dims(mask, self.over)
 
     def push(self, flow: Flow) -> None:
-        out = self.outputs[0]
+        out = self.out
         flow.alive[out] = some(flow.alive[self.inputs[0]], self.over, keepdims=True).reshape(self.grids[out])
 
     def pull(self, flow: Flow) -> None:
@@ -516,7 +507,7 @@ class Sum(Node):
             flow.need(x, np.broadcast_to(self._aligned(wanted), self.grids[x]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         if x.roots is not None:  # a stored tensor is not zero in its unneeded channels, so all must be summed
             for dim in self.over:
                 layout.add(x, dim, None)
@@ -551,10 +542,6 @@ class Boundary(Node):
     def x(self) -> Value:
         return self.op.inputs[0]
 
-    @property
-    def out(self) -> Value:
-        return self.outputs[0]
-
     def push(self, flow: Flow) -> None:
         alive = flow.alive[self.x]
         if self.labels is not None:
@@ -577,11 +564,6 @@ class Boundary(Node):
             flat[self.labels[wanted]] = True
             wanted = flat[:-1].reshape(self.line(self.x))
         flow.need(self.x, wanted, self.grids[self.x])
-
-    @property
-    def tied(self) -> Sequence[Value]:
-        lined = all(math.prod(self.grids[v]) == self.grids[v][self.dim] for v in (self.x, self.out))
-        return () if self.free and lined else super().tied
 
     def tie(self, layout: Layout) -> None:
         if not self.free:  # both sides are one tensor

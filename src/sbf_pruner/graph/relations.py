@@ -146,7 +146,7 @@ class Relations:
             if computed.intersection(node.inputs):  # stored tensors alone are no layer's filters
                 computed.update(node.outputs)
             if len(met) > 1 and isinstance(node, Elementwise) and node.alive_if in _MEETING:
-                meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.alive_if])
+                meetings.setdefault(self.streams.of(node.out), set()).add(_MEETING[node.alive_if])
             elif len(met) > 1 and isinstance(node, Product) and all(map(node.ends, met)):
                 meetings.setdefault(self.streams.of(node.left), set()).add(MULTIPLY)
             elif len(met) > 1 and isinstance(node, ChannelMove):
@@ -198,13 +198,13 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
         passed = [v for v in (node.left, node.right) if not node.ends(v)]
         return [*passed, node.out] if len(passed) == 1 else []
     if isinstance(node, Elementwise):
-        size = math.prod(graph.grids[node.outputs[0]])
+        size = math.prod(graph.grids[node.out])
         return [v for v in (*node.outputs, *node.inputs) if size > 1 and math.prod(graph.grids[v]) == size]
     if isinstance(node, ChannelMove) and len(node.operands) == len(node.outputs) == 1:
         labels = node.labels[0].reshape(-1)
         size = math.prod(graph.grids[node.operands[0]])
         if labels.size == size and np.array_equal(labels, np.arange(size)):
-            return [node.operands[0], node.outputs[0]]
+            return [node.operands[0], node.out]
     return []
 
 

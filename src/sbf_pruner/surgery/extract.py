@@ -22,10 +22,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError
 from ..graph.build import trace
-from ..graph.channel_graph import ChannelGraph, FixedSizes
+from ..graph.channel_graph import ChannelGraph, FixedSizes, solve_layout, vanished
 from ..graph.cost import groups_left
 from ..graph.layer_nodes import LayerNode, Norm, weight_owner
-from ..graph.layout import solve_layout, vanished
 from ..graph.nodes import Boundary, Flow, Layout, channel_dim, shrink, some
 from ..graph.records import ZEROS, Call, Op, Value
 from ..graph.tracer import cast_inputs, check_runs_as_traced, runs_as_traced, tensors_of, warmed_copy
@@ -64,8 +63,7 @@ def extract(
 
 def find_fixed_sizes(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> FixedSizes:
     """Return where the model's own code keeps more channels than the plan, by an extraction that is discarded."""
-    pins = _cut(model, example_inputs, plan, graph)[1]
-    return FixedSizes(pins.positions, pins.whole)
+    return _cut(model, example_inputs, plan, graph)[1]
 
 
 @gc_disabled()
@@ -79,7 +77,7 @@ def _cut(
     keep, flow = graph.settled(masks)
     pins = _FixedSizeCollector(graph)
     while True:
-        layout = solve_layout(graph, flow, pins.positions, pins.whole)
+        layout = solve_layout(graph, flow, pins)
         surgeon = _Surgery(model, graph, flow, layout)
         small = surgeon.run()
         rehearsal = DryRun(small, model, example_inputs, graph, layout, surgeon.vanished)
@@ -122,14 +120,11 @@ def _cut(
             check_runs_as_traced(model, example_inputs, graph)
 
 
-class _FixedSizeCollector:
-    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
-
+class _FixedSizeCollector(FixedSizes):
     def __init__(self, graph: ChannelGraph) -> None:
+        super().__init__()
         self.graph = graph
         self.lines: dict[str, None] = {}  # in the user's code
-        self.positions: set[int] = set()
-        self.whole: set[Call] = set()
 
     def add(self, odd: Op) -> None:
         """Keep all channels of an operator; if it has them, of the call it runs in, then of the one around that."""
@@ -204,7 +199,7 @@ class _Surgery:
             if node.op.name == ZEROS and node.op.call is not None:
                 vanished = self.modules[node.op.call.module]
                 assert isinstance(vanished, Zeros)
-                vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
+                vanished.width = self.layout.sizes(node.out)[vanished.dim]
         self._prepare_folding(swaps)
         return self._swap(swaps)
 
