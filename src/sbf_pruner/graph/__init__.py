@@ -8,11 +8,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "build": ("trace",),
         "channel_graph": ("ChannelGraph", "FixedSizes", "residual_blocks", "solve_layout"),
         "cost": ("FilterCosts", "cost_of", "lay_out", "network_cost"),
-        "layer_nodes": ("LayerNode", "Norm"),
         "nodes": (
             *("Boundary", "ChannelMove", "Elementwise", "Flow", "Opaque", "Source"),
             *("equalize_groups", "shrink"),
         ),
+        "operators.layers": ("LayerNode", "Norm"),
         "recorder": ("meta_result",),
         "records": ("STALE",),
         "tracer": ("record",),

@@ -23,8 +23,8 @@ from ..errors import PruningError, suggestion
 from ..utils.user_model import check_model, gc_disabled
 from .channel_graph import ChannelGraph, Layer, Site
 from .gate_sites import GateSites
-from .layer_nodes import LAYERS, LayerNode, Norm, Product, weight_owner
 from .nodes import Alive, Boundary, ChannelMove, Elementwise, Located, Sampled, Sum
+from .operators.layers import LAYERS, LayerNode, Norm, Product, weight_owner
 from .records import Value
 from .tracer import record
 from .wiring import NodeBuilder, without_batch

@@ -16,7 +16,6 @@ from functools import cached_property, partial
 import numpy as np
 
 from ..errors import PlanError
-from .layer_nodes import LayerNode, Norm, Product
 from .nodes import (
     Boundary,
     Elementwise,
@@ -31,6 +30,7 @@ from .nodes import (
     some,
     whole_groups,
 )
+from .operators.layers import LayerNode, Norm, Product
 from .records import ZEROS, Call, Op, Trace, Value
 from .relations import Relations
 

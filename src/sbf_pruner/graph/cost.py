@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from .channel_graph import ChannelGraph, Layer, solve_layout, vanished
-from .layer_nodes import LayerNode, Norm, Product, weight_owner
 from .nodes import Boundary, Elementwise, Flow, Layout, Mask, Node, along, shrink, some, whole_groups
+from .operators.layers import LayerNode, Norm, Product, weight_owner
 from .records import Op, Trace, Value
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..modules import GatePoint
 from .channel_graph import Site
-from .layer_nodes import LayerNode, Norm
 from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, channel_dim
+from .operators.layers import LayerNode, Norm
 from .records import Value
 from .wiring import NodeBuilder
 

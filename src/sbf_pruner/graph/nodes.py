@@ -204,9 +204,9 @@ class Node:
     def out(self) -> Value:
         return self.outputs[0]
 
-    @cached_property
+    @property
     def outputs(self) -> list[Value]:
-        return [v for v in self.op.outputs if v is not None]
+        return self.op.results
 
     def push(self, flow: Flow) -> None:
         """Set the alive channels of the outputs from those of the inputs."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TraceError
 from ..modules import Remap, Zeros
 from ..utils.user_code import holds_the_model, nested, not_from_torch, user_location
-from .layer_nodes import BATCH_NORMS
+from .operators.layers import BATCH_NORMS
 from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Value
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .layer_nodes import LayerNode, Norm, Product
 from .nodes import Alive, Boundary, ChannelMove, Elementwise, Mask, Node
+from .operators.layers import LayerNode, Norm, Product
 from .records import Value
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .layer_nodes import BATCH_NORMS, LAYERS, weight_owner
 from .nodes import Alive, Elementwise
 from .operators import POINTWISE, build_node, rule_of
+from .operators.layers import BATCH_NORMS, LAYERS, layer_weight, weight_owner
 from .records import Op, Trace, Value
 
 # Operators that draw random numbers, and those that read at most the shape of a tensor.
@@ -135,7 +135,7 @@ class _Reading:
         return self._of[value]
 
     def _read(self, op: Op) -> int | None:
-        name, outputs = op.name.removesuffix("_"), [v for v in op.outputs if v is not None]
+        name, outputs = op.name.removesuffix("_"), op.results
         fed = any(value in self._fed for value in op.inputs)
         if name.startswith(_NEW) or (name in _DRAW and op.mutates):
             fed = False
@@ -151,8 +151,7 @@ class _Reading:
         if fed:
             self._fed.update(outputs)
             if self._makes_channels(op):
-                weight = op.args[LAYERS[op.name]]
-                self._of[outputs[0]] = self._number("layer", self._value(weight.transpose_of or weight))
+                self._of[outputs[0]] = self._number("layer", self._value(layer_weight(op)))
         elif by_chance:
             self._chance.update(outputs)
             self.drawn.add(op.position)
@@ -171,8 +170,7 @@ class _Reading:
     def _makes_channels(self, op: Op) -> bool:
         if op.name not in LAYERS or (op.name == "aten.convolution" and op.args[8] > 1):
             return False
-        weight = op.args[LAYERS[op.name]]
-        return bool((weight.transpose_of or weight).roots)
+        return bool(layer_weight(op).roots)
 
     def _handed_on(self, op: Op) -> Value | None:
         """Return the operand whose channels the result has, zero in the same places; random factors are ignored."""

@@ -19,19 +19,18 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..modules import Remap, Zeros, plain_names
 from .channel_graph import ChannelGraph
-from .layer_nodes import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
 from .nodes import (
     Across,
     Boundary,
     ChannelMove,
     Elementwise,
     Flow,
+    Grid,
     Grids,
     Node,
     Opaque,
@@ -42,7 +41,8 @@ from .nodes import (
     shrink,
 )
 from .operators import build_node
-from .operators.movement import MergedDimensions
+from .operators.layers import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
+from .operators.movement import RESHAPES, Numbers
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 
 
@@ -357,7 +357,96 @@ def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
             yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)
 
 
-Numbers = NDArray[np.int64]  # over a tensor's grid: the operator's channel at each entry, or -1 for none
+_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # can merge channels and pixels into one dimension
+
+
+class MergedDimensions:
+    """Track dimensions in which a reshape merged channels with pixels, and check how they are split again.
+
+    The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
+    the input of a linear layer, or is split into the same channels and pixels again. A reshape of `[batch, pixels,
+    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and
+    different ones at every image size, so what holds at one size does not hold at another.
+
+    Merged dimensions are rare; a network without them costs one comparison of sizes for each operator.
+    """
+
+    def __init__(self) -> None:
+        # Tensors with a merged dimension: a number per entry, equal for the pixels of one channel.
+        self._channels: dict[Value, Numbers] = {}
+        self._count = 0  # numbers assigned so far
+
+    def holds(self, node: Node) -> bool:
+        """Record what a node does to merged dimensions; return False if that depends on the image size."""
+        if isinstance(node, ChannelMove):
+            return self._moved(node)
+        if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
+            for value in self._channels.keys() & set(node.inputs):
+                same = [out for out in node.outputs if node.grids[out] == node.grids[value]]
+                self._channels |= dict.fromkeys(same, self._channels[value])
+        return True
+
+    def _moved(self, node: ChannelMove) -> bool:
+        grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
+        if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
+            return True
+        held = [np.broadcast_to(self._numbers(value, grids[value]), grids[value]) for value in node.operands]
+        flat = np.concatenate([*(numbers.reshape(-1) for numbers in held), [-1]])
+        joined = {}
+        for out, labels in zip(node.outputs, node.labels, strict=True):
+            after = flat[labels]
+            if node.op.name in RESHAPES:
+                if _cut_elsewhere(node.operands[0].shape, out.shape, held[0], after):
+                    return False
+            elif len(held) == 1 and _part_of_a_channel(held[0], after):
+                return False
+            zeros = after < 0
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # every zero is a channel of its own
+            if len(np.unique(after)) < after.size:
+                joined[out] = after
+        self._channels |= joined
+        return True
+
+    def _numbers(self, value: Value, grid: Grid) -> Numbers:
+        found = self._channels.get(value)
+        return self._new(math.prod(grid)).reshape(grid) if found is None else found
+
+    def _new(self, count: int) -> Numbers:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+
+def _cut_elsewhere(shape: Sequence[int], into: Sequence[int], before: Numbers, after: Numbers) -> bool:
+    """Return True if a reshape splits a dimension of channels and leaves a part of it merged with pixels.
+
+    `before` and `after` hold the channel number of each entry. Samples may be merged with channels, because that is
+    how groups and heads are moved into the batch dimension.
+    """
+    varying = [dim for dim, size in enumerate(before.shape) if size > 1 and np.ptp(before, dim).any()]
+    if 0 not in varying and into[0] % shape[0] == 0 and len(after) == into[0]:
+        after = after[: into[0] // shape[0]]
+    for dim, size in enumerate(after.shape):
+        ends = math.prod(into[:dim]), math.prod(into[: dim + 1])
+        cut = any(math.prod(shape[:d]) < end < math.prod(shape[: d + 1]) for d in varying for end in ends)
+        if cut and size > 1:
+            line = np.sort(after, dim)
+            same = np.diff(line, axis=dim) == 0
+            if same.any() and not same.all():
+                return True
+            # Where the number of pixels has no factor in common with that of the channels, no line repeats one.
+            slices = np.moveaxis(after, dim, 0).reshape(size, -1)
+            shared = sum(len(np.unique(one)) for one in slices)
+            if shared not in ((distinct := len(np.unique(after))), size * distinct):
+                return True
+    return False
+
+
+def _part_of_a_channel(before: Numbers, after: Numbers) -> bool:
+    """Return True if some channels keep a different share of their pixels than others."""
+    channels, counts = np.unique(before, return_counts=True)
+    places = np.searchsorted(channels, after[after >= 0])
+    left = np.bincount(places, minlength=len(channels))
+    return len(np.unique(left[left > 0] / counts[left > 0])) > 1
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut
-from ..graph.layer_nodes import LayerNode, Norm, weight_owner
 from ..graph.nodes import Boundary, ChannelMove, Elementwise, Node
+from ..graph.operators.layers import LayerNode, Norm, weight_owner
 from ..graph.records import Value
 
 Sizes = tuple[int, ...]

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.layer_nodes import GROUP_NORM, Norm
 from ..graph.nodes import Boundary, ChannelMove, Grids, Layout, Node
 from ..graph.operators import build_node, fresh, fresh_zeros, is_custom, rule_of
+from ..graph.operators.layers import GROUP_NORM, Norm
 from ..graph.operators.movement import RESHAPES, indexed, moved, padded
 from ..graph.records import REMAP, ZEROS, Op, Trace, Value, same_numbers
 from ..graph.tracer import rerun_ops

@@ -24,8 +24,8 @@ from ..errors import PruningError
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph, FixedSizes, solve_layout, vanished
 from ..graph.cost import groups_left
-from ..graph.layer_nodes import LayerNode, Norm, weight_owner
 from ..graph.nodes import Boundary, Flow, Layout, channel_dim, shrink, some
+from ..graph.operators.layers import LayerNode, Norm, weight_owner
 from ..graph.records import ZEROS, Call, Op, Value
 from ..graph.tracer import cast_inputs, check_runs_as_traced, runs_as_traced, tensors_of, warmed_copy
 from ..modules import Remap, RemappedModule, Window, Zeros
