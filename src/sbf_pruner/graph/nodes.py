@@ -50,9 +50,7 @@ class Flow:
 
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
         """Add to the needed channels of a value; `mask` may be larger than its grid (broadcasting)."""
-        mask = mask if mask.shape == grid else shrink(mask, grid)
-        before = self.needed.get(value)
-        self.needed[value] = mask if before is None else before | mask
+        self.needed[value] = shrink(mask, grid) | self.needed.get(value, False)
 
 
 class Layout:
@@ -88,11 +86,11 @@ class Layout:
 
     def add(self, value: Value, dim: int, mask: Mask | None) -> None:
         """Add channels along one dimension; `None` adds all."""
-        mine = self.masks[value][dim]
-        if mine is None or mine is mask:
+        before = self.masks[value][dim]
+        if before is None or before is mask:
             return
-        grown = np.ones_like(mine) if mask is None else mine | mask
-        if np.count_nonzero(grown) > np.count_nonzero(mine):
+        grown = np.ones_like(before) if mask is None else before | mask
+        if np.count_nonzero(grown) > np.count_nonzero(before):
             self.masks[value][dim] = grown
             self.changed = True
 
@@ -139,7 +137,6 @@ class Layout:
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
-    present = spread(present, grid)
     if present.size == max(grid, default=1):  # channels differ along one dimension at most
         return [present.reshape(n) if n > 1 else None for n in grid]
     axes = range(len(grid))
@@ -160,12 +157,7 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
         mask = some(mask, tuple(range(extra)))
     mask = mask.reshape((1,) * -extra + mask.shape)
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
-    return spread(some(mask, axes, keepdims=True) if axes else mask, grid)
-
-
-def spread(mask: Mask, grid: Grid) -> Mask:
-    """Broadcast a mask to a larger grid; the result is read-only and may be the same array."""
-    return mask if mask.shape == grid else np.broadcast_to(mask, grid)
+    return np.broadcast_to(some(mask, axes, keepdims=True) if axes else mask, grid)
 
 
 def whole_groups(mask: Mask, size: int) -> Mask:
@@ -175,13 +167,13 @@ def whole_groups(mask: Mask, size: int) -> Mask:
     return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
 
 
-def equalize_groups(rows: Mask, there: Mask) -> Mask:
-    """Fill the rows of the groups in `there` to the count of the fullest row (at least 1), lowest channels first.
+def equalize_groups(rows: Mask, present: Mask) -> Mask:
+    """Fill the rows of the present groups to the count of the fullest row (at least 1), lowest channels first.
 
     Rows are groups of a grouped convolution, which need equal numbers of channels.
     """
     counts = rows.sum(1)
-    missing = np.where(there, max(int(counts.max()), 1) - counts, 0)
+    missing = np.where(present, max(int(counts.max()), 1) - counts, 0)
     absent = ~rows
     return np.asarray(rows | (absent & (absent.cumsum(1) <= missing[:, None])))
 
@@ -275,15 +267,11 @@ class Elementwise(Node):
     poles: tuple[Value, ...] = ()  # operands, such as divisors, whose zero gives infinity or NaN
     insists: bool = False  # needs `avoiding` even if the result is unused: a NaN stays NaN behind a closed gate
 
-    @property
-    def operands(self) -> tuple[Value, ...]:
-        return self.op.inputs
-
     def __post_init__(self) -> None:
-        if self.alive_if is Alive.ALWAYS:
-            self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
         if self.steep or (self.poles and self.alive_if is Alive.ALWAYS):
             self.blocks = self.at_zero
+        elif self.alive_if is Alive.ALWAYS:
+            self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
 
     @property
     def at_zero(self) -> str:
@@ -297,23 +285,24 @@ class Elementwise(Node):
     @property
     def avoiding(self) -> tuple[Value, ...]:
         """Operands that must not become zero."""
-        return self.operands if self.steep else self.poles
+        return self.inputs if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
         """Return True if an operand that became a constant does not make the result one.
 
         That is so if another operand is in `gone` (removed), or alone decides whether the result is zero.
         """
+        first, *others = self.inputs
         if self.alive_if is Alive.FIRST:
-            return self.operands[0] is not constant
+            return first is not constant
         if self.alive_if is Alive.QUOTIENT:
-            return self.operands[0] in gone and self.operands[0] is not constant
+            return first in gone and first is not constant
         if self.alive_if is Alive.OTHERS:
-            return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
+            return first is constant and all(v in gone for v in others)
         return self.alive_if is Alive.ALL and self.out in gone
 
     def push(self, flow: Flow) -> None:
-        masks = [flow.alive[v] for v in self.operands]
+        masks = [flow.alive[v] for v in self.inputs]
         if self.alive_if is Alive.ALWAYS or not masks:
             alive = np.ones((), bool)
         elif self.alive_if is Alive.NEVER:
@@ -331,9 +320,8 @@ class Elementwise(Node):
 
     def pull(self, flow: Flow) -> None:
         for out in self.outputs:
-            if out in flow.needed:
-                wanted = flow.needed[out] & flow.alive[out]
-                for value in self.operands:
+            if (wanted := flow.wanted(out)) is not None:
+                for value in self.inputs:
                     flow.need(value, wanted, self.grids[value])
         for value in self.avoiding if self.insists else ():
             flow.need(value, flow.alive[value], self.grids[value])
@@ -341,7 +329,7 @@ class Elementwise(Node):
     @cached_property
     def _ends(self) -> list[list[End]]:
         """Dimensions that broadcast together, if channels differ along any of them."""
-        values = [*self.operands, *self.outputs]
+        values = [*self.inputs, *self.outputs]
         rank = max((len(v.shape) for v in values), default=0)
         found = [
             [(v, len(v.shape) - back) for v in values if len(v.shape) >= back and v.shape[-back] > 1]
@@ -370,13 +358,9 @@ class ChannelMove(Node):
         return np.concatenate([*(m.reshape(-1) for m in masks), np.zeros(1, bool)])
 
     def _split(self, flat: Mask) -> list[tuple[Value, Mask]]:
-        found, at = [], 0
-        for value in self.operands:
-            grid = self.grids[value]
-            size = math.prod(grid)
-            found.append((value, flat[at : at + size].reshape(grid)))
-            at += size
-        return found
+        grids = [self.grids[v] for v in self.operands]
+        pieces = np.split(flat, np.cumsum([math.prod(grid) for grid in grids]))  # the last one is the zero
+        return [(v, m.reshape(grid)) for v, m, grid in zip(self.operands, pieces, grids, strict=False)]
 
     def push(self, flow: Flow) -> None:
         flat = self._flat([flow.alive[v] for v in self.operands])
@@ -386,8 +370,8 @@ class ChannelMove(Node):
     def pull(self, flow: Flow) -> None:
         flat = self._flat([np.zeros(self.grids[v], bool) for v in self.operands])
         for value, labels in zip(self.outputs, self.labels, strict=True):
-            if value in flow.needed:
-                flat[labels[flow.needed[value] & flow.alive[value]]] = True
+            if (wanted := flow.wanted(value)) is not None:
+                flat[labels[wanted]] = True
         for value, mask in self._split(flat):
             flow.need(value, mask, self.grids[value])
 
@@ -448,16 +432,16 @@ class Halves(ChannelMove):
 
     def tie(self, layout: Layout) -> None:
         x, out, (labels,) = self.operands[0], self.out, self.labels
-        there = layout.joint(x)
-        flat = there.reshape(-1)
+        present = layout.joint(x)
+        flat = present.reshape(-1)
         pairs = flat[labels] | flat[self.partners] | layout.joint(out)
         layout.grow(out, pairs)
         pairs = layout.joint(out)
-        layout.grow(x, self._filled(self._filled(there, labels[pairs]), self.partners[pairs]))
+        layout.grow(x, self._filled(self._filled(present, labels[pairs]), self.partners[pairs]))
 
-    def _filled(self, mask: Mask, places: NDArray[np.int64]) -> Mask:
+    def _filled(self, mask: Mask, numbers: NDArray[np.int64]) -> Mask:
         flat = mask.reshape(-1).copy()
-        flat[places] = True
+        flat[numbers] = True
         return flat.reshape(mask.shape)
 
 
@@ -491,20 +475,16 @@ class Sum(Node):
 
     over: tuple[int, ...] = ()
 
-    def _aligned(self, mask: Mask) -> Mask:
-        """Insert the summed dimensions into a mask over the output."""
-        x, out = self.inputs[0], self.out
-        return mask if len(out.shape) == len(x.shape) else np.expand_dims(mask, self.over)
-
     def push(self, flow: Flow) -> None:
-        out = self.out
-        flow.alive[out] = some(flow.alive[self.inputs[0]], self.over, keepdims=True).reshape(self.grids[out])
+        alive = some(flow.alive[self.inputs[0]], self.over, keepdims=True)
+        flow.alive[self.out] = alive.reshape(self.grids[self.out])
 
     def pull(self, flow: Flow) -> None:
-        wanted = self.wanted(flow)
+        wanted, x = self.wanted(flow), self.inputs[0]
         if wanted is not None:
-            x = self.inputs[0]
-            flow.need(x, np.broadcast_to(self._aligned(wanted), self.grids[x]), self.grids[x])
+            if wanted.ndim < len(x.shape):
+                wanted = np.expand_dims(wanted, self.over)
+            flow.need(x, np.broadcast_to(wanted, self.grids[x]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
         x, out = self.inputs[0], self.out
@@ -546,7 +526,7 @@ class Boundary(Node):
         alive = flow.alive[self.x]
         if self.labels is not None:
             alive = np.append(shrink(alive, self.line(self.x)), False)[self.labels]
-        flow.alive[self.out] = spread(alive, self.grids[self.out])
+        flow.alive[self.out] = alive
 
     def wanted(self, flow: Flow) -> Mask | None:
         return flow.alive[self.out] if self.lasting else super().wanted(flow)
@@ -566,19 +546,19 @@ class Boundary(Node):
         flow.need(self.x, wanted, self.grids[self.x])
 
     def tie(self, layout: Layout) -> None:
-        if not self.free:  # both sides are one tensor
+        if self.free:
+            for value in (self.x, self.out):
+                layout.fill_other(value, self.dim % len(value.shape))
+        else:  # both sides are one tensor
             for dim in range(len(self.x.shape)):
                 layout.tie([(self.x, dim), (self.out, dim)])
-            return
-        for value in (self.x, self.out):
-            layout.fill_other(value, self.dim % len(value.shape))
 
     def source(self, layout: Layout, alive: Mask) -> list[int]:
         """Return, for every present channel after the edge, its index among those before it, or -1 for zero."""
-        place = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
+        index = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
         size = self.out.shape[self.dim]
         origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
-        return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
+        return [index.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
 
 
 def channel_dim(edges: Sequence[Boundary]) -> int | None:
