@@ -312,7 +312,6 @@ def _grow(graph: ChannelGraph, layout: Layout) -> None:
 
     That takes several passes, because the channels that a grouped convolution adds depend on those already there.
     """
-    layout.changed = True
     while layout.changed:
         layout.changed = False
         for tie in graph.ties:

@@ -59,7 +59,7 @@ class Layout:
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
         self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed = False  # set to True whenever a value grows
+        self.changed = True  # False once every constraint holds
 
     def start(self, value: Value, present: Mask | None) -> None:
         """Start with the hull of the given channels: per dimension, every index at which any of them lies.

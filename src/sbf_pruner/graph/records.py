@@ -79,7 +79,7 @@ class Op:
     overload: Any = None
     mutates: bool = False
     position: int = -1  # index in `Trace.ops`
-    told: float | None = None  # the Python number it returned, as `tensor.item()` does
+    returned: float | None = None  # the Python number it returned, as `tensor.item()` does
 
     @cached_property
     def results(self) -> list[Value]:

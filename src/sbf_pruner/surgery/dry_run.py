@@ -476,7 +476,7 @@ class ValueDependent:
 
 def _told(ops: Sequence[Op]) -> set[float]:
     """Return the numbers that were read off tensors, and their integer parts."""
-    found = {op.told for op in ops if op.told is not None and math.isfinite(op.told)}
+    found = {op.returned for op in ops if op.returned is not None and math.isfinite(op.returned)}
     return (found | {int(number) for number in found}) - set(_COMMON)
 
 
