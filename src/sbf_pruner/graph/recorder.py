@@ -45,8 +45,9 @@ class Memory:
 
     def same_place(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor seen before with the same memory layout, as for `x.as_subclass(torch.Tensor)`."""
-        place = _place(tensor)
-        return next((other for other, *_ in self._noted.values() if _place(other) == place), None)
+        place, here = _place(tensor), _storage(tensor)
+        noted = [other for other, _, storage in self._noted.values() if storage == here]
+        return next((other for other in noted if _place(other) == place), None)
 
     def note(self, tensor: Tensor, value: Value) -> Value:
         """Set the current value of a tensor."""
@@ -67,7 +68,7 @@ class Memory:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _storage(tensor: Tensor) -> int:
@@ -168,7 +169,8 @@ class Recorder(TorchDispatchMode):
             trained = isinstance(tensor, nn.Parameter)
             self._memory.note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
         for module in twin.modules():
-            for held in pytree.tree_leaves(as_tree(vars(module))):
+            own = {name: held for name, held in vars(module).items() if name not in _REGISTRIES}
+            for held in pytree.tree_leaves(as_tree(own)):
                 if isinstance(held, Tensor) and self._memory.get(held) is None:
                     self._memory.note(held, Value(tuple(held.shape), "constant"))
         self.input_values = []
@@ -328,6 +330,7 @@ class Recorder(TorchDispatchMode):
         return self._stack[-1] if self._stack else None
 
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _LIFTED = _aten("lift_fresh lift_fresh_copy _to_copy detach alias")  # through which a literal arrives
 
 

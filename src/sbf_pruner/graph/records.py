@@ -123,7 +123,7 @@ class Trace:
     apart: frozenset[int] = frozenset()  # set on an `other`: positions of operators that run only in it
     drawn: frozenset[int] = frozenset()  # set on an `other`: positions of operators that see only random numbers
     keeps: bool = False  # the warm-up call stored tensors on the model, which this call could read
-    lucky: bool = False  # it drew random numbers from Python or NumPy
+    random_calls: bool = False  # it drew random numbers from Python or NumPy
     cold: bool = False  # traced without a warm-up call
     first: Trace | None = None  # the trace without a warm-up call, if `keeps`
 

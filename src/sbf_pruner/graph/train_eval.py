@@ -49,7 +49,7 @@ def difference(again: Trace, found: Trace) -> Difference:
     """Return what runs in `again` and not in `found`."""
     numbers: dict[Hashable, int] = {}
     before, now = _Reading(found, numbers), _Reading(again, numbers)
-    by_chance = again.lucky or any(
+    by_chance = again.random_calls or any(
         op.position in now.drawn and op.name == "aten._local_scalar_dense" for op in again.ops
     )
     # If random numbers skip an operator, those behind it read something else. They are not new if the same line

@@ -27,7 +27,7 @@ from ..graph.cost import groups_left
 from ..graph.nodes import Boundary, Flow, Layout, channel_dim, shrink, some
 from ..graph.operators.layers import LayerNode, Norm, weight_owner
 from ..graph.records import ZEROS, Call, Op, Value
-from ..graph.tracer import cast_inputs, check_runs_as_traced, runs_as_traced, tensors_of, warmed_copy
+from ..graph.tracer import cast_inputs, check_runs_as_traced, first_change, tensors_of, warmed_copy
 from ..modules import Remap, RemappedModule, Window, Zeros
 from ..plan import Plan, check_plan
 from ..utils.user_model import gc_disabled, map_tensors, memory_format, meta_copy, real_copy, remove_pruner_hooks
@@ -114,7 +114,7 @@ def _cut(
             pins.add(odd)
         except PruningError:
             # Widths may not be the cause, but a hook added since, or anchors kept for inputs of another size.
-            if runs_as_traced(model, example_inputs, graph):
+            if not first_change(model, example_inputs, graph):
                 raise
             model, pins = warmed_copy(model, example_inputs), _FixedSizeCollector(graph)
             check_runs_as_traced(model, example_inputs, graph)
