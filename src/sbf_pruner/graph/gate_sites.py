@@ -11,7 +11,7 @@ import numpy as np
 
 from ..modules import GatePoint
 from .channel_graph import Site
-from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, channel_dim
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, common_dim
 from .operators.layers import LayerNode, Norm
 from .records import Value
 from .wiring import NodeBuilder
@@ -35,7 +35,7 @@ class GateSites:
             return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
         if norm is None:
             edges = tuple(self.net.edges[module, "out"])
-            return Site(module, "map", layer, (), _dim(edges), edges)
+            return Site(module, "map", layer, (), common_dim(edges), edges)
         return self._norm_site(norm, layer)
 
     def followers(self, taken: set[str]) -> list[Site]:
@@ -55,7 +55,7 @@ class GateSites:
                 main.revives = False
             elif isinstance(main, LayerNode) and main.depthwise and main.bias is not None:
                 bias = main.bias.name.rpartition(".")[2]
-                sites.append(Site(module, "bias", "", (bias,), _dim(edges), edges))
+                sites.append(Site(module, "bias", "", (bias,), common_dim(edges), edges))
                 main.revives = False
         return sites
 
@@ -73,7 +73,7 @@ class GateSites:
         # A busy module makes something of a zero behind its norm, so the gate must come after that.
         foldable = foldable and module not in self.net.busy
         kind = "affine" if foldable else "map"
-        return Site(module, kind, layer, names if foldable else (), _dim(edges), edges)
+        return Site(module, kind, layer, names if foldable else (), common_dim(edges), edges)
 
     def norm_after(self, module: str) -> str | None:
         """Return the norm that is the only reader of a layer's output in all of its calls, or None."""
@@ -115,12 +115,6 @@ class GateSites:
             if not (edge or passes or identity):
                 return None
             value = node.out
-
-
-def _dim(edges: Sequence[Boundary]) -> int:
-    dim = channel_dim(edges)
-    assert dim is not None  # modules without a common dimension have no edges
-    return dim
 
 
 def _is_identity(node: ChannelMove) -> bool:

@@ -567,3 +567,10 @@ def channel_dim(edges: Sequence[Boundary]) -> int | None:
         return edges[0].dim
     from_the_end = {edge.dim - len(edge.out.shape) for edge in edges}
     return from_the_end.pop() if len(from_the_end) == 1 else None
+
+
+def common_dim(edges: Sequence[Boundary]) -> int:
+    """Return `channel_dim` of edges that have one."""
+    dim = channel_dim(edges)
+    assert dim is not None  # modules without a common dimension have no edges
+    return dim
