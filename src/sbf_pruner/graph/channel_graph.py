@@ -8,7 +8,7 @@ shortcut. `build.trace` makes a graph from a model.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -214,22 +214,21 @@ class ChannelGraph:
 
     def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
         """Return the result of `settle` and the flow under it."""
-        held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
+        kept = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
-            flow = self.flow(held)
-            left = {name: self._left(layer, held[name], flow) for name, layer in self.layers.items()}
-            if all(np.array_equal(left[n], held[n]) for n in left):
-                return held, flow
-            held = left
-        return held, self.flow(held)
+            flow = self.flow(kept)
+            left = {name: self._left(layer, kept[name], flow) for name, layer in self.layers.items()}
+            if all(np.array_equal(left[n], kept[n]) for n in left):
+                return kept, flow
+            kept = left
+        return kept, self.flow(kept)
 
-    def _left(self, layer: Layer, held: Mask, flow: Flow) -> Mask:
+    def _left(self, layer: Layer, before: Mask, flow: Flow) -> Mask:
         left = np.zeros(layer.filters, bool)
         for edge in layer.site.edges:
-            wanted = edge.wanted(flow)
-            if wanted is not None:
+            if (wanted := edge.wanted(flow)) is not None:
                 left |= wanted.reshape(-1)
-        left = whole_groups(left & held, layer.unit)
+        left = whole_groups(left & before, layer.unit)
         if layer.site.kind != "sum":  # else the sum may be alive without this filter
             left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
@@ -393,24 +392,30 @@ def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
     >>> [block.name for block in found][:3], found[0].layer, len(found)
     (['layer1.0', 'layer1.1', 'layer1.2'], 'layer1.0.conv2', 9)
     """
-    places = {op.position: place for place, op in enumerate(additions(graph.trace.ops))}
+    indices = {op.position: index for index, op in enumerate(additions(graph.trace.ops))}
     walk = _Walk(graph)
     found: list[ResidualBlock] = []
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
+    graph_inputs = set(graph.trace.inputs)
     for node in graph.nodes:
         op = node.op
-        if op.position not in places or not isinstance(node, Elementwise) or len(op.inputs) != 2:
+        if op.position not in indices or not isinstance(node, Elementwise) or len(op.inputs) != 2:
             continue
-        counts = walk.layers_since_fork(*op.inputs)
-        if counts is None or counts[0] == counts[1]:
+        above = [walk.above(value) for value in op.inputs]
+        shared = above[0] & above[1]
+        if not shared and graph_inputs.isdisjoint(op.inputs):
+            continue
+        counts = [sum(isinstance(graph.nodes[at], LayerNode) for at in each - shared) for each in above]
+        if counts[0] == counts[1]:
             continue
         branch = int(counts[1] > counts[0])
         layer = walk.owner(op.inputs[branch])
         name = (op.call.module if op.call is not None else "") or layer or op.where
-        taken[name] = taken.get(name, 0) + 1
+        taken[name] += 1
         again = f" ({taken[name]})" if taken[name] > 1 else ""
-        inside = walk.layers_of(op.inputs[branch], op.inputs[1 - branch])
-        found.append(ResidualBlock(name + again, places[op.position], branch, layer, inside))
+        nodes = [graph.nodes[at] for at in sorted(above[branch] - above[1 - branch])]
+        names = dict.fromkeys(n.layer for n in nodes if isinstance(n, LayerNode) and n.layer in graph.layers)
+        found.append(ResidualBlock(name + again, indices[op.position], branch, layer, tuple(names)))
     return found
 
 
@@ -429,25 +434,7 @@ class _Walk:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
-        self.maker: dict[Value, int] = {}
-        for place, node in enumerate(graph.nodes):
-            for value in node.outputs:
-                self.maker.setdefault(value, place)
-
-    def layers_since_fork(self, first: Value, second: Value) -> tuple[int, int] | None:
-        """Return how many layers lie between each tensor and their last common origin; None if there is none."""
-        above = [self._above(value) for value in (first, second)]
-        shared = above[0] & above[1]
-        if not shared and first not in self.graph.trace.inputs and second not in self.graph.trace.inputs:
-            return None
-        one, two = (sum(isinstance(self.graph.nodes[p], LayerNode) for p in places - shared) for places in above)
-        return one, two
-
-    def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
-        """Return the prunable layers of a branch that the shortcut has not passed."""
-        places = sorted(self._above(branch) - self._above(shortcut))
-        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], LayerNode)]
-        return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
+        self.maker = {value: at for at, node in reversed([*enumerate(graph.nodes)]) for value in node.outputs}
 
     def owner(self, value: Value) -> str:
         """Return the prunable layer whose filters are the channels of a tensor, each in its own place, or ""."""
@@ -466,13 +453,13 @@ class _Walk:
                 return ""
         return ""
 
-    def _above(self, value: Value) -> set[int]:
+    def above(self, value: Value) -> set[int]:
         """Return the indices of all nodes that a tensor depends on."""
         found: set[int] = set()
         todo = [value]
         while todo:
-            place = self.maker.get(todo.pop())
-            if place is not None and place not in found:
-                found.add(place)
-                todo += self.graph.nodes[place].inputs
+            at = self.maker.get(todo.pop())
+            if at is not None and at not in found:
+                found.add(at)
+                todo += self.graph.nodes[at].inputs
         return found
