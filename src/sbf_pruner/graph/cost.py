@@ -11,14 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from .channel_graph import ChannelGraph, Layer, solve_layout, vanished
+from .channel_graph import ChannelGraph, solve_layout, vanished
 from .nodes import Boundary, Elementwise, Flow, Layout, Mask, Node, along, shrink, some, whole_groups
 from .operators.layers import LayerNode, Norm, Product, weight_owner
 from .records import Op, Trace, Value
@@ -74,11 +73,15 @@ def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
         elif isinstance(node, LayerNode) and weight_owner(node.op) not in laid.gone:
             pixels = (node.x if node.transposed else node.out).shape[2:]
             macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
-    params, size = graph.trace.unused, 0
-    for name, entries in entries_left(graph, laid).items():
-        value = graph.trace.states[name]
-        params += entries if value.trained else 0
-        size += entries * (value.data.element_size() if value.data is not None else 0)
+    return _cost(graph.trace, entries_left(graph, laid), macs)
+
+
+def _cost(trace: Trace, entries: Mapping[str, int], macs: int) -> Cost:
+    params, size = trace.unused, 0
+    for name, count in entries.items():
+        value = trace.states[name]
+        params += count if value.trained else 0
+        size += count * (value.data.element_size() if value.data is not None else 0)
     return Cost(params, macs, size)
 
 
@@ -92,29 +95,26 @@ def whole_cost(graph: ChannelGraph) -> Cost:
     >>> whole_cost(trace(net, torch.rand(1, 3, 5, 5)))
     Cost(params=64, macs=1400, size=256)
     """
-    trace, params, size = graph.trace, graph.trace.unused, 0
-    for value in trace.states.values():
-        entries = math.prod(value.shape)
-        params += entries if value.trained else 0
-        size += entries * (value.data.element_size() if value.data is not None else 0)
-    return Cost(params, sum(_macs(op) for op in trace.ops if op.position not in trace.added), size)
+    trace = graph.trace
+    entries = {name: math.prod(value.shape) for name, value in trace.states.items()}
+    return _cost(trace, entries, sum(_macs(op) for op in trace.ops if op.position not in trace.added))
 
 
 def entries_left(graph: ChannelGraph, laid: LaidOut) -> dict[str, int]:
     """Return the number of entries of every parameter and buffer that is left."""
-    grouped = {
-        node.weight: node
-        for node in graph.nodes
-        if isinstance(node, LayerNode)
-        and node.groups > 1
-        and node.stored
-        and weight_owner(node.op) not in laid.gone
-    }
-    return {
-        name: _products(grouped[value], laid.layout) if value in grouped else _size(value, laid.layout)
-        for name, value in graph.trace.states.items()
-        if name.rpartition(".")[0] not in laid.gone
-    }
+    layers = [node for node in graph.nodes if isinstance(node, LayerNode) and node.groups > 1 and node.stored]
+    grouped = {node.weight: node for node in layers}
+    found: dict[str, int] = {}
+    for name, value in graph.trace.states.items():
+        if name.rpartition(".")[0] in laid.gone:
+            continue
+        if value in grouped:
+            found[name] = _products(grouped[value], laid.layout)
+        else:
+            # A dimension to which no constraint refers, such as a kernel's, has an empty mask and keeps its size.
+            sizes = zip(laid.layout.sizes(value), value.shape, strict=True)
+            found[name] = math.prod(left or full for left, full in sizes)
+    return found
 
 
 def _products(node: LayerNode, layout: Layout) -> int:
@@ -143,16 +143,8 @@ def _macs(op: Op) -> int:
     if formula is None or op.name not in _PRODUCTS:
         return 0
 
-    def shape(held: Any) -> Any:
-        return held.shape if isinstance(held, Value) else held
-
-    args, kwargs, outputs = pytree.tree_map(shape, (op.args, op.kwargs, op.outputs))
-    return int(formula(*args, **kwargs, out_val=outputs[0])) // 2
-
-
-def _size(value: Value, layout: Layout) -> int:
-    # A dimension to which no constraint refers, such as a kernel's, has an empty mask and keeps its size.
-    return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
+    args, kwargs = pytree.tree_map_only(Value, lambda v: v.shape, (op.args, op.kwargs))
+    return int(formula(*args, **kwargs, out_val=op.results[0].shape)) // 2
 
 
 def groups_left(node: LayerNode, layout: Layout) -> int:
@@ -205,7 +197,8 @@ class FilterCosts:
     def filter(self, name: str, place: int) -> Savings:
         """Return what removing one filter of a layer saves, other layers unchanged."""
         layer = self.graph.layers[name]
-        in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
+        reads_inputs = any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+        in_group = layer.groups > 1 and (layer.filters > layer.groups or reads_inputs)
         if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
             return Savings(0, 0)
         left = self.keep.get(name, np.ones(layer.filters, bool)).copy()
@@ -247,9 +240,6 @@ class FilterCosts:
                     stale.update(node.inputs)
         return flow, changed
 
-    def _reads_inputs(self, layer: Layer) -> bool:
-        return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
-
     @staticmethod
     def _owner(node: Node) -> Hashable:
         if isinstance(node, LayerNode):
@@ -265,31 +255,30 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
     if isinstance(first, Elementwise):
         wanted = first.wanted(flow)
         stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
-        held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
-        return Savings(0, sum(held))
+        return Savings(0, 0 if wanted is None else sum(int(shrink(wanted, first.grids[v]).sum()) for v in stored))
     if isinstance(first, Product):
         return _filter_cost_of_products([run for run in runs if isinstance(run, Product)], flow)
     if not isinstance(first, (LayerNode, Norm)):
         return Savings(0, 0)
-    there = np.logical_or.reduce([_per_channel(run.wanted(flow), run.out) for run in runs])
+    written = _channels([run.out for run in runs], flow)
     if isinstance(first, Norm):
         scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
-        return Savings(0, scales * int(whole_groups(there, first.per_group).sum()))
+        return Savings(0, scales * int(whole_groups(written, first.per_group).sum()))
     calls = [run for run in runs if isinstance(run, LayerNode)]
-    read = np.logical_or.reduce([_per_channel(flow.wanted(run.x), run.x) for run in calls])
-    rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
+    read = _channels([run.x for run in calls], flow)
+    rows, columns = written.reshape(first.groups, -1), read.reshape(first.groups, -1)
     # All groups that are left are as wide as the fullest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
     # A computed weight keeps all its inputs, because it may be normalized over them.
     inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
     entries = filters * inputs * math.prod(first.weight.shape[2:])
-    pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
-    moves = sum(math.prod(shape) // shape[1] for shape in pixels)
+    maps = [run.x.shape if run.transposed else run.out.shape for run in calls]
+    pixels = sum(math.prod(shape) // shape[1] for shape in maps)
     own = entries if first.weight.trained else 0
     if not first.stored:  # its parameters have one slice per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
     biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
-    return Savings(entries * moves, own + biases)
+    return Savings(entries * pixels, own + biases)
 
 
 def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Savings:
@@ -319,9 +308,11 @@ def _sizes(value: Value, flow: Flow) -> list[int]:
     return [n if len(line) < n else int(line.sum()) for n, line in zip(value.shape, lines, strict=True)]
 
 
-def _per_channel(mask: Mask | None, value: Value) -> Mask:
-    """Reduce a mask to one entry per channel."""
-    if mask is None:
-        return np.zeros(value.shape[1], bool)
-    grid = along(1, value.shape)
-    return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
+def _channels(values: Sequence[Value], flow: Flow) -> Mask:
+    """Return the channels that are alive and needed in any of these tensors."""
+    masks = [np.zeros(values[0].shape[1], bool)]
+    for value in values:
+        if (wanted := flow.wanted(value)) is not None:
+            grid = along(1, value.shape)
+            masks.append(shrink(np.broadcast_to(wanted, np.broadcast_shapes(wanted.shape, grid)), grid).reshape(-1))
+    return np.logical_or.reduce(masks)

@@ -390,12 +390,12 @@ class Located(ChannelMove):
     """An operator that also returns positions, such as max pooling; they are alive even where the input is zero."""
 
     @property
-    def places(self) -> Value:
+    def positions(self) -> Value:
         return self.outputs[1]
 
     def push(self, flow: Flow) -> None:
         super().push(flow)
-        flow.alive[self.places] = np.ones(self.grids[self.places], bool)
+        flow.alive[self.positions] = np.ones(self.grids[self.positions], bool)
 
 
 @dataclass
