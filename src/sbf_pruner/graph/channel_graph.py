@@ -1,9 +1,7 @@
 """The channel graph: prunable layers, where each is gated, and all other layers with reasons.
 
-`ChannelGraph.flow` propagates liveness forward and need backward for any choice of filters; `settle` returns the
-filters that survive it; `disconnecting_layers` names the layers that must keep at least one. `solve_layout` finds
-the channels of every tensor in the extracted network, and `residual_blocks` the additions of a branch and a
-shortcut. `build.trace` makes a graph from a model.
+`build.trace` makes a graph from a model. `solve_layout` finds the channels of every tensor in the extracted
+network, and `residual_blocks` the additions of a branch and a shortcut.
 """
 
 from __future__ import annotations
@@ -16,20 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from ..errors import PlanError
-from .nodes import (
-    Boundary,
-    Elementwise,
-    End,
-    Flow,
-    Grids,
-    Layout,
-    Mask,
-    Node,
-    Sum,
-    equalize_groups,
-    some,
-    whole_groups,
-)
+from .nodes import Boundary, Elementwise, Flow, Grids, Layout, Mask, Node, Sum, equalize_groups, some, whole_groups
 from .operators.layers import LayerNode, Norm, Product
 from .records import ZEROS, Call, Op, Trace, Value
 from .relations import Relations
@@ -170,11 +155,8 @@ class ChannelGraph:
 
     def undefined(self, flow: Flow) -> list[Elementwise]:
         """Return the operators that get a zero where they have no value or gradient, but not with all filters."""
-        return [
-            node
-            for node in self.avoiding
-            if any((self._whole.alive[v] & ~flow.alive[v]).any() for v in node.avoiding)
-        ]
+        whole = self._whole.alive
+        return [n for n in self.avoiding if any((whole[v] & ~flow.alive[v]).any() for v in n.avoiding)]
 
     @cached_property
     def avoiding(self) -> list[Elementwise]:
@@ -192,10 +174,7 @@ class ChannelGraph:
 
     @cached_property
     def ties(self) -> list[Callable[[Layout], None]]:
-        """Constraints between the layouts of the tensors, each a function that adds the channels it requires.
-
-        Those of the nodes, forward and then backward, and one layout for all calls of a module.
-        """
+        """Constraints between the layouts of the tensors: functions that add the channels that must be present."""
         ties = [node.tie for node in self.nodes]
         shared = _calls_of_one_module(self.nodes, self.grids)
         return [*ties, *reversed(ties), *(partial(Layout.tie, ends=ends) for ends in shared)]
@@ -271,25 +250,24 @@ class ChannelGraph:
         culprits = self.disconnecting_layers(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
-            empty = not any(keep[n].any() for n in culprits)
+            kept, remedy = "only filters that reach no output", "keep others there"
+            if not any(keep[n].any() for n in culprits):
+                kept, remedy = "no filter", "keep at least one filter there"
             flow = self._alive(keep)
             harm = "disconnects the output from the input"
             if self._led <= flow.reached:
                 node = self.undefined(flow)[0]
                 harm = f"makes an input of {node.op.name} at {node.op.where} zero, where it has no {node.lacks}"
             raise PlanError(
-                f"the plan {harm}: {names} would keep "
-                + ("no filter, and there is no shortcut around; keep at least one filter there" if empty
-                   else "only filters that reach no output, and there is no shortcut around; keep others there")
-            )  # fmt: skip
+                f"the plan {harm}: {names} would keep {kept}, and there is no shortcut around; {remedy}"
+            )
 
 
 def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = None) -> Layout:
     """Return the smallest layout in which every operator can run.
 
-    A channel exists if it is alive and needed, or if an operator could not run without it: both operands of an
-    addition share one layout, operand and result of a view are boxes, the halves of a chunk are equally large.
-    Layouts start with the channels that must exist and grow along the graph until every operator can run.
+    It starts with the channels that are alive and needed and grows along the graph: both operands of an addition
+    share one layout, operand and result of a view are boxes, the halves of a chunk are equally large.
     """
     layout = Layout(graph.grids)
     for value in graph.grids:
@@ -307,19 +285,16 @@ def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = Non
 
 
 def _grow(graph: ChannelGraph, layout: Layout) -> None:
-    """Add channels until every constraint holds.
-
-    That takes several passes, because the channels that a grouped convolution adds depend on those already there.
-    """
+    # Several passes, because the channels that a grouped convolution adds depend on those already there.
     while layout.changed:
         layout.changed = False
         for tie in graph.ties:
             tie(layout)
 
 
-def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
+def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[tuple[Value, int]]]:
     """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
-    ends: dict[tuple[str, str], list[End]] = defaultdict(list)
+    ends: dict[tuple[str, str], list[tuple[Value, int]]] = defaultdict(list)
     for node in nodes:
         if isinstance(node, Boundary):
             ends[node.module, f"{node.side}, before"].append((node.x, node.dim))

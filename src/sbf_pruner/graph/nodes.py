@@ -226,10 +226,11 @@ class Node:
 class Opaque(Node):
     """An operator that mixes channels in an unknown way: all of them must be present."""
 
-    why: str = ""
+    blocks: str = ""
 
     def __post_init__(self) -> None:
-        self.blocks = self.why or f"{self.op.name} at {self.op.where} mixes channels in a way that is not known"
+        if not self.blocks:
+            self.blocks = f"{self.op.name} at {self.op.where} mixes channels in a way that is not known"
 
 
 @dataclass
@@ -449,11 +450,8 @@ class Halves(ChannelMove):
 class Across(Node):
     """An operator, such as a softmax over branches, that mixes all channels along one dimension and no others."""
 
-    over: int = 0
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        self.blocks = self.why
+    over: tuple[int]
+    blocks: str
 
     def pull(self, flow: Flow) -> None:
         x, out = self.inputs[0], self.out
@@ -464,7 +462,7 @@ class Across(Node):
     def tie(self, layout: Layout) -> None:
         x, out = self.inputs[0], self.out
         for dim in range(len(x.shape)):
-            if dim == self.over:
+            if dim in self.over:
                 layout.add(x, dim, None)
             layout.tie([(x, dim), (out, dim)])
 

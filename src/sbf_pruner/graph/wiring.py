@@ -24,22 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..modules import Remap, Zeros, plain_names
 from .channel_graph import ChannelGraph
-from .nodes import (
-    Across,
-    Boundary,
-    ChannelMove,
-    Elementwise,
-    Flow,
-    Grid,
-    Grids,
-    Node,
-    Opaque,
-    Source,
-    Sum,
-    along,
-    channel_dim,
-    shrink,
-)
+from .nodes import Boundary, ChannelMove, Elementwise, Flow, Grids, Node, Opaque, Source, along, channel_dim, shrink
 from .operators import build_node
 from .operators.layers import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
 from .operators.movement import RESHAPES, Numbers
@@ -80,19 +65,18 @@ class NodeBuilder:
 
     def what_mixes(self, weight: Value, filters: int) -> Op | None:
         """Return the operator that makes a filter of a computed weight depend on other filters, or None."""
-        todo, seen = [weight], {weight}
+        todo, seen = [weight], set[Value]()
         while todo:
-            node = self._makers.get(todo.pop())
-            if node is None:
+            value = todo.pop()
+            node = self._makers.get(value)
+            if node is None or value in seen:
                 continue
-            over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
-            together = any(node.inputs[0].shape[dim] == filters for dim in over)
+            seen.add(value)
+            # The dimensions of a sum or a softmax.
+            together = any(node.inputs[0].shape[dim] == filters for dim in getattr(node, "over", ()))
             if together or isinstance(node, (Opaque, LayerNode, Product)):
                 return node.op
-            for value in node.inputs:
-                if value not in seen:
-                    seen.add(value)
-                    todo.append(value)
+            todo += node.inputs
         return None
 
     def _edged_calls(self) -> list[tuple[Call, Op]]:
@@ -390,7 +374,12 @@ class MergedDimensions:
         grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
         if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
             return True
-        held = [np.broadcast_to(self._numbers(value, grids[value]), grids[value]) for value in node.operands]
+        held = []
+        for value in node.operands:
+            numbers = self._channels.get(value)
+            if numbers is None:
+                numbers = self._new(math.prod(grids[value])).reshape(grids[value])
+            held.append(np.broadcast_to(numbers, grids[value]))
         flat = np.concatenate([*(numbers.reshape(-1) for numbers in held), [-1]])
         joined = {}
         for out, labels in zip(node.outputs, node.labels, strict=True):
@@ -406,10 +395,6 @@ class MergedDimensions:
                 joined[out] = after
         self._channels |= joined
         return True
-
-    def _numbers(self, value: Value, grid: Grid) -> Numbers:
-        found = self._channels.get(value)
-        return self._new(math.prod(grid)).reshape(grid) if found is None else found
 
     def _new(self, count: int) -> Numbers:
         self._count += count

@@ -14,24 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..nodes import (
-    Alive,
-    Flow,
-    Grids,
-    Layout,
-    Mask,
-    Node,
-    Opaque,
-    Source,
-    along,
-    equalize_groups,
-    shrink,
-    some,
-    whole_groups,
-)
+from ..nodes import Flow, Grids, Layout, Mask, Node, Opaque, Source, along, equalize_groups, shrink, whole_groups
 from ..records import INSTANCE_NORM, Op, Trace, Value
 from .movement import moved
-from .pointwise import elementwise, opaque
+from .pointwise import opaque, zero_kept
 
 
 def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None:
@@ -137,7 +123,7 @@ class LayerNode(Node):
     def _tie_groups(self, layout: Layout) -> None:
         """Give all present groups equal numbers of inputs and equal numbers of filters."""
         sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
-        present = some(sides[0], 1) | some(sides[1], 1)
+        present = np.asarray(sides[0].any(1) | sides[1].any(1))
         if not self.stored:
             sides[0] = sides[0] | present[:, None]
         for value, rows in zip((self.x, self.out), sides, strict=True):
@@ -330,7 +316,7 @@ def weight_norm(op: Op, grids: Grids) -> Node:
     dim = op.dim(2, 0)
     if any(n > 1 for v in op.args[:2] for d, n in enumerate(grids[v]) if d != dim % len(v.shape)):
         return opaque(op, grids)
-    return elementwise(op, grids, Alive.ANY)
+    return zero_kept(op, grids)
 
 
 def group_norm(op: Op, grids: Grids) -> Node:

@@ -139,7 +139,7 @@ def softmax(op: Op, grids: Grids) -> Node:
         return zero_lost(op, grids)
     op = dataclasses.replace(op, outputs=op.outputs[:1])
     grids[op.results[0]] = grids[x]
-    return Across(op, grids, dim % len(x.shape), f"{op.name} at {op.where} normalises over the channels")
+    return Across(op, grids, (dim % len(x.shape),), f"{op.name} at {op.where} normalises over the channels")
 
 
 def restrided(op: Op, grids: Grids) -> Node:
