@@ -1,10 +1,9 @@
 """Turn a trace into the nodes of a channel graph, with `Boundary` nodes ("edges") before and after modules.
 
 At an edge a gate can be placed and, in the extracted network, a remap inserted. Edges surround every call of a
-module that holds one layer or norm and returns its channels in order, and of a module without weights that pads
-channels (a shortcut between stages), so that a width hard-coded there binds nothing outside. A module may pool,
-activate or transpose its feature map and still count as its layer, but not move or mix the channels: a gate behind
-it would then close others.
+module that holds one layer or norm and returns its channels in order (pooled, activated or transposed, but not
+moved or mixed: a gate behind it would close others), and of a module without weights that pads channels (a shortcut
+between stages), so that a width hard-coded there binds nothing outside.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class NodeBuilder:
             and not without_batch(call, ops[0])
             # A hook that stores the result sees it before a gate at the edge, but behind one folded into a norm.
             and not (call.kept and not _foldable(ops[0]))
-            and not any(read.get(value, -1) >= call.last for value in self._inside(call))
+            and not self._read_outside(call, read)
         ]
         full = Counter(call.module for call in good)
         found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
@@ -111,21 +110,22 @@ class NodeBuilder:
                 found += zip(calls, pads, strict=True)
         return found
 
-    def _inside(self, call: Call) -> Iterator[Value]:
-        """Yield what a call computes from the network's inputs, except its outputs and what it writes in place."""
-        known = {*call.outputs, *call.overwritten, None}
-        for op in self.trace.ops[call.first : call.last]:
-            yield from (value for value in op.outputs if value and value not in known and value.roots is None)
+    def _read_outside(self, call: Call, read: Mapping[Value, int]) -> bool:
+        """Return True if an intermediate result of a call, computed from the network's inputs, is read after it."""
+        results = {value for op in self.trace.ops[call.first : call.last] for value in op.results}
+        inside = results - {*call.outputs, *call.overwritten}
+        return any(value.roots is None and read.get(value, -1) >= call.last for value in inside)
 
     def _channel_pad(self, call: Call) -> Op | None:
         """Return the operator that pads channels in a call with one input, one output and no weight, or None."""
         ops = self.trace.ops[call.first : call.last]
-        one = len(call.inputs) == len(call.outputs) == 1 and _width(call.outputs) is not None
-        one = one and len(call.inputs[0].shape) > 2
-        if not one or any(value.kind == "state" for op in ops for value in op.inputs):
+        one = len(call.inputs) == len(call.outputs) == 1
+        if not one or len(call.inputs[0].shape) < 3 or len(call.outputs[0].shape) < 2:
             return None
-        wider = [op for op in ops if op.name == "aten.constant_pad_nd" and _width(op.inputs) != _width(op.outputs)]
-        return wider[0] if len(wider) == 1 and wider[0].call is call else None
+        pads = [op for op in ops if op.name == "aten.constant_pad_nd"]
+        wider = [op for op in pads if op.inputs[0].shape[1:2] != op.results[0].shape[1:2]]
+        stored = any(value.kind == "state" for op in ops for value in op.inputs)
+        return wider[0] if not stored and len(wider) == 1 and wider[0].call is call else None
 
     def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
         """Build the nodes in order, with an edge before and after each of the given calls."""
@@ -139,14 +139,12 @@ class NodeBuilder:
             first[call.first].append((call, op))
             last[call.last].append((call, op))
             mains[op] = call.module
-        now: dict[Value, Value] = {}
-        before: dict[Call, Value | None] = {}
+        now: dict[Value, Value] = {}  # traced value -> the same behind the edges passed so far
+        before: dict[Call, Value] = {}
         for position in range(len(self.trace.ops) + 1):
             for call, op in last[position]:
-                inner, entered = call.outputs[0], before[call]
-                now.pop(call.inputs[0])
-                if entered is not None:
-                    now[call.inputs[0]] = entered
+                now[call.inputs[0]] = before[call]
+                inner = call.outputs[0]
                 x = now.get(inner, inner)
                 dim = 1 if call.module in self.padding else self._leaving(call, x, at[op])
                 if dim is not None:
@@ -155,8 +153,8 @@ class NodeBuilder:
                 self.entries[call] = tuple(now.get(v, v) for v in call.inputs)
             for call, op in first[position]:
                 outer = call.inputs[0]
-                before[call] = now.get(outer)
-                now[outer] = self._edge(call, "in", now.get(outer, outer), self._entering(call, op, before[call]))
+                before[call] = now.get(outer, outer)
+                now[outer] = self._edge(call, "in", before[call], self._entering(call, op, before[call]))
             if position < len(self.trace.ops):
                 op = self.trace.ops[position]
                 node = self._node(_renamed(op, now))
@@ -168,16 +166,15 @@ class NodeBuilder:
         for value in self.outputs:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
-    def _entering(self, call: Call, op: Op, entered: Value | None) -> int:
+    def _entering(self, call: Call, op: Op, x: Value) -> int:
         """Return the channel dimension of a module's input: that of its operator, or where channels differ."""
-        shape = call.inputs[0].shape
-        grid = self.grids.get(entered or call.inputs[0], ())
+        shape = x.shape
         if op.name in PRODUCTS:  # a linear layer has its channels in the last dimension
             rows = op.args[LAYERS[op.name] - 1].shape
             usual = len(shape) - 1 if (math.prod(shape[:-1]), *shape[-1:]) == rows else None
         else:
             usual = 1 if len(shape) == len(op.inputs[0].shape) else None
-        differing = [dim for dim, size in enumerate(grid) if size > 1]
+        differing = [dim for dim, size in enumerate(self.grids.get(x, ())) if size > 1]
         if usual is None and len(differing) == 1:
             return differing[0]
         return min(1, len(shape) - 1) if usual is None else usual
@@ -216,9 +213,10 @@ class NodeBuilder:
         """Find layers that run once, among others, in every call of their module: a norm may hold their gate."""
         found: dict[str, dict[Call | None, list[LayerNode]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
-            module = weight_owner(node.op) if isinstance(node, LayerNode) else None
-            if isinstance(node, LayerNode) and node.op.call is not None and module and module not in self.main:
-                found[module][node.op.call.within(module)].append(node)
+            if isinstance(node, LayerNode) and node.op.call is not None:
+                module = weight_owner(node.op)
+                if module and module not in self.main:
+                    found[module][node.op.call.within(module)].append(node)
         for module, ran in found.items():
             if list(ran) == self.trace.calls.get(module) and all(len(nodes) == 1 for nodes in ran.values()):
                 self.inner[module] = [nodes[0] for nodes in ran.values()]
@@ -280,15 +278,13 @@ class NodeBuilder:
         assert op.call is not None
         module = self.modules[op.call.module]
         assert isinstance(module, (Remap, Zeros))
-        out = op.outputs[0]
-        assert out is not None
+        (x,), (out,) = op.inputs, op.results
         dim = module.dim % len(out.shape)
-        grid = along(dim, out.shape)
-        self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
-        self.grids[out] = grid
+        self.grids.setdefault(x, (1,) * len(x.shape))
+        self.grids[out] = along(dim, out.shape)
         if isinstance(module, Zeros):  # surgery may choose its width
             return Source(op, self.grids, zero=True)
-        labels = np.array(module.source, np.int64).reshape(grid)
+        labels = np.array(module.source, np.int64).reshape(self.grids[out])
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
         self.edges[op.call.module, "remap"].append(edge)
         return edge
@@ -304,15 +300,11 @@ def _foldable(op: Op) -> bool:
     return op.name not in LAYERS and all(isinstance(v, Value) and v.kind == "state" for v in op.args[1:3])
 
 
-def _width(values: Sequence[Value | None]) -> int | None:
-    return values[0].shape[1] if values and values[0] is not None and len(values[0].shape) > 1 else None
-
-
 def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
-    if not any(v in now for v in op.inputs):
+    inputs = tuple(now.get(v, v) for v in op.inputs)
+    if inputs == op.inputs:
         return op
     args, kwargs = pytree.tree_map_only(Value, lambda v: now.get(v, v), (op.args, op.kwargs))
-    inputs = tuple(now.get(v, v) for v in op.inputs)
     return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=inputs)
 
 
@@ -350,9 +342,7 @@ class MergedDimensions:
     The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
     the input of a linear layer, or is split into the same channels and pixels again. A reshape of `[batch, pixels,
     channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and
-    different ones at every image size, so what holds at one size does not hold at another.
-
-    Merged dimensions are rare; a network without them costs one comparison of sizes for each operator.
+    different ones at every image size.
     """
 
     def __init__(self) -> None:
