@@ -80,19 +80,17 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str] = ()) -> 
 def _protect_divisors(graph: ChannelGraph) -> None:
     """Make layers unprunable until no operator can get a zero where its value or gradient is undefined.
 
-    Liveness decides for all operators alike: a divisor with a constant added is never zero, and if a divisor is the
-    sum of several layers, only the last of them has to keep all filters.
+    If a divisor is the sum of several layers, only the last of them has to keep all filters.
     """
     if not graph.avoiding:
         return
-    left: dict[str, str] = {}
+    protected: dict[str, str] = {}
     names = list(graph.layers) if graph.undefined(graph.alive_regardless_of(graph.layers)) else []
     for number, name in enumerate(names, 1):
-        harmed = graph.undefined(graph.alive_regardless_of({*names[:number]} - left.keys()))
-        if harmed:
-            left[name] = harmed[0].at_zero
+        if undefined := graph.undefined(graph.alive_regardless_of({*names[:number]} - protected.keys())):
+            protected[name] = undefined[0].at_zero
             del graph.layers[name]
-    graph.unscored = left | graph.unscored
+    graph.unscored = protected | graph.unscored
     # Such an operator can still get a zero if the layers before it keep no filter.
     nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
     for node in graph.undefined(graph.flow(nothing)):
@@ -281,10 +279,7 @@ class _LayerFinder:
         return self._reason_constants_stay(back, gone)
 
     def _is_all_that_is_learned(self, node: Elementwise, gone: set[Value]) -> bool:
-        """Return True if a sum with the input or stored tensors alone reaches an output without another layer.
-
-        Then the gated channels are the network's outputs up to those terms, as in an image restoration network.
-        """
+        """Return True if a sum with the input or stored tensors alone reaches an output without another layer."""
         others = [v for v in node.inputs if v not in gone]
         if any(v.roots is None and max(self.net.grids[v], default=1) > 1 for v in others):
             return False
@@ -302,20 +297,19 @@ class _LayerFinder:
         return False
 
     def _reason_constants_stay(self, back: list[tuple[str, Value]], gone: set[Value]) -> str:
-        """Return why channels revived as constants do harm, or "" if they do not.
-
-        A constant does no harm where it is multiplied by a removed channel.
-        """
+        """Return why channels revived as constants do harm, or "" if all are multiplied by a removed channel."""
         seen: set[int] = set()
         while back:
             reason, value = back.pop()
-            if value in self.net.outputs or not self.net.consumers[value]:
+            readers = self.net.consumers[value]
+            if value in self.net.outputs or not readers:
                 return reason
-            for reader in self.net.consumers[value]:
-                harmless = isinstance(reader, Elementwise) and reader.ends(value, gone)
-                if not harmless and not isinstance(reader, (Elementwise, ChannelMove)):
+            for reader in readers:
+                if isinstance(reader, Elementwise) and reader.ends(value, gone):
+                    continue
+                if not isinstance(reader, (Elementwise, ChannelMove)):
                     return reason
-                if not harmless and id(reader) not in seen:
+                if id(reader) not in seen:
                     seen.add(id(reader))
                     back += [(reason, v) for v in reader.outputs]
         return ""

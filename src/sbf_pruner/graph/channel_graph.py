@@ -25,9 +25,9 @@ class Site:
     """Where in the model a gate is applied.
 
     `kind` is "affine" (multiplied into the module's scale and shift), "map" (into its output), "bias" (into its
-    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). `layer` owns
-    the gate. A site without a layer has no score: its gate closes where no live channel arrives, so that a norm or
-    a bias does not turn a dead channel into a constant.
+    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). A site
+    without a layer has no score: its gate closes where no live channel arrives, so that a norm or a bias does not
+    turn a dead channel into a constant.
     """
 
     module: str
@@ -39,8 +39,7 @@ class Site:
 
     def open(self, flow: Flow) -> Mask:
         """Return the mask of the gates that are open under the given flow."""
-        masks = [flow.alive[e.out].reshape(-1) for e in self.edges]
-        return np.logical_or.reduce(masks)
+        return np.logical_or.reduce([flow.alive[e.out].reshape(-1) for e in self.edges])
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,7 @@ class ChannelGraph:
         return flow
 
     def carried(self, origin: Mapping[str, Mask]) -> Flow:
-        """Compute which channels the given filters reach.
-
-        They count as alive whatever their input, and all other gated layers as dead.
-        """
+        """Compute which channels the given filters reach; they are alive, and all other gated layers dead."""
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
@@ -139,15 +135,15 @@ class ChannelGraph:
         return flow
 
     def alive_regardless_of(self, layers: Collection[str]) -> Flow:
-        """Compute what stays alive whichever filters the given layers lose.
+        """Compute what stays alive whichever filters the given layers lose: their gates are closed.
 
-        Their gates are closed, but every convolution, linear layer and sum over channels is taken to keep an input.
+        But every convolution, linear layer and sum over channels is taken to keep an input.
         """
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
             if isinstance(node, Boundary) and node.layer in layers:
-                node.gate(flow, np.zeros(self.grids[node.out], bool))
+                flow.alive[node.out] = np.zeros(self.grids[node.out], bool)
             whole = isinstance(node, (Sum, Product)) and max(self.grids[node.out], default=1) == 1
             if whole or (isinstance(node, LayerNode) and not node.depthwise):
                 flow.alive[node.out] = np.ones(self.grids[node.out], bool)

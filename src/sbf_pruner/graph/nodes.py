@@ -62,10 +62,7 @@ class Layout:
         self.changed = True  # False once every constraint holds
 
     def start(self, value: Value, present: Mask | None) -> None:
-        """Start with the hull of the given channels: per dimension, every index at which any of them lies.
-
-        `None` starts with no channel, without a mask over all dimensions of a large weight.
-        """
+        """Start with the hull of the given channels: per dimension, every index at which any of them lies."""
         grid = self.grids[value]
         nothing = [np.zeros(n, bool) if n > 1 else None for n in grid]
         self.masks[value] = nothing if present is None else _hull(present, grid)
@@ -168,10 +165,7 @@ def whole_groups(mask: Mask, size: int) -> Mask:
 
 
 def equalize_groups(rows: Mask, present: Mask) -> Mask:
-    """Fill the rows of the present groups to the count of the fullest row (at least 1), lowest channels first.
-
-    Rows are groups of a grouped convolution, which need equal numbers of channels.
-    """
+    """Fill the rows of the present groups to the count of the fullest row (at least 1), lowest channels first."""
     counts = rows.sum(1)
     missing = np.where(present, max(int(counts.max()), 1) - counts, 0)
     absent = ~rows
@@ -289,10 +283,7 @@ class Elementwise(Node):
         return self.inputs if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
-        """Return True if an operand that became a constant does not make the result one.
-
-        That is so if another operand is in `gone` (removed), or alone decides whether the result is zero.
-        """
+        """Return True if an operand that became a constant does not make the result one: others are in `gone`."""
         first, *others = self.inputs
         if self.alive_if is Alive.FIRST:
             return first is not constant
@@ -351,8 +342,8 @@ class ChannelMove(Node):
     of all operands one after the other, or -1 for zero.
     """
 
-    operands: tuple[Value, ...] = ()
-    labels: tuple[NDArray[np.int64], ...] = ()
+    operands: tuple[Value, ...]
+    labels: tuple[NDArray[np.int64], ...]
 
     def _flat(self, masks: Sequence[Mask]) -> Mask:
         # The last entry is a zero, which the label -1 indexes.
@@ -417,12 +408,9 @@ class Sampled(ChannelMove):
 
 @dataclass
 class Halves(ChannelMove):
-    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half.
+    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half."""
 
-    The result is zero where the first half is. `partners` are the numbers of the second half's channels.
-    """
-
-    partners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    partners: NDArray[np.int64]  # numbers of the second half's channels
 
     def pull(self, flow: Flow) -> None:
         super().pull(flow)

@@ -87,10 +87,9 @@ _PAIRS = _aten("add mul sub")
 
 
 def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a common operator on a meta tensor, or None if torch has to compute it.
+    """Return the result of a common operator on a meta tensor, or None if torch has to infer it, in slow Python.
 
-    For most operators on the meta device torch infers the shape in Python. These have the shape of their operand;
-    creating it directly more than halves the time of a trace.
+    Creating results in the shape of the operand directly more than halves the time of a trace.
     """
     x = args[0] if args else None
     if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
@@ -119,10 +118,10 @@ _AROUND = _aten("view repeat clone empty")
 
 
 def merge_instance_norm(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
-    """Replace the operators of an instance norm's call by one `INSTANCE_NORM` operator.
+    """Replace the operators of an instance norm's call by one with the arguments of a batch norm.
 
-    Torch runs a batch norm over a view in which every sample has channels of its own. The new operator is over
-    the user's channels and has the arguments of a batch norm. If anything else ran, the operators are unchanged.
+    Torch runs a batch norm over a view in which every sample has channels of its own. If anything else ran, the
+    operators are unchanged.
     """
     norms = [op for op in ops if op.name in BATCH_NORMS]
     if len(norms) != 1 or any(op.name not in BATCH_NORMS | _AROUND for op in ops):

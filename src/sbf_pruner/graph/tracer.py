@@ -1,9 +1,8 @@
 """Trace a model: record the operators of a forward pass on its example inputs, in both modes where they differ.
 
 The second forward pass of a *copy* of the model is recorded. The copy is on the meta device, so nothing is computed
-and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy. The
-user's model is never changed. `tensors_of` and `check_runs_as_traced` check a model against an earlier trace; one
-that was cast since still matches, because the example inputs are cast likewise.
+and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy.
+`tensors_of` and `check_runs_as_traced` check a model against an earlier trace.
 """
 
 from __future__ import annotations
@@ -106,10 +105,7 @@ def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
 def _record_in(
     model: nn.Module, example_inputs: Any, training: tuple[str, ...], *, really: bool = False, cold: bool = False
 ) -> Trace:
-    """Trace a copy with the given modules in training mode and all others in evaluation mode.
-
-    `really` runs it on real tensors without trying the meta device first; `cold` leaves out the warm-up call.
-    """
+    """Trace a copy, with `really` only on real tensors, with `cold` without the warm-up call."""
     with suppress(Exception):
         # Not every model can run on the meta device (control flow on values, constants made on the CPU). If it
         # fails on real tensors too, that error is the one to show.
@@ -151,10 +147,7 @@ def rerun_ops(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
 
 
 def warmed_copy(model: nn.Module, example_inputs: Any) -> nn.Module:
-    """Copy a model and run the copy once on the example inputs, in evaluation mode.
-
-    This renews what a forward stores for the size of its last inputs, such as anchors.
-    """
+    """Run a copy once, which renews what it stores for the size of its inputs, such as anchors, and return it."""
     twin = remove_pruner_hooks(real_copy(model))
     modes = {module: module.training for module in twin.modules()}
     with suppress(Exception), torch.no_grad(), fixed_seed(twin):

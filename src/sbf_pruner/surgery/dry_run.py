@@ -50,10 +50,7 @@ class DryRun:
     vanished: set[str]
 
     def first_mismatch(self) -> Op | None:
-        """Run the small network as the original was traced; return the first operator that differs, or None.
-
-        Raises PruningError if a module that surgery put in did not run.
-        """
+        """Run the small network as the original was traced; return the first operator that differs, or None."""
         nodes = {node.op: node for node in self.graph.nodes}
 
         def same(actual: Op, promised: Op, decided: ValueDependent) -> bool:
@@ -82,9 +79,8 @@ class DryRun:
     def other_trace_mismatch(self, other: Trace | None) -> Op | None:
         """Return the first operator of a trace without a graph that depends on a number of channels, or None.
 
-        That is a trace of the other mode (training or evaluation), or of a first call. It has no nodes and so no
-        layout; but the same code runs, with numbers that must not depend on a width, and operators that run in that
-        mode alone must see all their channels.
+        That is a trace of the other mode, or of a first call. It has no layout, but the numbers in the same code
+        must not depend on a width, and operators that run in that mode alone must see all their channels.
         """
         if other is None:
             return None
@@ -156,10 +152,7 @@ def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
 
 
 def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
-    """Raise a PruningError if a module that surgery put in did not run.
-
-    That is the case if some object holds a reference to the module it was put around.
-    """
+    """Raise a PruningError if a module that surgery put in did not run: some object refers to the original."""
     ran = {op.call.module for op in found if op.name in (REMAP, ZEROS) and op.call is not None}
     gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
     for path, module in small.named_modules():
@@ -427,10 +420,7 @@ class ValueDependent:
         return all(found == size or size == whole for found, size, whole in sizes)
 
     def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
-        """Return True if an operator's numbers are equal, except for numbers read off tensors.
-
-        If the operator touches a tensor whose size depends on values, integers may be such a size.
-        """
+        """Return True if an operator's numbers are equal, except for those read off tensors and their sizes."""
         free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
             a == b

@@ -365,11 +365,7 @@ class _Surgery:
 
 
 def _disable_transformer_fast_path(network: nn.Module) -> None:
-    """Disable the fast path of transformers that contain `RemappedModule` or `Zeros`.
-
-    Without gradients PyTorch's transformers pass the weights of their layers to one fused operator and do not call
-    the layers, so that remaps would not run.
-    """
+    """Disable the fast path of transformers that contain `RemappedModule` or `Zeros`, which it would not call."""
     for module in network.modules():
         if any(isinstance(inner, (RemappedModule, Zeros)) for inner in module.modules()):
             if isinstance(module, nn.TransformerEncoder):

@@ -31,8 +31,7 @@ def rule_of(op: Op) -> Rule | None:
 def build_node(op: Op, grids: Grids) -> Node:
     """Build the node of an operator and set the grids of its tensors.
 
-    Operators without a rule, or with an empty result, become opaque. Raises PruningError if a rule that the user
-    registered fails; exceptions of built-in rules are bugs and propagate.
+    Raises PruningError if a rule that the user registered fails; exceptions of built-in rules propagate.
     """
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
@@ -57,9 +56,7 @@ def _first_grid(value: Value) -> Grid:
     # The channels of inputs and constants are never removed, so their grids have no dimension of channels.
     if value.kind != "state":
         return (1,) * len(value.shape)
-    if math.prod(value.shape) <= _LARGE_STATE:
-        return value.shape
-    return along(0, value.shape)
+    return value.shape if math.prod(value.shape) <= _LARGE_STATE else along(0, value.shape)
 
 
 fresh: Rule = Source  # creates a tensor from sizes and numbers

@@ -75,13 +75,11 @@ class LayerNode(Node):
         return np.repeat(rows.any(1), count // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
-        """Filters that do not vanish for lack of input.
+        """Filters that do not vanish for lack of input; idle ones stay, as constants of the user's network.
 
-        Filters without live input even if all filters are kept stay: they are constants of the user's network. With
-        a bias, a filter without input is a constant that enters the norm statistics it shares: a unit stays whole.
+        With a bias, a filter without input is a constant in the norm statistics it shares: a unit stays whole.
         """
-        live = self.live(flow)
-        fed = live if self.idle is None else live | self.idle
+        fed = self.live(flow) if self.idle is None else self.live(flow) | self.idle
         return fed if self.bias is None else whole_groups(fed, self.unit)
 
     def push(self, flow: Flow) -> None:
@@ -226,10 +224,9 @@ def weight_owner(op: Op) -> str | None:
 
 
 def weight_grids(trace: Trace) -> Grids:
-    """Return the grids of all layer weights.
+    """Return the grids of all layer weights: a stored weight, however large, varies along all dimensions.
 
-    A stored weight, however large, varies along all dimensions. Parameters behind a computed weight vary along the
-    filters only: a filter is normalized over its inputs, which must therefore all stay.
+    Parameters behind a computed weight vary along the filters only: a filter is normalized over all its inputs.
     """
     grids: Grids = {}
     for op in trace.ops:
