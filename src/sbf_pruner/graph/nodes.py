@@ -531,10 +531,16 @@ class Boundary(Node):
             wanted = flat[:-1].reshape(self.line(self.x))
         flow.need(self.x, wanted, self.grids[self.x])
 
+    @cached_property
+    def _other_dims(self) -> list[End]:
+        """Dimensions, other than the edge's own, along which channels differ."""
+        sides = [(v, d) for v in (self.x, self.out) for d, n in enumerate(self.grids[v]) if n > 1]
+        return [(v, d) for v, d in sides if d != self.dim % len(v.shape)]
+
     def tie(self, layout: Layout) -> None:
         if self.free:
-            for value in (self.x, self.out):
-                layout.fill_other(value, self.dim % len(value.shape))
+            for value, dim in self._other_dims:
+                layout.add(value, dim, None)
         else:  # both sides are one tensor
             for dim in range(len(self.x.shape)):
                 layout.tie([(self.x, dim), (self.out, dim)])

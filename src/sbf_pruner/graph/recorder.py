@@ -358,7 +358,7 @@ def as_tree(result: Any, seen: set[int] | None = None) -> Any:
         return {k: as_tree(v, seen) for k, v in result.items()}
     if isinstance(result, (list, tuple, set, frozenset)):
         return [as_tree(v, seen) for v in result]
-    if isinstance(result, (Tensor, nn.Module, type, ModuleType)):
+    if result is None or isinstance(result, (Tensor, nn.Module, type, ModuleType, str, int, float)):
         return result
     slots = [name for kind in type(result).__mro__ for name in getattr(kind, "__slots__", ())]
     names = (*getattr(result, "__dict__", ()), *slots)
