@@ -335,9 +335,6 @@ def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
     return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
-ADDITIONS = ("aten.add", "aten.add_")
-
-
 @dataclass(frozen=True)
 class ResidualBlock:
     """An addition of a branch and a shortcut."""
@@ -397,7 +394,7 @@ def additions(ops: list[Op]) -> list[Op]:
 
 def is_addition(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Return True for an addition of two feature maps of equal spatial size."""
-    return name in ADDITIONS and len(first) == len(second) > 2 and first[2:] == second[2:]
+    return name in ("aten.add", "aten.add_") and len(first) == len(second) > 2 and first[2:] == second[2:]
 
 
 class _Walk:

@@ -193,7 +193,14 @@ class _Surgery:
                 assert isinstance(vanished, Zeros)
                 vanished.width = self.layout.sizes(node.out)[vanished.dim]
         self._prepare_folding(swaps)
-        return self._swap(swaps)
+        self._move_remaps(swaps.values())
+        if id(self.small) in swaps:
+            return swaps[id(self.small)]
+        for parent in list(self.modules.values()):
+            for name, child in parent._modules.items():
+                parent._modules[name] = swaps.get(id(child), child)
+        _disable_transformer_fast_path(self.small)
+        return self.small
 
     # -- modules -------------------------------------------------------------------------------------------
 
@@ -343,16 +350,6 @@ class _Surgery:
         if not isinstance(outer, RemappedModule):
             outer = swaps[id(module)] = RemappedModule(module)
         return outer
-
-    def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
-        self._move_remaps(swaps.values())
-        if id(self.small) in swaps:
-            return swaps[id(self.small)]
-        for parent in list(self.modules.values()):
-            for name, child in parent._modules.items():
-                parent._modules[name] = swaps.get(id(child), child)
-        _disable_transformer_fast_path(self.small)
-        return self.small
 
     def _move_remaps(self, put_in: Iterable[nn.Module]) -> None:
         """Move remaps, the only new modules, to the device of the module that they belong to."""
