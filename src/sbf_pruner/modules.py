@@ -37,13 +37,12 @@ class Remap(nn.Module):
         self.inputs = inputs if inputs is not None else max(kept, default=-1) + 1
         take = torch.tensor(kept, dtype=torch.int64)
         put = torch.tensor([o for o, i in enumerate(self.source) if i >= 0], dtype=torch.int64)
-        # Not persistent: indices are structure that is rebuilt from the plan, not trained state.
-        self.register_buffer("take", take, persistent=False)
-        self.register_buffer("put", put, persistent=False)
         # The same mapping as lookup tables in both directions; -1 stands for zero.
-        self.register_buffer("forth", torch.tensor(self.source, dtype=torch.int64), persistent=False)
+        forth = torch.tensor(self.source, dtype=torch.int64)
         back = torch.full((self.inputs,), -1).index_copy_(0, take, put)
-        self.register_buffer("back", back, persistent=False)
+        # Not persistent: indices are structure that is rebuilt from the plan, not trained state.
+        for name, table in (("take", take), ("put", put), ("forth", forth), ("back", back)):
+            self.register_buffer(name, table, persistent=False)
         self._moves = len(set(kept)) == len(kept)
         self._takes_all = kept == list(range(self.inputs))
         self._puts_all = len(kept) == len(self.source)
@@ -178,8 +177,7 @@ class RemappedModule(nn.Module):
     `block.conv1.weight` keeps working.
 
     `folded` is set for a layer without a bias whose batch norm has a remap behind it. Folding the norm into the
-    layer removes the norm and its remap, and gives the layer a bias; from then on `folded` runs in place of that
-    remap.
+    layer removes both and gives the layer a bias; from then on `folded` runs in place of that remap.
     """
 
     INNER = "module"

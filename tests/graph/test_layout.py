@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
-from sbf_pruner.graph import Boundary, LayoutConstraints, equalize_groups, shrink, solve_layout, trace
-from sbf_pruner.graph.channel_graph import _calls_of_one_module
+from sbf_pruner.graph import Boundary, FixedSizes, equalize_groups, shrink, solve_layout, trace
 from sbf_pruner.plan import Plan
 from zoo import ZOO
 
@@ -84,7 +80,7 @@ def test_pinned_operators_get_everything():
     graph = trace(*ZOO["Plain"]())
     flow = graph.flow(graph.settle(Plan({"0": [1]}).masks(graph)))
     pool = next(op for op in graph.trace.ops if "max_pool" in op.name)
-    layout = solve_layout(graph, flow, {pool.position})
+    layout = solve_layout(graph, flow, FixedSizes({pool.position}))
     (node,) = (n for n in graph.nodes if n.op.position == pool.position)
     assert layout.sizes(node.inputs[0])[1] == 8
     edges = {(n.module, n.side): n for n in graph.nodes if isinstance(n, Boundary)}
@@ -94,56 +90,6 @@ def test_pinned_operators_get_everything():
 def test_nothing_has_width_zero():
     found = widths("EmptyBranch", {"left.0": [], "right.0": []})
     assert all(before and after for before, after in found.values())
-
-
-# -- what is reckoned only where something changed -------------------------------------------------------------
-
-
-def random_masks(graph, seed):
-    rng = np.random.default_rng(seed)
-    share = rng.uniform(0, 1.2, len(graph.layers))
-    return {n: rng.random(lr.filters) < p for p, (n, lr) in zip(share, graph.layers.items(), strict=True)}
-
-
-def ask_everyone(graph):
-    """Growing as it is meant: every tie is asked again and again, in turn, until none adds anything."""
-
-    def grow(ties, layout, begun=False):
-        shared = _calls_of_one_module(graph.nodes, graph.grids)
-        layout.changed = set(graph.grids)
-        while layout.changed:
-            layout.changed.clear()
-            for node in (*graph.nodes, *reversed(graph.nodes)):
-                node.tie(layout)
-            for ends in shared:
-                layout.tie(ends)
-
-    return grow
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_only_who_has_something_to_add_need_be_asked(name, monkeypatch):
-    graph = trace(*ZOO[name]())
-    flows = [graph.flow(random_masks(graph, seed)) for seed in range(3)]
-    found = [solve_layout(graph, flow).masks for flow in flows]
-    monkeypatch.setattr(LayoutConstraints, "grow", ask_everyone(graph))
-    for flow, masks in zip(flows, found, strict=True):
-        for value, wanted in solve_layout(graph, flow).masks.items():
-            for here, there in zip(masks[value], wanted, strict=True):
-                np.testing.assert_array_equal(here, there)
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_what_is_alive_does_not_depend_on_what_was_asked_before(name):
-    graph = trace(*ZOO[name]())
-    for seed in range(4):
-        keep = random_masks(graph, seed)
-        if seed == 2:  # nearly the same as before, and some layers are not named
-            keep = dict(list(random_masks(graph, 1).items())[1:])
-        now, anew = graph.flow(keep), dataclasses.replace(graph).flow(keep)
-        assert now.reached == anew.reached
-        for value, mask in anew.alive.items():
-            np.testing.assert_array_equal(now.alive[value], mask)
 
 
 def test_a_mask_may_be_written_to_after_it_was_asked_about():

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from ..budget.controller import Selector
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.layer_nodes import LayerNode
 from ..graph.nodes import Mask, along, shrink
+from ..graph.operators.layers import LayerNode
 from ..utils.user_model import call, map_tensors
 
 Batch = tuple[Any, Tensor]  # images, or whatever the network is called with, and labels

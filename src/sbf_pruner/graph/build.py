@@ -23,8 +23,8 @@ from ..errors import PruningError, suggestion
 from ..utils.user_model import check_model, gc_disabled
 from .channel_graph import ChannelGraph, Layer, Site
 from .gate_sites import GateSites
-from .layer_nodes import LAYERS, LayerNode, Norm, Product, weight_owner
 from .nodes import Alive, Boundary, ChannelMove, Elementwise, Located, Sampled, Sum
+from .operators.layers import LAYERS, LayerNode, Norm, Product, weight_owner
 from .records import Value
 from .tracer import record
 from .wiring import NodeBuilder, without_batch
@@ -94,19 +94,17 @@ def _ignore(graph: ChannelGraph, entry: Ignored, model: nn.Module) -> None:
 def _protect_divisors(graph: ChannelGraph) -> None:
     """Make layers unprunable until no operator can get a zero where its value or gradient is undefined.
 
-    Liveness decides for all operators alike: a divisor with a constant added is never zero, and if a divisor is the
-    sum of several layers, only the last of them has to keep all filters.
+    If a divisor is the sum of several layers, only the last of them has to keep all filters.
     """
     if not graph.avoiding:
         return
-    left: dict[str, str] = {}
+    protected: dict[str, str] = {}
     names = list(graph.layers) if graph.undefined(graph.alive_regardless_of(graph.layers)) else []
     for number, name in enumerate(names, 1):
-        harmed = graph.undefined(graph.alive_regardless_of({*names[:number]} - left.keys()))
-        if harmed:
-            left[name] = harmed[0].at_zero
+        if undefined := graph.undefined(graph.alive_regardless_of({*names[:number]} - protected.keys())):
+            protected[name] = undefined[0].at_zero
             del graph.layers[name]
-    graph.unscored = left | graph.unscored
+    graph.unscored = protected | graph.unscored
     # Such an operator can still get a zero if the layers before it keep no filter.
     nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
     for node in graph.undefined(graph.flow(nothing)):
@@ -132,7 +130,7 @@ class _LayerFinder:
 
     def __init__(self, net: NodeBuilder) -> None:
         self.net = net
-        self.places = GateSites(net)
+        self.sites = GateSites(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
         # Nodes that can get a gate without a score, which closes the constants that a norm makes of zeros.
         self.closable = {id(m[0]) for at, m in net.main.items() if len(m) == 1 and at not in net.busy}
@@ -146,7 +144,7 @@ class _LayerFinder:
         net = self.net
         layers, unscored = self._find_layers()
         sites = [layer.site for layer in layers.values()]
-        sites += self.places.followers({s.module for s in sites})
+        sites += self.sites.followers({s.module for s in sites})
         return ChannelGraph(layers, unscored, sites, net.nodes, net.grids, net.trace, net.outputs, net.entries)
 
     def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
@@ -154,13 +152,12 @@ class _LayerFinder:
         unscored: dict[str, str] = {}
         for node in self.net.nodes:
             at = node.op.call.module if node.op.call is not None else ""
+            owner = weight_owner(node.op)
             if not isinstance(node, LayerNode):
-                held_by = weight_owner(node.op) if node.op.name in LAYERS else None
-                if held_by is not None and (name := self._named(held_by)) not in layers:
+                if node.op.name in LAYERS and owner is not None and (name := self._named(owner)) not in layers:
                     unscored.setdefault(name, node.blocks)
                 continue
-            holder = weight_owner(node.op)
-            module = at if holder is None else holder
+            module = at if owner is None else owner
             name = node.layer = self._named(module)
             if node.stored and at != module and at in self.leaves:
                 node.layer = self._named(at)
@@ -168,13 +165,11 @@ class _LayerFinder:
                     unscored.setdefault(node.layer, f"it shares its weight with {name}, and follows it")
             if name in layers or name in unscored:
                 continue
-            reason = self._reason_to_skip(node, module)
-            if reason:
-                unscored[name] = reason
-                continue
-            site = self.places.of(module, name)
-            reason = self._reason_channels_stay(site)
-            if reason:
+            site = None
+            if not (reason := self._reason_to_skip(node, module)):
+                site = self.sites.of(module, name)
+                reason = self._reason_channels_stay(site)
+            if site is None or reason:
                 unscored[name] = reason
                 continue
             mains = self.net.main.get(module) or self.net.inner[module]
@@ -183,8 +178,8 @@ class _LayerFinder:
                 edge.layer = name
             main = self.net.main[site.module][0] if site.kind != "sum" else None
             if len(nodes) == 1 and main is not None:
-                for held, at_module in ((nodes[0], module), (main, site.module)):
-                    held.revives = held.revives and at_module in self.net.busy
+                for gated, path in ((nodes[0], module), (main, site.module)):
+                    gated.revives = gated.revives and path in self.net.busy
             kind = type(self.net.modules[module]).__name__
             spatial = node.x.shape[2:]
             # Prefer a parameter to a mask buffer of the same size that is multiplied with it.
@@ -193,9 +188,9 @@ class _LayerFinder:
             for user in nodes:
                 user.unit = unit
             layers[name] = Layer(name, node.filters, kind, weight, spatial, node.groups, site, unit, nodes)
-        for path, held in self.net.modules.items():
-            if isinstance(held, (_ConvNd, nn.Linear)) and (name := self._named(path)) not in layers:
-                unscored.setdefault(name, self._reason_not_seen(path, held))
+        for path, owned in self.net.modules.items():
+            if isinstance(owned, (_ConvNd, nn.Linear)) and (name := self._named(path)) not in layers:
+                unscored.setdefault(name, self._reason_not_seen(path, owned))
         return layers, unscored
 
     def _named(self, module: str) -> str:
@@ -227,8 +222,7 @@ class _LayerFinder:
             line = self.net.trace.otherwise[module]
             return f"it feeds {line} in training mode only, and the graph follows evaluation mode"
         mains = self.net.main.get(module) or self.net.inner.get(module, [])
-        users = [n for root in node.weight.roots for n in self.uses[root]]
-        others = [n for n in users if n not in mains]
+        others = [n for root in node.weight.roots for n in self.uses[root] if n not in mains]
         if others and mains:
             return f"its weight is used at {others[0].op.where} too, where no gate can be placed"
         return "" if module in self.net.main else self._reason_for_no_gate(node, module)
@@ -240,7 +234,7 @@ class _LayerFinder:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
         if without_batch(call, node.op):
             return f"its input at {node.op.where} has no batch dimension; give example inputs that have one"
-        if module in self.net.inner and self.places.norm_after(module) is not None:
+        if module in self.net.inner and self.sites.norm_after(module) is not None:
             return ""
         if module in self.net.odd:
             odd = self.net.odd[module]
@@ -264,78 +258,72 @@ class _LayerFinder:
             if value in self.net.outputs:
                 return "its filters are the network's outputs"
             for node in self.net.consumers[value]:
+                line = f"{node.op.name} at {node.op.where}"
                 if isinstance(node, Boundary):
                     main = self.net.main.get(node.module, [None])[0]
                     if node.side != "in" or not isinstance(main, LayerNode):  # a layer sums over them
                         todo.append(node.out)
                 elif isinstance(node, Norm):
                     if node.revives and id(node) not in self.closable:
-                        return f"{node.op.name} at {node.op.where} brings a removed channel back as a constant"
+                        return f"{line} brings a removed channel back as a constant"
                     todo.append(node.out)
                 elif isinstance(node, LayerNode):
                     if node.weight.roots is None:
-                        return f"it feeds {node.op.name} at {node.op.where}, whose weight depends on the input"
-                elif isinstance(node, Sum) and max(self.net.grids[node.outputs[0]], default=1) == 1:
+                        return f"it feeds {line}, whose weight depends on the input"
+                elif isinstance(node, Sum) and max(self.net.grids[node.out], default=1) == 1:
                     continue  # the sum ends the channels, like a layer
                 elif isinstance(node, Product) and node.ends(value):
                     continue
                 elif isinstance(node, Located):
-                    todo.append(node.outputs[0])
-                    if node.places in self.net.outputs or self.net.consumers[node.places]:
+                    todo.append(node.out)
+                    if node.positions in self.net.outputs or self.net.consumers[node.positions]:
                         used = "returns positions in a removed channel too, and they are used"
-                        back.append((f"{node.op.name} at {node.op.where} {used}", node.places))
+                        back.append((f"{line} {used}", node.positions))
                 elif isinstance(node, Sampled) and value is not node.operands[0]:
-                    return f"its output is used as sampling positions by {node.op.name} at {node.op.where}"
+                    return f"its output is used as sampling positions by {line}"
                 elif node.blocks and isinstance(node, Elementwise) and not node.steep:
                     back += [(node.blocks, v) for v in node.outputs]
                 elif node.blocks:
                     return node.blocks
-                elif (
-                    isinstance(node, Elementwise)
-                    and node.alive_if is Alive.ANY
-                    and not gone.issuperset(node.inputs)
-                ):
-                    if self._is_all_that_is_learned(node, gone):
-                        return "its output, plus the network's input or a stored tensor, is a network output"
-                    continue  # the other operand keeps the channel; the removed one adds nothing to it
-                else:
+                elif getattr(node, "alive_if", None) is not Alive.ANY or gone.issuperset(node.inputs):
                     todo += node.outputs
+                # Else another operand keeps the channel, and the removed one adds nothing to it.
+                elif isinstance(node, Elementwise) and self._is_all_that_is_learned(node, gone):
+                    return "its output, plus the network's input or a stored tensor, is a network output"
         return self._reason_constants_stay(back, gone)
 
     def _is_all_that_is_learned(self, node: Elementwise, gone: set[Value]) -> bool:
-        """Return True if a sum with the input or stored tensors alone reaches an output without another layer.
-
-        Then the gated channels are the network's outputs up to those terms, as in an image restoration network.
-        """
+        """Return True if a sum with the input or stored tensors alone reaches an output without another layer."""
         others = [v for v in node.inputs if v not in gone]
         if any(v.roots is None and max(self.net.grids[v], default=1) > 1 for v in others):
             return False
-        todo, seen = list(node.outputs), set(node.outputs)
+        todo, seen = list(node.outputs), set[Value]()
         while todo:
             value = todo.pop()
             if value in self.net.outputs:
                 return True
-            for reader in self.net.consumers[value]:
-                if isinstance(reader, (Elementwise, ChannelMove, Boundary)):
-                    todo += (fresh := [v for v in reader.outputs if v not in seen])
-                    seen.update(fresh)
+            if value not in seen:
+                seen.add(value)
+                readers = self.net.consumers[value]
+                todo += [
+                    v for n in readers if isinstance(n, (Elementwise, ChannelMove, Boundary)) for v in n.outputs
+                ]
         return False
 
     def _reason_constants_stay(self, back: list[tuple[str, Value]], gone: set[Value]) -> str:
-        """Return why channels revived as constants do harm, or "" if they do not.
-
-        A constant does no harm where it is multiplied by a removed channel.
-        """
+        """Return why channels revived as constants do harm, or "" if all are multiplied by a removed channel."""
         seen: set[int] = set()
         while back:
             reason, value = back.pop()
-            if value in self.net.outputs or not self.net.consumers[value]:
+            readers = self.net.consumers[value]
+            if value in self.net.outputs or not readers:
                 return reason
-            for reader in self.net.consumers[value]:
-                harmless = isinstance(reader, Elementwise) and reader.ends(value, gone)
-                if not harmless and not isinstance(reader, (Elementwise, ChannelMove)):
+            for reader in readers:
+                if isinstance(reader, Elementwise) and reader.ends(value, gone):
+                    continue
+                if not isinstance(reader, (Elementwise, ChannelMove)):
                     return reason
-                if not harmless and id(reader) not in seen:
+                if id(reader) not in seen:
                     seen.add(id(reader))
                     back += [(reason, v) for v in reader.outputs]
         return ""

@@ -1,130 +1,23 @@
 """The channel graph: prunable layers, where each is gated, and all other layers with reasons.
 
-`ChannelGraph.flow` propagates liveness forward and need backward for any choice of filters; `settle` returns the
-filters that survive it; `disconnecting_layers` names the layers that must keep at least one. `build.trace` makes a
-graph from a model. `LayoutConstraints` holds the constraints between the layouts of tensors, and `residual_blocks`
-finds the additions of a branch and a shortcut.
+`build.trace` makes a graph from a model. `solve_layout` finds the channels of every tensor in the extracted
+network, and `residual_blocks` the additions of a branch and a shortcut.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 
 from ..errors import PlanError
-from .layer_nodes import LayerNode, Norm, Product
-from .nodes import (
-    Boundary,
-    Elementwise,
-    End,
-    Flow,
-    Grids,
-    Layout,
-    Mask,
-    Node,
-    Sum,
-    equalize_groups,
-    some,
-    whole_groups,
-)
+from .nodes import Boundary, Elementwise, Flow, Grids, Layout, Mask, Node, Sum, equalize_groups, some, whole_groups
+from .operators.layers import LayerNode, Norm, Product
 from .records import ZEROS, Call, Op, Trace, Value
 from .relations import Relations
-
-
-class LayoutConstraints:
-    """Layout constraints of one graph: those of its nodes, and one layout for all calls of a module.
-
-    Nodes are visited forward and then backward until nothing grows, because the channels that a grouped convolution
-    adds depend on those already there. A node none of whose tensors has grown since its last visit is skipped.
-    """
-
-    def __init__(self, nodes: Sequence[Node], grids: Grids) -> None:
-        nodes, shared = [node for node in nodes if node.tied], _calls_of_one_module(nodes, grids)
-        self._all: list[Callable[[Layout], None]] = [node.tie for node in nodes]
-        self._all += [partial(Layout.tie, ends=ends) for ends in shared]
-        forth = range(len(nodes))
-        self._turns = (*forth, *reversed(forth), *range(len(nodes), len(self._all)))
-        self._at: dict[Value, set[int]] = defaultdict(set)
-        tied = [*(node.tied for node in nodes), *([value for value, _ in ends] for ends in shared)]
-        for place, values in enumerate(tied):
-            for value in values:
-                self._at[value].add(place)
-
-    def grow(self, layout: Layout, begun: bool = False) -> None:
-        """Add channels to a layout until every constraint holds.
-
-        `begun` means that all of them held before the changes recorded in `layout.changed`.
-        """
-        waiting = set() if begun else set(self._turns)
-        waiting.update(*map(self._at.__getitem__, layout.changed))
-        while waiting:
-            for place in self._turns:
-                if place in waiting:
-                    waiting.remove(place)
-                    layout.changed.clear()
-                    self._all[place](layout)
-                    waiting.update(*map(self._at.__getitem__, layout.changed))
-        layout.changed.clear()
-
-
-def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[End]]:
-    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
-    ends: dict[tuple[str, str], list[End]] = defaultdict(list)
-    for node in nodes:
-        if isinstance(node, Boundary):
-            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
-            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
-        elif node.op.name == ZEROS and node.op.call is not None:
-            out = node.outputs[0]
-            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(grids[out]))))
-    return [e for e in ends.values() if len(e) > 1]
-
-
-class Liveness:
-    """Liveness of all tensors of one graph, computed incrementally.
-
-    `given` holds the masks of tensors that no node computes, `inputs` the inputs of the network. Consecutive calls
-    of `of` usually differ little: the last result is kept, and nodes with unchanged gate and inputs are skipped.
-    """
-
-    def __init__(self, nodes: Sequence[Node], given: Mapping[Value, Mask], inputs: Iterable[Value]) -> None:
-        self._nodes = [(node, node.inputs, node.layer if isinstance(node, Boundary) else "") for node in nodes]
-        self._gates: dict[str, bytes] = {}
-        self._last = Flow(dict(given), reached=set(inputs))
-        self._last = self.of({}, anew=True)
-
-    def of(self, keep: Mapping[str, Mask], *, anew: bool = False) -> Flow:
-        """Return what is alive, and what the inputs reach, when each layer has only the given filters.
-
-        `anew` recomputes every node.
-        """
-        before, gates = self._gates, {name: mask.tobytes() for name, mask in keep.items()}
-        moved = {name for name in gates.keys() | before.keys() if gates.get(name) != before.get(name)}
-        last, changed = self._last, set[Value]()
-        flow = Flow(dict(last.alive), reached=set(last.reached))
-        for node, inputs, layer in self._nodes:
-            if changed.isdisjoint(inputs) and layer not in moved and not anew:
-                continue
-            node.push(flow)
-            if isinstance(node, Boundary) and layer in keep:
-                node.gate(flow, keep[layer])
-            led = not flow.reached.isdisjoint(inputs)
-            if isinstance(node, LayerNode):
-                led = led and bool(flow.alive[node.x].any())
-            for value in node.outputs:
-                mask = flow.alive[value]
-                flow.reached -= {value}
-                if led and np.count_nonzero(mask):
-                    flow.reached.add(value)
-                same = value in last.alive and mask.tobytes() == last.alive[value].tobytes()
-                if not same or (value in flow.reached) != (value in last.reached):
-                    changed.add(value)
-        self._last, self._gates = flow, gates
-        return Flow(flow.alive, reached=flow.reached)
 
 
 @dataclass(frozen=True)
@@ -132,9 +25,9 @@ class Site:
     """Where in the model a gate is applied.
 
     `kind` is "affine" (multiplied into the module's scale and shift), "map" (into its output), "bias" (into its
-    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). `layer` owns
-    the gate. A site without a layer has no score: its gate closes where no live channel arrives, so that a norm or
-    a bias does not turn a dead channel into a constant.
+    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). A site
+    without a layer has no score: its gate closes where no live channel arrives, so that a norm or a bias does not
+    turn a dead channel into a constant.
     """
 
     module: str
@@ -146,8 +39,7 @@ class Site:
 
     def open(self, flow: Flow) -> Mask:
         """Return the mask of the gates that are open under the given flow."""
-        masks = [flow.alive[e.out].reshape(-1) for e in self.edges]
-        return np.logical_or.reduce(masks)
+        return np.logical_or.reduce([flow.alive[e.out].reshape(-1) for e in self.edges])
 
 
 @dataclass(frozen=True)
@@ -167,7 +59,10 @@ class Layer:
 
 @dataclass
 class FixedSizes:
-    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
+    """Operators and module calls that keep all channels, because the model's own code fixes sizes there.
+
+    Of a call in `whole`, these are its inputs and the operators that the module runs itself, not in its children.
+    """
 
     positions: set[int] = field(default_factory=set)
     whole: set[Call] = field(default_factory=set)
@@ -189,9 +84,12 @@ class ChannelGraph:
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # inputs of every module call
-    pinned: FixedSizes = field(
-        default_factory=FixedSizes, repr=False, compare=False
-    )  # found by earlier extractions
+    # Found by earlier extractions.
+    pinned: FixedSizes = field(default_factory=FixedSizes, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # The masks of the last call of `_alive`, and its result.
+        self._last_alive: tuple[dict[str, bytes], Flow] = {}, Flow(self._given, reached=set(self.trace.inputs))
 
     @cached_property
     def relations(self) -> Relations:
@@ -210,18 +108,44 @@ class ChannelGraph:
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
         """Compute liveness and need of every channel when each layer has only the given filters."""
-        flow = self._liveness.of(keep)
+        flow = self._alive(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
         for node in reversed(self.nodes):
             node.pull(flow)
         return flow
 
-    def carried(self, origin: Mapping[str, Mask]) -> Flow:
-        """Compute which channels the given filters reach.
+    def _alive(self, keep: Mapping[str, Mask]) -> Flow:
+        """Compute what is alive, and what the inputs reach, when each layer has only the given filters.
 
-        They count as alive whatever their input, and all other gated layers as dead.
+        Consecutive calls usually differ little: a node whose gate and inputs are as in the last call is skipped.
         """
+        gates = {name: mask.tobytes() for name, mask in keep.items()}
+        before, last = self._last_alive
+        moved = {name for name in gates.keys() | before.keys() if gates.get(name) != before.get(name)}
+        complete = len(last.alive) > len(self._given)
+        flow, changed = Flow(dict(last.alive), reached=set(last.reached)), set[Value]()
+        for node in self.nodes:
+            layer = node.layer if isinstance(node, Boundary) else ""
+            if complete and layer not in moved and changed.isdisjoint(node.inputs):
+                continue
+            node.push(flow)
+            if isinstance(node, Boundary) and layer in keep:
+                node.gate(flow, keep[layer])
+            reached = not flow.reached.isdisjoint(node.inputs)
+            reached = reached and (not isinstance(node, LayerNode) or bool(flow.alive[node.x].any()))
+            for value in node.outputs:
+                flow.reached.discard(value)
+                if reached and flow.alive[value].any():
+                    flow.reached.add(value)
+                same = complete and np.array_equal(flow.alive[value], last.alive[value])
+                if not same or (value in flow.reached) != (value in last.reached):
+                    changed.add(value)
+        self._last_alive = gates, flow
+        return Flow(flow.alive, reached=flow.reached)
+
+    def carried(self, origin: Mapping[str, Mask]) -> Flow:
+        """Compute which channels the given filters reach; they are alive, and all other gated layers dead."""
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
@@ -232,27 +156,24 @@ class ChannelGraph:
         return flow
 
     def alive_regardless_of(self, layers: Collection[str]) -> Flow:
-        """Compute what stays alive whichever filters the given layers lose.
+        """Compute what stays alive whichever filters the given layers lose: their gates are closed.
 
-        Their gates are closed, but every convolution, linear layer and sum over channels is taken to keep an input.
+        But every convolution, linear layer and sum over channels is taken to keep an input.
         """
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
             if isinstance(node, Boundary) and node.layer in layers:
-                node.gate(flow, np.zeros(self.grids[node.out], bool))
-            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.outputs[0]], default=1) == 1
+                flow.alive[node.out] = np.zeros(self.grids[node.out], bool)
+            whole = isinstance(node, (Sum, Product)) and max(self.grids[node.out], default=1) == 1
             if whole or (isinstance(node, LayerNode) and not node.depthwise):
-                flow.alive[node.outputs[0]] = np.ones(self.grids[node.outputs[0]], bool)
+                flow.alive[node.out] = np.ones(self.grids[node.out], bool)
         return flow
 
     def undefined(self, flow: Flow) -> list[Elementwise]:
         """Return the operators that get a zero where they have no value or gradient, but not with all filters."""
-        return [
-            node
-            for node in self.avoiding
-            if any((self._whole.alive[v] & ~flow.alive[v]).any() for v in node.avoiding)
-        ]
+        whole = self._whole.alive
+        return [n for n in self.avoiding if any((whole[v] & ~flow.alive[v]).any() for v in n.avoiding)]
 
     @cached_property
     def avoiding(self) -> list[Elementwise]:
@@ -261,7 +182,7 @@ class ChannelGraph:
 
     @cached_property
     def _whole(self) -> Flow:
-        return self._liveness.of({})
+        return self._alive({})
 
     @cached_property
     def _given(self) -> dict[Value, Mask]:
@@ -269,13 +190,11 @@ class ChannelGraph:
         return {v: np.broadcast_to(np.True_, grid) for v, grid in self.grids.items() if v.kind != "result"}
 
     @cached_property
-    def _liveness(self) -> Liveness:
-        return Liveness(self.nodes, self._given, self.trace.inputs)
-
-    @cached_property
-    def ties(self) -> LayoutConstraints:
-        """Constraints between the layouts of the tensors."""
-        return LayoutConstraints(self.nodes, self.grids)
+    def ties(self) -> list[Callable[[Layout], None]]:
+        """Constraints between the layouts of the tensors: functions that add the channels that must be present."""
+        ties = [node.tie for node in self.nodes]
+        shared = _calls_of_one_module(self.nodes, self.grids)
+        return [*ties, *reversed(ties), *(partial(Layout.tie, ends=ends) for ends in shared)]
 
     def all_filters(self) -> dict[str, Mask]:
         """Return masks that keep every filter of every layer."""
@@ -291,22 +210,21 @@ class ChannelGraph:
 
     def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
         """Return the result of `settle` and the flow under it."""
-        held = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
+        kept = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
-            flow = self.flow(held)
-            left = {name: self._left(layer, held[name], flow) for name, layer in self.layers.items()}
-            if all(np.array_equal(left[n], held[n]) for n in left):
-                return held, flow
-            held = left
-        return held, self.flow(held)
+            flow = self.flow(kept)
+            left = {name: self._left(layer, kept[name], flow) for name, layer in self.layers.items()}
+            if all(np.array_equal(left[n], kept[n]) for n in left):
+                return kept, flow
+            kept = left
+        return kept, self.flow(kept)
 
-    def _left(self, layer: Layer, held: Mask, flow: Flow) -> Mask:
+    def _left(self, layer: Layer, before: Mask, flow: Flow) -> Mask:
         left = np.zeros(layer.filters, bool)
         for edge in layer.site.edges:
-            wanted = edge.wanted(flow)
-            if wanted is not None:
+            if (wanted := edge.wanted(flow)) is not None:
                 left |= wanted.reshape(-1)
-        left = whole_groups(left & held, layer.unit)
+        left = whole_groups(left & before, layer.unit)
         if layer.site.kind != "sum":  # else the sum may be alive without this filter
             left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
@@ -318,7 +236,7 @@ class ChannelGraph:
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
         """Return True if outputs depend on the inputs as with all filters, and no operator is undefined."""
-        flow = self._liveness.of(keep)
+        flow = self._alive(keep)
         return self._led <= flow.reached and not self.undefined(flow)
 
     @cached_property
@@ -349,20 +267,93 @@ class ChannelGraph:
         culprits = self.disconnecting_layers(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
-            empty = not any(keep[n].any() for n in culprits)
-            flow = self._liveness.of(keep)
+            kept, remedy = "only filters that reach no output", "keep others there"
+            if not any(keep[n].any() for n in culprits):
+                kept, remedy = "no filter", "keep at least one filter there"
+            flow = self._alive(keep)
             harm = "disconnects the output from the input"
             if self._led <= flow.reached:
                 node = self.undefined(flow)[0]
                 harm = f"makes an input of {node.op.name} at {node.op.where} zero, where it has no {node.lacks}"
             raise PlanError(
-                f"the plan {harm}: {names} would keep "
-                + ("no filter, and there is no shortcut around; keep at least one filter there" if empty
-                   else "only filters that reach no output, and there is no shortcut around; keep others there")
-            )  # fmt: skip
+                f"the plan {harm}: {names} would keep {kept}, and there is no shortcut around; {remedy}"
+            )
 
 
-ADDITIONS = ("aten.add", "aten.add_")
+def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = None) -> Layout:
+    """Return the smallest layout in which every operator can run.
+
+    It starts with the channels that are alive and needed and grows along the graph: both operands of an addition
+    share one layout, operand and result of a view are boxes, the halves of a chunk are equally large.
+    """
+    layout = Layout(graph.grids)
+    for value in graph.grids:
+        layout.start(value, flow.wanted(value))
+    for value in graph.outputs:
+        layout.fill(value)
+    if fixed is not None:
+        _fill_fixed(graph, layout, fixed)
+    _grow(graph, layout)
+    for value in graph.grids:  # only now, or it would remain beside channels that constraints add
+        if value.kind == "result":
+            _add_placeholder(layout, value)
+    _grow(graph, layout)
+    return layout
+
+
+def _grow(graph: ChannelGraph, layout: Layout) -> None:
+    # Several passes, because the channels that a grouped convolution adds depend on those already there.
+    while layout.changed:
+        layout.changed = False
+        for tie in graph.ties:
+            tie(layout)
+
+
+def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[tuple[Value, int]]]:
+    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
+    ends: dict[tuple[str, str], list[tuple[Value, int]]] = defaultdict(list)
+    for node in nodes:
+        if isinstance(node, Boundary):
+            ends[node.module, f"{node.side}, before"].append((node.x, node.dim))
+            ends[node.module, f"{node.side}, after"].append((node.out, node.dim))
+        elif node.op.name == ZEROS and node.op.call is not None:
+            out = node.out
+            ends[node.op.call.module, "zeros"].append((out, int(np.argmax(grids[out]))))
+    return [e for e in ends.values() if len(e) > 1]
+
+
+def _fill_fixed(graph: ChannelGraph, layout: Layout, fixed: FixedSizes) -> None:
+    """Keep all channels where the model's own code fixes sizes."""
+    calls = {node.op.call for node in graph.nodes if node.op.position in fixed.positions} - {None}
+    for node in graph.nodes:
+        # The edges of a pinned operator's module are filled too: what it gets may depend on channels outside.
+        edge = isinstance(node, Boundary) and node.op.call in calls
+        inside = node.op.position >= 0 and node.op.call in fixed.whole
+        if node.op.position in fixed.positions or edge or inside:
+            for value in (*node.inputs, *node.outputs):
+                # A walled edge of a module keeps hard-coded sizes away from the tensor outside.
+                if not (isinstance(node, Boundary) and node.walled and (value is node.x) == (node.side == "in")):
+                    layout.fill(value)
+    for call in fixed.whole:
+        for value in graph.entries[call]:
+            layout.fill(value)
+
+
+def _add_placeholder(layout: Layout, value: Value) -> None:
+    """Keep one channel, as zeros, where all are gone, because no tensor may have width zero."""
+    for dim, mask in enumerate(layout.masks[value]):
+        if mask is not None and not np.count_nonzero(mask):
+            layout.add(value, dim, np.arange(len(mask)) == 0)
+
+
+def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
+    """Return the modules whose outputs are dead or not needed in all of their calls."""
+    wanted: dict[str, bool] = defaultdict(bool)
+    for node in graph.nodes:
+        if isinstance(node, Boundary) and node.side == "out":
+            mask = node.wanted(flow)
+            wanted[node.module] |= mask is not None and bool(mask.any())
+    return {module for module, is_wanted in wanted.items() if not is_wanted}
 
 
 @dataclass(frozen=True)
@@ -390,24 +381,30 @@ def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
     >>> [block.name for block in found][:3], found[0].layer, len(found)
     (['layer1.0', 'layer1.1', 'layer1.2'], 'layer1.0.conv2', 9)
     """
-    places = {op.position: place for place, op in enumerate(additions(graph.trace.ops))}
+    indices = {op.position: index for index, op in enumerate(additions(graph.trace.ops))}
     walk = _Walk(graph)
     found: list[ResidualBlock] = []
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
+    graph_inputs = set(graph.trace.inputs)
     for node in graph.nodes:
         op = node.op
-        if op.position not in places or not isinstance(node, Elementwise) or len(op.inputs) != 2:
+        if op.position not in indices or not isinstance(node, Elementwise) or len(op.inputs) != 2:
             continue
-        counts = walk.layers_since_fork(*op.inputs)
-        if counts is None or counts[0] == counts[1]:
+        above = [walk.above(value) for value in op.inputs]
+        shared = above[0] & above[1]
+        if not shared and graph_inputs.isdisjoint(op.inputs):
+            continue
+        counts = [sum(isinstance(graph.nodes[at], LayerNode) for at in each - shared) for each in above]
+        if counts[0] == counts[1]:
             continue
         branch = int(counts[1] > counts[0])
         layer = walk.owner(op.inputs[branch])
         name = (op.call.module if op.call is not None else "") or layer or op.where
-        taken[name] = taken.get(name, 0) + 1
+        taken[name] += 1
         again = f" ({taken[name]})" if taken[name] > 1 else ""
-        inside = walk.layers_of(op.inputs[branch], op.inputs[1 - branch])
-        found.append(ResidualBlock(name + again, places[op.position], branch, layer, inside))
+        nodes = [graph.nodes[at] for at in sorted(above[branch] - above[1 - branch])]
+        names = dict.fromkeys(n.layer for n in nodes if isinstance(n, LayerNode) and n.layer in graph.layers)
+        found.append(ResidualBlock(name + again, indices[op.position], branch, layer, tuple(names)))
     return found
 
 
@@ -418,7 +415,7 @@ def additions(ops: list[Op]) -> list[Op]:
 
 def is_addition(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Return True for an addition of two feature maps of equal spatial size."""
-    return name in ADDITIONS and len(first) == len(second) > 2 and first[2:] == second[2:]
+    return name in ("aten.add", "aten.add_") and len(first) == len(second) > 2 and first[2:] == second[2:]
 
 
 class _Walk:
@@ -426,28 +423,7 @@ class _Walk:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
-        self.maker: dict[Value, int] = {}
-        for place, node in enumerate(graph.nodes):
-            for value in node.outputs:
-                self.maker.setdefault(value, place)
-
-    def layers_since_fork(self, first: Value, second: Value) -> tuple[int, int] | None:
-        """Return how many layers lie between each tensor and their last common origin; None if there is none."""
-        above = [self._above(value) for value in (first, second)]
-        shared = above[0] & above[1]
-        fork = max(shared, default=None)
-        if fork is None:
-            inputs = [v in self.graph.trace.inputs for v in (first, second)]
-            if not any(inputs):
-                return None
-        one, two = (sum(isinstance(self.graph.nodes[p], LayerNode) for p in places - shared) for places in above)
-        return one, two
-
-    def layers_of(self, branch: Value, shortcut: Value) -> tuple[str, ...]:
-        """Return the prunable layers of a branch that the shortcut has not passed."""
-        places = sorted(self._above(branch) - self._above(shortcut))
-        names = [node.layer for place in places if isinstance(node := self.graph.nodes[place], LayerNode)]
-        return tuple(name for name in dict.fromkeys(names) if name in self.graph.layers)
+        self.maker = {value: at for at, node in reversed([*enumerate(graph.nodes)]) for value in node.outputs}
 
     def owner(self, value: Value) -> str:
         """Return the prunable layer whose filters are the channels of a tensor, each in its own place, or ""."""
@@ -466,13 +442,13 @@ class _Walk:
                 return ""
         return ""
 
-    def _above(self, value: Value) -> set[int]:
+    def above(self, value: Value) -> set[int]:
         """Return the indices of all nodes that a tensor depends on."""
         found: set[int] = set()
         todo = [value]
         while todo:
-            place = self.maker.get(todo.pop())
-            if place is not None and place not in found:
-                found.add(place)
-                todo += self.graph.nodes[place].inputs
+            at = self.maker.get(todo.pop())
+            if at is not None and at not in found:
+                found.add(at)
+                todo += self.graph.nodes[at].inputs
         return found

@@ -8,21 +8,19 @@ more channels; how many is known only from earlier extractions with the same gra
 from __future__ import annotations
 
 import math
-from collections import ChainMap, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from .channel_graph import ChannelGraph, Layer
-from .layer_nodes import LayerNode, Norm, Product, weight_owner
-from .layout import solve_layout, vanished
-from .nodes import Alive, Boundary, Elementwise, Flow, Halves, Layout, Mask, Node, along, shrink, some, whole_groups
+from .channel_graph import ChannelGraph, solve_layout, vanished
+from .nodes import Boundary, Elementwise, Flow, Layout, Mask, Node, along, shrink, some, whole_groups
+from .operators.layers import LayerNode, Norm, Product, weight_owner
 from .records import Op, Trace, Value
 
 
@@ -62,8 +60,7 @@ class LaidOut:
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> LaidOut:
     """Lay a network out as surgery would, or larger: sizes that any earlier extraction found fixed stay fixed."""
     left, flow = graph.settled(keep)
-    layout = solve_layout(graph, flow, graph.pinned.positions, graph.pinned.whole)
-    return LaidOut(left, flow, layout, vanished(graph, flow))
+    return LaidOut(left, flow, solve_layout(graph, flow, graph.pinned), vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
@@ -77,11 +74,15 @@ def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
         elif isinstance(node, LayerNode) and weight_owner(node.op) not in laid.gone:
             pixels = (node.x if node.transposed else node.out).shape[2:]
             macs += node.out.shape[0] * _products(node, laid.layout) * math.prod(pixels)
-    params, size = graph.trace.unused, 0
-    for name, entries in entries_left(graph, laid).items():
-        value = graph.trace.states[name]
-        params += entries if value.trained else 0
-        size += entries * (value.data.element_size() if value.data is not None else 0)
+    return _cost(graph.trace, entries_left(graph, laid), macs)
+
+
+def _cost(trace: Trace, entries: Mapping[str, int], macs: int) -> Cost:
+    params, size = trace.unused, 0
+    for name, count in entries.items():
+        value = trace.states[name]
+        params += count if value.trained else 0
+        size += count * (value.data.element_size() if value.data is not None else 0)
     return Cost(params, macs, size)
 
 
@@ -95,29 +96,26 @@ def whole_cost(graph: ChannelGraph) -> Cost:
     >>> whole_cost(trace(net, torch.rand(1, 3, 5, 5)))
     Cost(params=64, macs=1400, size=256)
     """
-    trace, params, size = graph.trace, graph.trace.unused, 0
-    for value in trace.states.values():
-        entries = math.prod(value.shape)
-        params += entries if value.trained else 0
-        size += entries * (value.data.element_size() if value.data is not None else 0)
-    return Cost(params, sum(_macs(op) for op in trace.ops if op.position not in trace.added), size)
+    trace = graph.trace
+    entries = {name: math.prod(value.shape) for name, value in trace.states.items()}
+    return _cost(trace, entries, sum(_macs(op) for op in trace.ops if op.position not in trace.added))
 
 
 def entries_left(graph: ChannelGraph, laid: LaidOut) -> dict[str, int]:
     """Return the number of entries of every parameter and buffer that is left."""
-    grouped = {
-        node.weight: node
-        for node in graph.nodes
-        if isinstance(node, LayerNode)
-        and node.groups > 1
-        and node.stored
-        and weight_owner(node.op) not in laid.gone
-    }
-    return {
-        name: _products(grouped[value], laid.layout) if value in grouped else _size(value, laid.layout)
-        for name, value in graph.trace.states.items()
-        if name.rpartition(".")[0] not in laid.gone
-    }
+    layers = [node for node in graph.nodes if isinstance(node, LayerNode) and node.groups > 1 and node.stored]
+    grouped = {node.weight: node for node in layers}
+    found: dict[str, int] = {}
+    for name, value in graph.trace.states.items():
+        if name.rpartition(".")[0] in laid.gone:
+            continue
+        if value in grouped:
+            found[name] = _products(grouped[value], laid.layout)
+        else:
+            # A dimension to which no constraint refers, such as a kernel's, has an empty mask and keeps its size.
+            sizes = zip(laid.layout.sizes(value), value.shape, strict=True)
+            found[name] = math.prod(left or full for left, full in sizes)
+    return found
 
 
 def _products(node: LayerNode, layout: Layout) -> int:
@@ -146,16 +144,8 @@ def _macs(op: Op) -> int:
     if formula is None or op.name not in _PRODUCTS:
         return 0
 
-    def shape(held: Any) -> Any:
-        return held.shape if isinstance(held, Value) else held
-
-    args, kwargs, outputs = pytree.tree_map(shape, (op.args, op.kwargs, op.outputs))
-    return int(formula(*args, **kwargs, out_val=outputs[0])) // 2
-
-
-def _size(value: Value, layout: Layout) -> int:
-    # A dimension to which no constraint refers, such as a kernel's, has an empty mask and keeps its size.
-    return math.prod(left or full for left, full in zip(layout.sizes(value), value.shape, strict=True))
+    args, kwargs = pytree.tree_map_only(Value, lambda v: v.shape, (op.args, op.kwargs))
+    return int(formula(*args, **kwargs, out_val=op.results[0].shape)) // 2
 
 
 def groups_left(node: LayerNode, layout: Layout) -> int:
@@ -176,8 +166,7 @@ class FilterCosts:
 
     That is the difference between the networks extracted with the filters `keep` and with all of them but one.
     Modules that surgery leaves unchanged, and products of activations whose result is added to others, are counted
-    by liveness alone. A single filter changes few masks, so only those are recomputed: liveness downstream of its
-    gate, then need upstream of what died.
+    by liveness alone.
 
     >>> import torch
     >>> from torch import nn
@@ -190,23 +179,22 @@ class FilterCosts:
     def __init__(self, graph: ChannelGraph, keep: Mapping[str, Mask] | None = None) -> None:
         self.graph = graph
         self.keep = keep or {}
-        self.whole = graph.flow(self.keep)
-        self.readers: dict[Value, list[int]] = defaultdict(list)
-        self.maker: dict[Value, int] = {}
-        for place, node in enumerate(graph.nodes):
-            for value in dict.fromkeys(node.inputs):
-                self.readers[value].append(place)
-            for value in node.outputs:
-                self.maker[value] = place
-        self.runs: dict[Hashable, list[Node]] = defaultdict(list)
+        self._whole = graph.flow(self.keep)
+        self._outputs = set(graph.outputs)
+        self._gates: dict[str, list[int]] = defaultdict(list)  # indices of nodes, here and below
+        self._readers: dict[Value, list[int]] = defaultdict(list)
+        self._makers: dict[Value, int] = {}
+        for index, node in enumerate(graph.nodes):
+            if isinstance(node, Boundary):
+                self._gates[node.layer].append(index)
+            for value in node.inputs:
+                self._readers[value].append(index)
+            self._makers.update(dict.fromkeys(node.outputs, index))
+        # A module that is called several times has one weight, with the channels that any of its calls needs.
+        self._runs: dict[Hashable, list[Node]] = defaultdict(list)
         for node in graph.nodes:
-            self.runs[self._owner(node)].append(node)
-        self.before: dict[Hashable, Savings] = {}
-        self.outputs = set(graph.outputs)
-        self.gates: dict[str, list[int]] = defaultdict(list)
-        for place, node in enumerate(graph.nodes):
-            if isinstance(node, Boundary) and node.layer:
-                self.gates[node.layer].append(place)
+            self._runs[self._owner(node)].append(node)
+        self._before = {module: filter_cost_of_runs(runs, self._whole) for module, runs in self._runs.items()}
 
     def first_filter(self, name: str) -> Savings:
         """Return what removing the first filter of a layer saves, other layers unchanged."""
@@ -215,27 +203,56 @@ class FilterCosts:
     def filter(self, name: str, place: int) -> Savings:
         """Return what removing one filter of a layer saves, other layers unchanged."""
         layer = self.graph.layers[name]
-        in_group = layer.groups > 1 and (layer.filters > layer.groups or self._reads_inputs(layer))
+        reads_inputs = any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+        in_group = layer.groups > 1 and (layer.filters > layer.groups or reads_inputs)
         if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
             return Savings(0, 0)
-        flow = Flow(ChainMap({}, self.whole.alive), ChainMap({}, self.whole.needed))  # type: ignore[arg-type]
-        died = self._push(flow, name, place)
-        idle = self._pull(flow, died)
-        places = {place for value in (*died, *idle) for place in (self.maker.get(value, -1), *self.readers[value])}
-        nodes = [self.graph.nodes[place] for place in places if place >= 0]
-        # A module that is called several times has one weight, with the channels that any of its calls needs.
+        left = self.keep.get(name, np.ones(layer.filters, bool)).copy()
+        left[place] = False
+        flow, changed = self._flow({**self.keep, name: left}, name)
+        touched = {index for value in changed for index in (self._makers.get(value, -1), *self._readers[value])}
         macs = params = 0
-        for module in {self._owner(node) for node in nodes}:
-            runs = self.runs[module]
-            if module not in self.before:
-                self.before[module] = filter_cost_of_runs(runs, self.whole)
-            before, after = self.before[module], filter_cost_of_runs(runs, flow)
+        for module in {self._owner(self.graph.nodes[index]) for index in touched - {-1}}:
+            before, after = self._before[module], filter_cost_of_runs(self._runs[module], flow)
             macs += before.macs - after.macs
             params += before.params - after.params
         return Savings(macs, params)
 
-    def _reads_inputs(self, layer: Layer) -> bool:
-        return any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
+    def _flow(self, keep: Mapping[str, Mask], name: str) -> tuple[Flow, set[Value]]:
+        """Return the flow when one layer keeps other filters, and the tensors whose masks differ.
+
+        The result equals that of `ChannelGraph.flow`, but only what changed is computed.
+        """
+        nodes, whole, changed = self.graph.nodes, self._whole, set[Value]()
+        flow = Flow(dict(whole.alive), dict(whole.needed))
+        stale: set[Value] = set()  # values whose need has to be collected again
+        todo = list(self._gates[name])
+        for index in _in_order(todo):
+            node = nodes[index]
+            stale.update(node.inputs)
+            node.push(flow)
+            if isinstance(node, Boundary) and node.layer in keep:
+                node.gate(flow, keep[node.layer])
+            for value in node.outputs:
+                if not np.array_equal(flow.alive[value], whole.alive[value]):
+                    changed.add(value)
+                    for reader in self._readers[value]:
+                        heappush(todo, reader)
+        todo = sorted(-self._makers[value] for value in stale if value in self._makers)
+        for index in _in_order(todo):
+            node = nodes[-index]
+            for value in stale.intersection(node.outputs):
+                before = flow.needed.pop(value, None)
+                if value in self._outputs:
+                    flow.needed[value] = whole.needed[value]
+                for reader in self._readers[value]:
+                    nodes[reader].pull(flow)  # adds nothing to the need of its other inputs
+                if before is not None and not np.array_equal(before, flow.needed.get(value, False)):
+                    changed.add(value)
+                    stale.update(node.inputs)
+                    for made in self._makers.keys() & node.inputs:
+                        heappush(todo, -self._makers[made])
+        return flow, changed
 
     @staticmethod
     def _owner(node: Node) -> Hashable:
@@ -245,70 +262,15 @@ class FilterCosts:
             return "product", stored[0][0]
         return node.states[:1] or id(node) if isinstance(node, Norm) else id(node)
 
-    def _push(self, flow: Flow, name: str, place: int) -> list[Value]:
-        left = self.keep.get(name, np.ones(self.graph.layers[name].filters, bool)).copy()
-        left[place] = False
-        keep = {**self.keep, name: left}
-        changed: list[Value] = []
-        todo = list(self.gates[name])
-        for at in _in_order(todo):
-            node = self.graph.nodes[at]
-            node.push(flow)
-            if isinstance(node, Boundary) and node.layer in keep:
-                node.gate(flow, keep[node.layer])
-            for value in node.outputs:
-                if _same(flow.alive, value):
-                    continue
-                changed.append(value)
-                for reader in self.readers[value]:
-                    heappush(todo, reader)
-        return changed
 
-    def _pull(self, flow: Flow, died: Iterable[Value]) -> list[Value]:
-        changed: list[Value] = []
-        todo: list[int] = []
-        for place in {self.maker[value] for value in died}:
-            # At other nodes a channel dies because the same channel of the input died, so need changes nothing.
-            node = self.graph.nodes[place]
-            product = isinstance(node, Halves) or (isinstance(node, Elementwise) and node.alive_if is not Alive.ANY)
-            if product or (isinstance(node, Boundary) and node.layer):
-                heappush(todo, -place)
-        for place in {reader for value in died for reader in self.readers[value]}:
-            if isinstance(self.graph.nodes[place], Product):  # the other operand's counterpart is not needed
-                heappush(todo, -place)
-        for place in _in_order(todo):
-            node = self.graph.nodes[-place]
-            for value in dict.fromkeys(node.inputs):
-                if value not in self.maker or value not in self.whole.needed:
-                    continue
-                heard = _RecomputedNeed(flow.needed, value)
-                if value in self.outputs:
-                    heard[value] = self.whole.needed[value]
-                asked = Flow(flow.alive, heard)
-                for reader in self.readers[value]:
-                    self.graph.nodes[reader].pull(asked)
-                flow.needed[value] = heard.get(value, np.zeros(self.graph.grids[value], bool))
-                if not _same(flow.needed, value):
-                    changed.append(value)
-                    heappush(todo, -self.maker[value])
-        return changed
-
-
-class _RecomputedNeed(dict[Value, Mask]):
-    """Masks of need: that of the target is collected again, all others are read from `known`."""
-
-    def __init__(self, known: Mapping[Value, Mask], target: Value) -> None:
-        super().__init__()
-        self.known, self.target = known, target
-
-    def get(self, value: Value, default: Any = None) -> Any:
-        return super().get(value, default) if value is self.target else self.known.get(value, default)
-
-    def __contains__(self, value: object) -> bool:
-        return super().__contains__(value) if value is self.target else value in self.known
-
-    def __getitem__(self, value: Value) -> Mask:
-        return super().__getitem__(value) if value is self.target else self.known[value]
+def _in_order(todo: list[int]) -> Iterator[int]:
+    """Pop the entries of a heap in order, each once; larger ones may be pushed in the meantime."""
+    last: int | None = None
+    while todo:
+        index = heappop(todo)
+        if index != last:
+            yield index
+        last = index
 
 
 def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
@@ -317,31 +279,30 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
     if isinstance(first, Elementwise):
         wanted = first.wanted(flow)
         stored = [v for v in first.inputs if v.kind == "state" and len(v.shape) == 1]
-        held = [0 if wanted is None else int(shrink(wanted, first.grids[v]).sum()) for v in stored]
-        return Savings(0, sum(held))
+        return Savings(0, 0 if wanted is None else sum(int(shrink(wanted, first.grids[v]).sum()) for v in stored))
     if isinstance(first, Product):
         return _filter_cost_of_products([run for run in runs if isinstance(run, Product)], flow)
     if not isinstance(first, (LayerNode, Norm)):
         return Savings(0, 0)
-    there = np.logical_or.reduce([_per_channel(run.wanted(flow), run.outputs[0]) for run in runs])
+    written = _channels([run.out for run in runs], flow)
     if isinstance(first, Norm):
         scales = sum(isinstance(v, Value) for v in first.op.args[1:3])
-        return Savings(0, scales * int(whole_groups(there, first.per_group).sum()))
+        return Savings(0, scales * int(whole_groups(written, first.per_group).sum()))
     calls = [run for run in runs if isinstance(run, LayerNode)]
-    read = np.logical_or.reduce([_per_channel(_asked(run.x, flow), run.x) for run in calls])
-    rows, columns = there.reshape(first.groups, -1), read.reshape(first.groups, -1)
+    read = _channels([run.x for run in calls], flow)
+    rows, columns = written.reshape(first.groups, -1), read.reshape(first.groups, -1)
     # All groups that are left are as wide as the fullest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
     # A computed weight keeps all its inputs, because it may be normalized over them.
     inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
     entries = filters * inputs * math.prod(first.weight.shape[2:])
-    pixels = [run.x.shape if run.transposed else run.out.shape for run in calls]
-    moves = sum(math.prod(shape) // shape[1] for shape in pixels)
+    maps = [run.x.shape if run.transposed else run.out.shape for run in calls]
+    pixels = sum(math.prod(shape) // shape[1] for shape in maps)
     own = entries if first.weight.trained else 0
     if not first.stored:  # its parameters have one slice per filter
         own = sum(math.prod(v.shape) for v in first.weight.roots or () if v.trained) * filters // first.filters
     biases = filters if first.bias is not None and (first.bias.trained or first.bias.kind != "state") else 0
-    return Savings(entries * moves, own + biases)
+    return Savings(entries * pixels, own + biases)
 
 
 def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Savings:
@@ -364,41 +325,18 @@ def _stored(node: Product) -> list[tuple[Value, Value]]:
 
 def _sizes(value: Value, flow: Flow) -> list[int]:
     """Return how many entries of a tensor are alive and needed along each dimension."""
-    asked = _asked(value, flow)
-    if asked is None or not asked.any():
+    wanted = flow.wanted(value)
+    if wanted is None or not wanted.any():
         return [0] * len(value.shape)
-    lines = [some(asked, tuple(d for d in range(asked.ndim) if d != dim)) for dim in range(asked.ndim)]
+    lines = [some(wanted, tuple(d for d in range(wanted.ndim) if d != dim)) for dim in range(wanted.ndim)]
     return [n if len(line) < n else int(line.sum()) for n, line in zip(value.shape, lines, strict=True)]
 
 
-def _asked(value: Value, flow: Flow) -> Mask | None:
-    needed = flow.needed.get(value)
-    return None if needed is None else needed & flow.alive[value]
-
-
-def _per_channel(mask: Mask | None, value: Value) -> Mask:
-    """Reduce a mask to one entry per channel."""
-    if mask is None:
-        return np.zeros(value.shape[1], bool)
-    grid = along(1, value.shape)
-    return shrink(np.broadcast_to(mask, np.broadcast_shapes(mask.shape, grid)), grid).reshape(-1)
-
-
-def _in_order(todo: list[int]) -> Iterator[int]:
-    """Pop the entries of a heap in order, each once; the heap may grow in the meantime."""
-    last: int | None = None
-    while todo:
-        place = heappop(todo)
-        if place != last:
-            last = place
-            yield place
-
-
-def _same(masks: Mapping[Value, Mask], value: Value) -> bool:
-    """Return True if a mask is unchanged; a new copy equal to the old one is dropped."""
-    assert isinstance(masks, ChainMap)
-    now, before = masks.maps
-    if value in now and value in before and np.array_equal(now[value], before[value]):
-        del now[value]
-        return True
-    return value not in now
+def _channels(values: Sequence[Value], flow: Flow) -> Mask:
+    """Return the channels that are alive and needed in any of these tensors."""
+    masks = [np.zeros(values[0].shape[1], bool)]
+    for value in values:
+        if (wanted := flow.wanted(value)) is not None:
+            grid = along(1, value.shape)
+            masks.append(shrink(np.broadcast_to(wanted, np.broadcast_shapes(wanted.shape, grid)), grid).reshape(-1))
+    return np.logical_or.reduce(masks)

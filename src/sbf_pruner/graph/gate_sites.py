@@ -11,8 +11,8 @@ import numpy as np
 
 from ..modules import GatePoint
 from .channel_graph import Site
-from .layer_nodes import LayerNode, Norm
-from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, channel_dim
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node, common_dim
+from .operators.layers import LayerNode, Norm
 from .records import Value
 from .wiring import NodeBuilder
 
@@ -33,47 +33,44 @@ class GateSites:
         behind = self._behind_sum(norm or module)
         if behind is not None and behind.out.shape[behind.dim] == self._mains(module)[0].out.shape[1]:
             return Site(behind.module, "sum", layer, dim=behind.dim, edges=(behind,))
-        if norm is None:
-            edges = tuple(self.net.edges[module, "out"])
-            return Site(module, "map", layer, (), _dim(edges), edges)
-        return self._norm_site(norm, layer)
+        return self._site(module, "map", layer) if norm is None else self._norm_site(norm, layer)
 
-    def followers(self, taken: set[str]) -> list[Site]:
+    def followers(self, gated: set[str]) -> list[Site]:
         """Return sites without a score: norms and biases of depthwise convolutions that dead channels may reach.
 
-        Sets `revives` of their nodes to False.
+        Sets `revives` of their nodes to False. `gated` are the modules that have a site already.
         """
         sites = []
-        for module, mains in self.net.main.items():
-            if module in taken or len(mains) > 1 or module in self.net.busy:
+        for module, (main, *others) in self.net.main.items():
+            if module in gated or others or module in self.net.busy:
                 continue
-            main = mains[0]
-            edges = tuple(self.net.edges[module, "out"])
-            told_apart = self.net.grids[main.x][1] == main.x.shape[1]  # False if the network's input is normalized
-            if isinstance(main, Norm) and main.revives and told_apart:
-                sites.append(self._norm_site(module, ""))
-                main.revives = False
-            elif isinstance(main, LayerNode) and main.depthwise and main.bias is not None:
-                bias = main.bias.name.rpartition(".")[2]
-                sites.append(Site(module, "bias", "", (bias,), _dim(edges), edges))
+            if isinstance(main, Norm):
+                # Not if the norm is over the network's input, whose channels stay.
+                if main.revives and self.net.grids[main.x][1] == main.x.shape[1]:
+                    sites.append(self._norm_site(module, ""))
+                    main.revives = False
+            elif main.depthwise and main.bias is not None:
+                sites.append(self._site(module, "bias", "", (main.bias.name.rpartition(".")[2],)))
                 main.revives = False
         return sites
 
-    def _norm_site(self, module: str, layer: str) -> Site:
+    def _site(self, module: str, kind: str, layer: str, parameters: tuple[str, ...] = ()) -> Site:
         edges = tuple(self.net.edges[module, "out"])
-        main = self.net.main[module][0]
-        assert isinstance(main, Norm)
-        pair = [v for v in main.op.args[1:3] if isinstance(v, Value)]
-        names = tuple(v.name.rpartition(".")[2] for v in pair)
-        has_running = isinstance(main.op.args[3], Value)
+        return Site(module, kind, layer, parameters, common_dim(edges), edges)
+
+    def _norm_site(self, module: str, layer: str) -> Site:
+        args = self.net.main[module][0].op.args
+        affine = [v.name for v in args[1:3] if isinstance(v, Value)]
+        names = tuple(name.rpartition(".")[2] for name in affine)
+        has_running = isinstance(args[3], Value)
         # Without a stored scale there is nothing to fold a gate into. Running statistics without a shift would
-        # still turn a zero into a constant.
-        stored = all(v.name == f"{module}.{name}".lstrip(".") for v, name in zip(pair, names, strict=True))
+        # still turn a zero into a constant. A busy module makes something of a zero behind its norm, so the gate
+        # must come after that.
+        stored = affine == [f"{module}.{name}".lstrip(".") for name in names]
         foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
-        # A busy module makes something of a zero behind its norm, so the gate must come after that.
-        foldable = foldable and module not in self.net.busy
-        kind = "affine" if foldable else "map"
-        return Site(module, kind, layer, names if foldable else (), _dim(edges), edges)
+        if foldable and module not in self.net.busy:
+            return self._site(module, "affine", layer, names)
+        return self._site(module, "map", layer)
 
     def norm_after(self, module: str) -> str | None:
         """Return the norm that is the only reader of a layer's output in all of its calls, or None."""
@@ -90,12 +87,12 @@ class GateSites:
         edges = self.net.edges[module, "out"]
         node: Node | None = edges[0] if len(edges) == 1 else None
         while node is not None:
-            value = node.outputs[0]
+            value = node.out
             readers = self.net.consumers[value]
             node = readers[0] if len(readers) == 1 and value not in self.net.outputs else None
             if isinstance(node, Boundary):
-                place = isinstance(self.net.modules[node.module], GatePoint) and node.dim == edges[0].dim
-                return node if place and not node.layer else None
+                gate_point = isinstance(self.net.modules[node.module], GatePoint) and node.dim == edges[0].dim
+                return node if gate_point and not node.layer else None
             if not (isinstance(node, Elementwise) and node.alive_if is Alive.ANY):
                 return None
         return None
@@ -110,19 +107,10 @@ class GateSites:
                 return self._norms.get(id(node))
             edge = isinstance(node, Boundary) and node.labels is None
             passes = isinstance(node, Elementwise) and node.alive_if is Alive.ANY and len(node.inputs) == 1
-            same = isinstance(node, ChannelMove) and self.net.grids[node.outputs[0]] == self.net.grids[value]
-            identity = isinstance(node, ChannelMove) and same and _is_identity(node)
-            if not (edge or passes or identity):
+            same = isinstance(node, ChannelMove) and self.net.grids[node.out] == self.net.grids[value]
+            if isinstance(node, ChannelMove) and same and len(node.operands) == 1:
+                labels = node.labels[0].reshape(-1)
+                passes = np.array_equal(labels, np.arange(labels.size))
+            if not (edge or passes):
                 return None
-            value = node.outputs[0]
-
-
-def _dim(edges: Sequence[Boundary]) -> int:
-    dim = channel_dim(edges)
-    assert dim is not None  # modules without a common dimension have no edges
-    return dim
-
-
-def _is_identity(node: ChannelMove) -> bool:
-    labels = node.labels[0]
-    return len(node.operands) == 1 and np.array_equal(labels.reshape(-1), np.arange(labels.size))
+            value = node.out

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,14 @@ class Flow:
     needed: dict[Value, Mask] = field(default_factory=dict)
     reached: set[Value] = field(default_factory=set)  # alive values that depend on the network's inputs
 
+    def wanted(self, value: Value) -> Mask | None:
+        """Return the channels of a value that are alive and needed; None if no need was recorded."""
+        needed = self.needed.get(value)
+        return None if needed is None else needed & self.alive[value]
+
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
         """Add to the needed channels of a value; `mask` may be larger than its grid (broadcasting)."""
-        mask = mask if mask.shape == grid else shrink(mask, grid)
-        before = self.needed.get(value)
-        self.needed[value] = mask if before is None else before | mask
+        self.needed[value] = shrink(mask, grid) | self.needed.get(value, False)
 
 
 class Layout:
@@ -56,15 +59,13 @@ class Layout:
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
         self.masks: dict[Value, list[Mask | None]] = {}
-        self.changed: set[Value] = set()  # values that have grown since `changed` was last cleared
+        self.changed = True  # False once every constraint holds
 
-    def start(self, value: Value, present: Mask) -> None:
+    def start(self, value: Value, present: Mask | None) -> None:
         """Start with the hull of the given channels: per dimension, every index at which any of them lies."""
-        self.masks[value] = _hull(present, self.grids[value])
-
-    def start_empty(self, value: Value) -> None:
-        """Start with no channel, without allocating masks."""
-        self.masks[value] = [_nothing(n) if n > 1 else None for n in self.grids[value]]
+        grid = self.grids[value]
+        nothing = [np.zeros(n, bool) if n > 1 else None for n in grid]
+        self.masks[value] = nothing if present is None else _hull(present, grid)
 
     def joint(self, value: Value) -> Mask:
         """Return the present channels as a mask over the value's grid."""
@@ -82,13 +83,13 @@ class Layout:
 
     def add(self, value: Value, dim: int, mask: Mask | None) -> None:
         """Add channels along one dimension; `None` adds all."""
-        mine = self.masks[value][dim]
-        if mine is None or mine is mask:
+        before = self.masks[value][dim]
+        if before is None or before is mask:
             return
-        grown = np.ones_like(mine) if mask is None else mine | mask
-        if np.count_nonzero(grown) > np.count_nonzero(mine):
+        grown = np.ones_like(before) if mask is None else before | mask
+        if np.count_nonzero(grown) > np.count_nonzero(before):
             self.masks[value][dim] = grown
-            self.changed.add(value)
+            self.changed = True
 
     def tie(self, ends: Sequence[End]) -> None:
         """Make the given dimensions hold the same channels: the union of what each has."""
@@ -104,7 +105,7 @@ class Layout:
         count = np.count_nonzero(total)
         for (value, dim), mask in zip(ends, known, strict=True):
             if np.count_nonzero(mask) < count:
-                self.changed.add(value)
+                self.changed = True
             self.masks[value][dim] = total  # shared, so that the identity check above is enough next time
 
     def fill(self, value: Value) -> None:
@@ -129,17 +130,10 @@ class Layout:
 
     def indices(self, value: Value, dim: int) -> list[int]:
         """Return the indices of the present channels along one dimension."""
-        mask = self.masks[value][dim]
-        return list(range(value.shape[dim])) if mask is None else np.flatnonzero(mask).tolist()
-
-
-@cache
-def _nothing(size: int) -> Mask:
-    return np.broadcast_to(np.False_, (size,))  # read-only, so it can be shared
+        return np.flatnonzero(self.line(value, dim)).tolist()
 
 
 def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
-    present = spread(present, grid)
     if present.size == max(grid, default=1):  # channels differ along one dimension at most
         return [present.reshape(n) if n > 1 else None for n in grid]
     axes = range(len(grid))
@@ -160,12 +154,7 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
         mask = some(mask, tuple(range(extra)))
     mask = mask.reshape((1,) * -extra + mask.shape)
     axes = tuple(d for d, n in enumerate(grid) if n == 1 and mask.shape[d] > 1)
-    return spread(some(mask, axes, keepdims=True) if axes else mask, grid)
-
-
-def spread(mask: Mask, grid: Grid) -> Mask:
-    """Broadcast a mask to a larger grid; the result is read-only and may be the same array."""
-    return mask if mask.shape == grid else np.broadcast_to(mask, grid)
+    return np.broadcast_to(some(mask, axes, keepdims=True) if axes else mask, grid)
 
 
 def whole_groups(mask: Mask, size: int) -> Mask:
@@ -175,13 +164,10 @@ def whole_groups(mask: Mask, size: int) -> Mask:
     return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
 
 
-def equalize_groups(rows: Mask, there: Mask) -> Mask:
-    """Fill the rows of the groups in `there` to the count of the fullest row (at least 1), lowest channels first.
-
-    Rows are groups of a grouped convolution, which need equal numbers of channels.
-    """
+def equalize_groups(rows: Mask, present: Mask) -> Mask:
+    """Fill the rows of the present groups to the count of the fullest row (at least 1), lowest channels first."""
     counts = rows.sum(1)
-    missing = np.where(there, max(int(counts.max()), 1) - counts, 0)
+    missing = np.where(present, max(int(counts.max()), 1) - counts, 0)
     absent = ~rows
     return np.asarray(rows | (absent & (absent.cumsum(1) <= missing[:, None])))
 
@@ -200,14 +186,13 @@ class Node:
     def inputs(self) -> tuple[Value, ...]:
         return self.op.inputs
 
-    @cached_property
-    def outputs(self) -> list[Value]:
-        return [v for v in self.op.outputs if v is not None]
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
 
     @property
-    def tied(self) -> Sequence[Value]:
-        """Tensors whose layouts `tie` reads; empty if `tie` never adds anything."""
-        return (*self.inputs, *self.outputs)
+    def outputs(self) -> list[Value]:
+        return self.op.results
 
     def push(self, flow: Flow) -> None:
         """Set the alive channels of the outputs from those of the inputs."""
@@ -227,22 +212,19 @@ class Node:
             layout.fill(value)
 
     def wanted(self, flow: Flow) -> Mask | None:
-        """Return the channels of the first output that are alive and needed; None if no need was recorded."""
-        out = self.outputs[0]
-        needed = flow.needed.get(out)
-        if needed is None:
-            return None
-        return needed & flow.alive[out]
+        """Return the channels of the first output that are alive and needed; see `Flow.wanted`."""
+        return flow.wanted(self.out)
 
 
 @dataclass
 class Opaque(Node):
     """An operator that mixes channels in an unknown way: all of them must be present."""
 
-    why: str = ""
+    blocks: str = ""
 
     def __post_init__(self) -> None:
-        self.blocks = self.why or f"{self.op.name} at {self.op.where} mixes channels in a way that is not known"
+        if not self.blocks:
+            self.blocks = f"{self.op.name} at {self.op.where} mixes channels in a way that is not known"
 
 
 @dataclass
@@ -250,10 +232,6 @@ class Source(Node):
     """An operator whose result carries no channels of its inputs, such as `torch.zeros`."""
 
     zero: bool = False
-
-    @property
-    def tied(self) -> Sequence[Value]:
-        return ()
 
     def push(self, flow: Flow) -> None:
         for value in self.outputs:
@@ -284,15 +262,11 @@ class Elementwise(Node):
     poles: tuple[Value, ...] = ()  # operands, such as divisors, whose zero gives infinity or NaN
     insists: bool = False  # needs `avoiding` even if the result is unused: a NaN stays NaN behind a closed gate
 
-    @property
-    def operands(self) -> tuple[Value, ...]:
-        return self.op.inputs
-
     def __post_init__(self) -> None:
-        if self.alive_if is Alive.ALWAYS:
-            self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
         if self.steep or (self.poles and self.alive_if is Alive.ALWAYS):
             self.blocks = self.at_zero
+        elif self.alive_if is Alive.ALWAYS:
+            self.blocks = f"{self.op.name} at {self.op.where} turns a removed channel into a constant"
 
     @property
     def at_zero(self) -> str:
@@ -306,23 +280,21 @@ class Elementwise(Node):
     @property
     def avoiding(self) -> tuple[Value, ...]:
         """Operands that must not become zero."""
-        return self.operands if self.steep else self.poles
+        return self.inputs if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
-        """Return True if an operand that became a constant does not make the result one.
-
-        That is so if another operand is in `gone` (removed), or alone decides whether the result is zero.
-        """
+        """Return True if an operand that became a constant does not make the result one: others are in `gone`."""
+        first, *others = self.inputs
         if self.alive_if is Alive.FIRST:
-            return self.operands[0] is not constant
+            return first is not constant
         if self.alive_if is Alive.QUOTIENT:
-            return self.operands[0] in gone and self.operands[0] is not constant
+            return first in gone and first is not constant
         if self.alive_if is Alive.OTHERS:
-            return self.operands[0] is constant and all(v in gone for v in self.operands[1:])
-        return self.alive_if is Alive.ALL and self.outputs[0] in gone
+            return first is constant and all(v in gone for v in others)
+        return self.alive_if is Alive.ALL and self.out in gone
 
     def push(self, flow: Flow) -> None:
-        masks = [flow.alive[v] for v in self.operands]
+        masks = [flow.alive[v] for v in self.inputs]
         if self.alive_if is Alive.ALWAYS or not masks:
             alive = np.ones((), bool)
         elif self.alive_if is Alive.NEVER:
@@ -340,9 +312,8 @@ class Elementwise(Node):
 
     def pull(self, flow: Flow) -> None:
         for out in self.outputs:
-            if out in flow.needed:
-                wanted = flow.needed[out] & flow.alive[out]
-                for value in self.operands:
+            if (wanted := flow.wanted(out)) is not None:
+                for value in self.inputs:
                     flow.need(value, wanted, self.grids[value])
         for value in self.avoiding if self.insists else ():
             flow.need(value, flow.alive[value], self.grids[value])
@@ -350,7 +321,7 @@ class Elementwise(Node):
     @cached_property
     def _ends(self) -> list[list[End]]:
         """Dimensions that broadcast together, if channels differ along any of them."""
-        values = [*self.operands, *self.outputs]
+        values = [*self.inputs, *self.outputs]
         rank = max((len(v.shape) for v in values), default=0)
         found = [
             [(v, len(v.shape) - back) for v in values if len(v.shape) >= back and v.shape[-back] > 1]
@@ -371,21 +342,17 @@ class ChannelMove(Node):
     of all operands one after the other, or -1 for zero.
     """
 
-    operands: tuple[Value, ...] = ()
-    labels: tuple[NDArray[np.int64], ...] = ()
+    operands: tuple[Value, ...]
+    labels: tuple[NDArray[np.int64], ...]
 
     def _flat(self, masks: Sequence[Mask]) -> Mask:
         # The last entry is a zero, which the label -1 indexes.
         return np.concatenate([*(m.reshape(-1) for m in masks), np.zeros(1, bool)])
 
     def _split(self, flat: Mask) -> list[tuple[Value, Mask]]:
-        found, at = [], 0
-        for value in self.operands:
-            grid = self.grids[value]
-            size = math.prod(grid)
-            found.append((value, flat[at : at + size].reshape(grid)))
-            at += size
-        return found
+        grids = [self.grids[v] for v in self.operands]
+        pieces = np.split(flat, np.cumsum([math.prod(grid) for grid in grids]))  # the last one is the zero
+        return [(v, m.reshape(grid)) for v, m, grid in zip(self.operands, pieces, grids, strict=False)]
 
     def push(self, flow: Flow) -> None:
         flat = self._flat([flow.alive[v] for v in self.operands])
@@ -395,8 +362,8 @@ class ChannelMove(Node):
     def pull(self, flow: Flow) -> None:
         flat = self._flat([np.zeros(self.grids[v], bool) for v in self.operands])
         for value, labels in zip(self.outputs, self.labels, strict=True):
-            if value in flow.needed:
-                flat[labels[flow.needed[value] & flow.alive[value]]] = True
+            if (wanted := flow.wanted(value)) is not None:
+                flat[labels[wanted]] = True
         for value, mask in self._split(flat):
             flow.need(value, mask, self.grids[value])
 
@@ -415,12 +382,12 @@ class Located(ChannelMove):
     """An operator that also returns positions, such as max pooling; they are alive even where the input is zero."""
 
     @property
-    def places(self) -> Value:
+    def positions(self) -> Value:
         return self.outputs[1]
 
     def push(self, flow: Flow) -> None:
         super().push(flow)
-        flow.alive[self.places] = np.ones(self.grids[self.places], bool)
+        flow.alive[self.positions] = np.ones(self.grids[self.positions], bool)
 
 
 @dataclass
@@ -441,12 +408,9 @@ class Sampled(ChannelMove):
 
 @dataclass
 class Halves(ChannelMove):
-    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half.
+    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half."""
 
-    The result is zero where the first half is. `partners` are the numbers of the second half's channels.
-    """
-
-    partners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    partners: NDArray[np.int64]  # numbers of the second half's channels
 
     def pull(self, flow: Flow) -> None:
         super().pull(flow)
@@ -456,17 +420,17 @@ class Halves(ChannelMove):
             flow.need(x, self._filled(np.zeros(self.grids[x], bool), self.partners[wanted]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out, (labels,) = self.operands[0], self.outputs[0], self.labels
-        there = layout.joint(x)
-        flat = there.reshape(-1)
+        x, out, (labels,) = self.operands[0], self.out, self.labels
+        present = layout.joint(x)
+        flat = present.reshape(-1)
         pairs = flat[labels] | flat[self.partners] | layout.joint(out)
         layout.grow(out, pairs)
         pairs = layout.joint(out)
-        layout.grow(x, self._filled(self._filled(there, labels[pairs]), self.partners[pairs]))
+        layout.grow(x, self._filled(self._filled(present, labels[pairs]), self.partners[pairs]))
 
-    def _filled(self, mask: Mask, places: NDArray[np.int64]) -> Mask:
+    def _filled(self, mask: Mask, numbers: NDArray[np.int64]) -> Mask:
         flat = mask.reshape(-1).copy()
-        flat[places] = True
+        flat[numbers] = True
         return flat.reshape(mask.shape)
 
 
@@ -474,22 +438,19 @@ class Halves(ChannelMove):
 class Across(Node):
     """An operator, such as a softmax over branches, that mixes all channels along one dimension and no others."""
 
-    over: int = 0
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        self.blocks = self.why
+    over: tuple[int]
+    blocks: str
 
     def pull(self, flow: Flow) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         if out in flow.needed:
             rows = some(flow.needed[out], self.over, keepdims=True)
             flow.need(x, np.broadcast_to(rows, self.grids[x]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         for dim in range(len(x.shape)):
-            if dim == self.over:
+            if dim in self.over:
                 layout.add(x, dim, None)
             layout.tie([(x, dim), (out, dim)])
 
@@ -500,23 +461,19 @@ class Sum(Node):
 
     over: tuple[int, ...] = ()
 
-    def _aligned(self, mask: Mask) -> Mask:
-        """Insert the summed dimensions into a mask over the output."""
-        x, out = self.inputs[0], self.outputs[0]
-        return mask if len(out.shape) == len(x.shape) else np.expand_dims(mask, self.over)
-
     def push(self, flow: Flow) -> None:
-        out = self.outputs[0]
-        flow.alive[out] = some(flow.alive[self.inputs[0]], self.over, keepdims=True).reshape(self.grids[out])
+        alive = some(flow.alive[self.inputs[0]], self.over, keepdims=True)
+        flow.alive[self.out] = alive.reshape(self.grids[self.out])
 
     def pull(self, flow: Flow) -> None:
-        wanted = self.wanted(flow)
+        wanted, x = self.wanted(flow), self.inputs[0]
         if wanted is not None:
-            x = self.inputs[0]
-            flow.need(x, np.broadcast_to(self._aligned(wanted), self.grids[x]), self.grids[x])
+            if wanted.ndim < len(x.shape):
+                wanted = np.expand_dims(wanted, self.over)
+            flow.need(x, np.broadcast_to(wanted, self.grids[x]), self.grids[x])
 
     def tie(self, layout: Layout) -> None:
-        x, out = self.inputs[0], self.outputs[0]
+        x, out = self.inputs[0], self.out
         if x.roots is not None:  # a stored tensor is not zero in its unneeded channels, so all must be summed
             for dim in self.over:
                 layout.add(x, dim, None)
@@ -551,15 +508,11 @@ class Boundary(Node):
     def x(self) -> Value:
         return self.op.inputs[0]
 
-    @property
-    def out(self) -> Value:
-        return self.outputs[0]
-
     def push(self, flow: Flow) -> None:
         alive = flow.alive[self.x]
         if self.labels is not None:
             alive = np.append(shrink(alive, self.line(self.x)), False)[self.labels]
-        flow.alive[self.out] = spread(alive, self.grids[self.out])
+        flow.alive[self.out] = alive
 
     def wanted(self, flow: Flow) -> Mask | None:
         return flow.alive[self.out] if self.lasting else super().wanted(flow)
@@ -578,25 +531,26 @@ class Boundary(Node):
             wanted = flat[:-1].reshape(self.line(self.x))
         flow.need(self.x, wanted, self.grids[self.x])
 
-    @property
-    def tied(self) -> Sequence[Value]:
-        lined = all(math.prod(self.grids[v]) == self.grids[v][self.dim] for v in (self.x, self.out))
-        return () if self.free and lined else super().tied
+    @cached_property
+    def _other_dims(self) -> list[End]:
+        """Dimensions, other than the edge's own, along which channels differ."""
+        sides = [(v, d) for v in (self.x, self.out) for d, n in enumerate(self.grids[v]) if n > 1]
+        return [(v, d) for v, d in sides if d != self.dim % len(v.shape)]
 
     def tie(self, layout: Layout) -> None:
-        if not self.free:  # both sides are one tensor
+        if self.free:
+            for value, dim in self._other_dims:
+                layout.add(value, dim, None)
+        else:  # both sides are one tensor
             for dim in range(len(self.x.shape)):
                 layout.tie([(self.x, dim), (self.out, dim)])
-            return
-        for value in (self.x, self.out):
-            layout.fill_other(value, self.dim % len(value.shape))
 
     def source(self, layout: Layout, alive: Mask) -> list[int]:
         """Return, for every present channel after the edge, its index among those before it, or -1 for zero."""
-        place = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
+        index = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
         size = self.out.shape[self.dim]
         origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
-        return [place.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
+        return [index.get(int(origin[c]), -1) if alive[c] else -1 for c in layout.indices(self.out, self.dim)]
 
 
 def channel_dim(edges: Sequence[Boundary]) -> int | None:
@@ -605,3 +559,10 @@ def channel_dim(edges: Sequence[Boundary]) -> int | None:
         return edges[0].dim
     from_the_end = {edge.dim - len(edge.out.shape) for edge in edges}
     return from_the_end.pop() if len(from_the_end) == 1 else None
+
+
+def common_dim(edges: Sequence[Boundary]) -> int:
+    """Return `channel_dim` of edges that have one."""
+    dim = channel_dim(edges)
+    assert dim is not None  # modules without a common dimension have no edges
+    return dim

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TraceError
 from ..modules import Remap, Zeros
 from ..utils.user_code import holds_the_model, nested, not_from_torch, user_location
-from .layer_nodes import BATCH_NORMS
+from .operators.layers import BATCH_NORMS
 from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Value
 
 
@@ -33,42 +33,38 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._alive: dict[int, list[Tensor]] = {}  # storage -> its tensors, kept alive so that no id is reused
-        self._value: dict[int, Value] = {}
-        self._where: dict[int, int] = {}  # id(tensor) -> its storage when the value was noted
-        self._writes: dict[int, int] = {}  # storage -> number of in-place writes
-        self._seen: dict[int, int] = {}  # id(tensor) -> `_writes` of its storage at that time
-        self._writer: dict[int, Value] = {}  # storage -> value of the last write
+        # By id: the tensor, kept alive so that no id is reused, its value, and its storage at that time.
+        self._noted: dict[int, tuple[Tensor, Value, int]] = {}
+        self._writer: dict[int, Value] = {}  # storage -> value of the last in-place write
+        self._seen: dict[int, Value | None] = {}  # id -> `_writer` of the tensor's storage at that time
 
     def get(self, tensor: Tensor) -> Value | None:
         """Return the value noted last, even if stale; None if there is none, or `.data` was assigned since."""
-        known = self._value.get(id(tensor))
-        return known if known is not None and self._where[id(tensor)] == _storage(tensor) else None
+        _, value, storage = self._noted.get(id(tensor), (None, None, 0))
+        return value if storage == _storage(tensor) else None
 
     def same_place(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor seen before with the same memory layout, as for `x.as_subclass(torch.Tensor)`."""
-        seen = self._alive.get(_storage(tensor), ())
-        return next((other for other in seen if _place(other) == _place(tensor)), None)
+        place, here = _place(tensor), _storage(tensor)
+        noted = [other for other, _, storage in self._noted.values() if storage == here]
+        return next((other for other in noted if _place(other) == place), None)
 
     def note(self, tensor: Tensor, value: Value) -> Value:
         """Set the current value of a tensor."""
-        key, storage = id(tensor), _storage(tensor)
-        if key not in self._value:
-            self._alive.setdefault(storage, []).append(tensor)
-        self._value[key], self._where[key] = value, storage
-        self._seen[key] = self._writes.get(storage, 0)
+        storage = _storage(tensor)
+        self._noted[id(tensor)] = tensor, value, storage
+        self._seen[id(tensor)] = self._writer.get(storage)
         return value
 
     def write(self, tensor: Tensor, value: Value) -> None:
         """Set the value of a tensor that was written in place; tensors that share its memory become stale."""
-        storage = _storage(tensor)
-        self._writes[storage] = self._writes.get(storage, 0) + 1
-        self._writer[storage] = self.note(tensor, value)
+        self._writer[_storage(tensor)] = value
+        self.note(tensor, value)
 
     def written_since(self, tensor: Tensor) -> Value | None:
         """Return the value last written to the tensor's storage if that was after its own was noted, else None."""
-        storage = _storage(tensor)
-        return self._writer[storage] if self._seen[id(tensor)] != self._writes.get(storage, 0) else None
+        writer = self._writer.get(_storage(tensor))
+        return None if writer is self._seen[id(tensor)] else writer
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -79,21 +75,21 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_LIKE_THE_OPERAND = {
-    f"aten.{name}"
-    for name in (
-        *("relu", "hardswish", "hardsigmoid", "hardtanh", "silu", "gelu", "sigmoid", "tanh", "elu", "leaky_relu"),
-        *("neg", "abs", "exp", "sqrt", "mish", "clamp", "clamp_min"),
-    )
-}
-_PAIRS = {"aten.add", "aten.mul", "aten.sub"}
+def _aten(names: str) -> set[str]:
+    return {f"aten.{name}" for name in names.split()}
+
+
+_LIKE_THE_OPERAND = _aten(
+    "relu hardswish hardsigmoid hardtanh silu gelu sigmoid tanh elu leaky_relu neg abs exp sqrt mish clamp "
+    "clamp_min"
+)
+_PAIRS = _aten("add mul sub")
 
 
 def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a common operator on a meta tensor, or None if torch has to compute it.
+    """Return the result of a common operator on a meta tensor, or None if torch has to infer it, in slow Python.
 
-    For most operators on the meta device torch infers the shape in Python. These have the shape of their operand;
-    creating it directly more than halves the time of a trace.
+    Creating results in the shape of the operand directly more than halves the time of a trace.
     """
     x = args[0] if args else None
     if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
@@ -104,10 +100,7 @@ def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return None
     elif plain in _PAIRS:
         other = args[1] if len(args) == 2 else None
-        alike = isinstance(other, Tensor) and (other.shape, other.stride(), other.dtype, other.device) == (
-            (x.shape, x.stride(), x.dtype, x.device)
-        )
-        if not alike:
+        if not isinstance(other, Tensor) or _like(other) != _like(x):
             return None
     elif name == "aten.native_batch_norm" and x.is_contiguous():
         saved = x.shape[1] if args[5] else 0
@@ -117,25 +110,24 @@ def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return x if name.endswith("_") else torch.empty_like(x)
 
 
-_AROUND = {f"aten.{name}" for name in ("view", "repeat", "clone", "empty")}
+def _like(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+_AROUND = _aten("view repeat clone empty")
 
 
 def merge_instance_norm(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
-    """Replace the operators of an instance norm's call by one `INSTANCE_NORM` operator.
+    """Replace the operators of an instance norm's call by one with the arguments of a batch norm.
 
-    Torch runs a batch norm over a view in which every sample has channels of its own. The new operator is over
-    the user's channels and has the arguments of a batch norm. If anything else ran, the operators are unchanged.
+    Torch runs a batch norm over a view in which every sample has channels of its own. If anything else ran, the
+    operators are unchanged.
     """
-    norm = _instance_norm(call, ops)
-    return ops if norm is None else [norm]
-
-
-def _instance_norm(call: Call, ops: Sequence[Op]) -> Op | None:
     norms = [op for op in ops if op.name in BATCH_NORMS]
     if len(norms) != 1 or any(op.name not in BATCH_NORMS | _AROUND for op in ops):
-        return None
+        return ops
     norm = norms[0]
-    made_from = {op.outputs[0]: op.inputs[0] for op in ops if op.name in _AROUND and op.inputs}
+    made_from = {op.results[0]: op.inputs[0] for op in ops if op.name in _AROUND and op.inputs}
 
     def origin(value: Value) -> Value:
         while value in made_from:
@@ -145,10 +137,9 @@ def _instance_norm(call: Call, ops: Sequence[Op]) -> Op | None:
     x, *states = (origin(held) if isinstance(held, Value) else held for held in norm.args[:5])
     ends = x in call.inputs and len(call.outputs) == 1 and origin(call.outputs[0]) is norm.outputs[0]
     if not ends or call.outputs[0].shape != x.shape or norm.args[0].shape[2:] != x.shape[2:]:
-        return None
+        return ops
     inputs = tuple(held for held in (x, *states) if held is not None)
-    args = (x, *states, *norm.args[5:])
-    return Op(INSTANCE_NORM, args, {}, inputs, call.outputs, call, norm.where)
+    return [Op(INSTANCE_NORM, (x, *states, *norm.args[5:]), {}, inputs, call.outputs, call, norm.where)]
 
 
 class Recorder(TorchDispatchMode):
@@ -177,7 +168,8 @@ class Recorder(TorchDispatchMode):
             trained = isinstance(tensor, nn.Parameter)
             self._memory.note(tensor, Value(tuple(tensor.shape), "state", name, real[name].detach(), trained))
         for module in twin.modules():
-            for held in pytree.tree_leaves(as_tree(vars(module))):
+            own = {name: held for name, held in vars(module).items() if name not in _REGISTRIES}
+            for held in pytree.tree_leaves(as_tree(own)):
                 if isinstance(held, Tensor) and self._memory.get(held) is None:
                     self._memory.note(held, Value(tuple(held.shape), "constant"))
         self.input_values = []
@@ -207,8 +199,7 @@ class Recorder(TorchDispatchMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             inputs = tuple(self.value(t) for t in tensors)
-            parent = self._stack[-1] if self._stack else None
-            self._stack.append(Call(path, inputs, len(self.ops), parent))
+            self._stack.append(Call(path, inputs, len(self.ops), self._call))
             self._given.append(tensors)
 
         return enter
@@ -233,7 +224,7 @@ class Recorder(TorchDispatchMode):
         elif isinstance(module, _InstanceNorm):
             self.ops[done.first :] = merge_instance_norm(done, self.ops[done.first :])
         done.last = len(self.ops)
-        holds = any(True for _ in chain(module.parameters(), module.buffers()))
+        holds = next(chain(module.parameters(), module.buffers()), None) is not None
         if type(result) is not Tensor or done.outputs[0] in done.inputs or isinstance(module, Remap) or not holds:
             return None
         # The caller gets an alias. A later read of the original shows that a hook or the module stored the result.
@@ -266,7 +257,7 @@ class Recorder(TorchDispatchMode):
         if written is not None:
             inputs = (known, written)
             fresh = Value(known.shape, "result", made_of=_roots(inputs))
-            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._here(), user_location()))
+            self.ops.append(Op(STALE, inputs, {}, inputs, (fresh,), self._call, user_location()))
             return self._memory.note(tensor, fresh)
         return known
 
@@ -284,10 +275,6 @@ class Recorder(TorchDispatchMode):
         if self._quiet:
             return func(*args, **kwargs)
         name = str(func._overloadpacket)
-        if name in _FRESH and not any(isinstance(a, Tensor) for a in pytree.tree_leaves((args, kwargs))):
-            result = func(*args, **kwargs)
-            self._outputs(func, name, args, kwargs, (), result)
-            return result
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if name in _LIFTED:
             for tensor in tensors:
@@ -301,85 +288,63 @@ class Recorder(TorchDispatchMode):
         result = meta_result(name, args, kwargs) if self._trusts_constants else None
         if result is None:
             result = func(*args, **kwargs)
-        self._outputs(func, name, noted_args, noted_kwargs, inputs, result, _written(func, args, kwargs))
+        written = _written(func, args, kwargs)
+        outputs = self._outputs(_roots(inputs), result, written)
+        op = Op(name, noted_args, noted_kwargs, inputs, outputs, self._call, user_location(), func, bool(written))
+        if isinstance(result, (int, float)) and not isinstance(result, bool):
+            op.returned = result
+        self.ops.append(op)
+        self.states |= {value.name: value for value in inputs if value.kind == "state"}
+        if name == "aten.t":
+            op.results[0].transpose_of = inputs[0]
+        if name in _LIFTED and inputs[0].kind != "state" and inputs[0].is_table:
+            # Keep the values of an integer tensor, such as an index table, when it is moved to another device.
+            data = inputs[0].data
+            if data is not None and data.dtype == result.dtype:
+                op.results[0].data = data
         return result
 
     def _outputs(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: tuple[Value, ...],
-        result: Any,
-        written: Sequence[Tensor] = (),
-    ) -> None:
-        roots = _roots(inputs)
+        self, roots: tuple[Value, ...] | None, result: Any, written: Sequence[Tensor]
+    ) -> tuple[Value | None, ...]:
+        """Note the tensors that an operator returned or wrote in place, and return their values."""
         for tensor in written:
             self._memory.write(tensor, Value(tuple(tensor.shape), "result", made_of=roots))
         outputs: list[Value | None] = []
-        touched = {id(t) for t in written}
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if not isinstance(tensor, Tensor):
                 outputs.append(None)
             elif tensor.is_nested:
                 raise TraceError(nested(user_location()))
-            elif id(tensor) in touched:
+            elif any(tensor is other for other in written):
                 outputs.append(self._memory.get(tensor))
             else:
                 outputs.append(self._memory.note(tensor, Value(tuple(tensor.shape), "result", made_of=roots)))
         if written and not any(outputs):
             outputs = [self._memory.get(t) for t in written]
-        op = Op(name, args, kwargs, inputs, tuple(outputs), self._here(), user_location(), func, bool(written))
-        if isinstance(result, (int, float)) and not isinstance(result, bool):
-            op.told = result
-        self.ops.append(op)
-        for value in inputs:
-            if value.kind == "state":
-                self.states[value.name] = value
-        if name == "aten.t" and outputs[0] is not None:
-            outputs[0].transpose_of = inputs[0]
-        if name in _LIFTED and outputs[0] is not None:
-            numbers = inputs[0].data if inputs[0].kind != "state" else None
-            # Keep the values of an integer tensor, such as an index table, when it is moved to another device.
-            if numbers is not None and numbers.dtype == result.dtype and not numbers.is_floating_point():
-                outputs[0].data = numbers
+        return tuple(outputs)
 
-    def _here(self) -> Call | None:
+    @property
+    def _call(self) -> Call | None:
         return self._stack[-1] if self._stack else None
 
 
-# Operators that create a tensor from sizes and numbers alone, and those through which a literal arrives.
-_FRESH = {
-    f"aten.{name}"
-    for name in (
-        *("zeros", "ones", "full", "empty", "arange", "linspace", "rand", "randn"),
-        *("eye", "scalar_tensor", "empty_strided"),
-    )
-}
-_LIFTED = {"aten.lift_fresh", "aten.lift_fresh_copy", "aten._to_copy", "aten.detach", "aten.alias"}
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_LIFTED = _aten("lift_fresh lift_fresh_copy _to_copy detach alias")  # through which a literal arrives
 
 
 def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
     """Parameters and buffers that a result of these inputs is computed from; None if from other tensors too."""
-    found: dict[Value, None] = {}
-    for value in inputs:
-        roots = value.roots
-        if roots is None:
-            return None
-        found |= dict.fromkeys(roots)
-    return tuple(found)
+    roots = [value.roots for value in inputs]
+    return None if None in roots else tuple(dict.fromkeys(root for held in roots for root in held or ()))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if not func._schema.is_mutable:
         return []
-    found: list[Tensor] = []
-    for i, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            held = kwargs.get(spec.name) if spec.name in kwargs else (args[i] if i < len(args) else None)
-            found += [t for t in pytree.tree_leaves(held) if isinstance(t, Tensor)]
-    return found
+    given = {spec.name: held for spec, held in zip(func._schema.arguments, args, strict=False)} | kwargs
+    writes = [s.name for s in func._schema.arguments if s.alias_info is not None and s.alias_info.is_write]
+    return [t for name in writes for t in pytree.tree_leaves(given.get(name)) if isinstance(t, Tensor)]
 
 
 def as_tree(result: Any, seen: set[int] | None = None) -> Any:
@@ -393,7 +358,7 @@ def as_tree(result: Any, seen: set[int] | None = None) -> Any:
         return {k: as_tree(v, seen) for k, v in result.items()}
     if isinstance(result, (list, tuple, set, frozenset)):
         return [as_tree(v, seen) for v in result]
-    if isinstance(result, (Tensor, nn.Module, type, ModuleType)):
+    if result is None or isinstance(result, (Tensor, nn.Module, type, ModuleType, str, int, float)):
         return result
     slots = [name for kind in type(result).__mro__ for name in getattr(kind, "__slots__", ())]
     names = (*getattr(result, "__dict__", ()), *slots)

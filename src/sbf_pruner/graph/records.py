@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Value:
     trained: bool = False  # True for a parameter
     transpose_of: Value | None = None  # the tensor whose transpose this is
     made_of: tuple[Value, ...] | None = None  # a result's parameters and buffers, if computed from those alone
+
+    @property
+    def is_table(self) -> bool:
+        """True for an index table: integers, or booleans, with known values."""
+        return self.data is not None and not self.data.is_floating_point()
 
     @property
     def roots(self) -> tuple[Value, ...] | None:
@@ -73,7 +79,12 @@ class Op:
     overload: Any = None
     mutates: bool = False
     position: int = -1  # index in `Trace.ops`
-    told: float | None = None  # the Python number it returned, as `tensor.item()` does
+    returned: float | None = None  # the Python number it returned, as `tensor.item()` does
+
+    @cached_property
+    def results(self) -> list[Value]:
+        """The outputs that are tensors."""
+        return [value for value in self.outputs if value is not None]
 
     def inside(self, modules: Collection[str]) -> bool:
         """Return True if the operator runs inside a call of any of these modules."""
@@ -86,6 +97,10 @@ class Op:
         """Return a numeric argument by position or name; NaN if a tensor is given instead."""
         given = self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
         return given if given is None or isinstance(given, (int, float)) else float("nan")
+
+    def dim(self, position: int, default: int) -> int:
+        """Return the argument `dim`, given by position or name."""
+        return int(self.number(position, "dim", default) or 0)
 
 
 @dataclass(eq=False)
@@ -108,7 +123,7 @@ class Trace:
     apart: frozenset[int] = frozenset()  # set on an `other`: positions of operators that run only in it
     drawn: frozenset[int] = frozenset()  # set on an `other`: positions of operators that see only random numbers
     keeps: bool = False  # the warm-up call stored tensors on the model, which this call could read
-    lucky: bool = False  # it drew random numbers from Python or NumPy
+    random_calls: bool = False  # it drew random numbers from Python or NumPy
     cold: bool = False  # traced without a warm-up call
     first: Trace | None = None  # the trace without a warm-up call, if `keeps`
 

@@ -8,14 +8,15 @@ liveness finds the followers: layers without scores that lose filters when other
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .layer_nodes import LayerNode, Norm, Product
-from .nodes import Alive, Boundary, ChannelMove, Elementwise, Mask, Node
+from .nodes import Alive, Boundary, ChannelMove, Elementwise, Node
+from .operators.layers import LayerNode, Norm, Product
 from .records import Value
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 ADD, MULTIPLY, CONCATENATE = "add", "multiply", "concatenate"
-_MEETING = {Alive.ANY: ADD, Alive.ALL: MULTIPLY, Alive.QUOTIENT: MULTIPLY}
+_COMBINES = {Alive.ANY: ADD, Alive.ALL: MULTIPLY, Alive.QUOTIENT: MULTIPLY}
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class Group:
     layers: tuple[str, ...]
 
 
-class ChannelSets:
-    """Disjoint sets of tensors that carry the same channels, one set per stream (union-find)."""
+class Streams:
+    """Disjoint sets of tensors that carry the same channels (union-find)."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: ChannelGraph) -> None:
         self._parent: dict[Value, Value] = {}
+        for node in graph.nodes:
+            roots = [self.of(v) for v in _same_channels(graph, node)]
+            for root in roots[1:]:
+                self._parent[self.of(root)] = self.of(roots[0])
 
     def of(self, value: Value) -> Value:
         """Return the tensor that represents the stream of a tensor."""
@@ -50,12 +55,6 @@ class ChannelSets:
             self._parent[value] = self._parent.get(above, above)
             value = above
         return value
-
-    def unite(self, values: Iterable[Value]) -> None:
-        """Merge the streams of the given tensors."""
-        roots = [self.of(v) for v in values]
-        for root in roots[1:]:
-            self._parent[self.of(root)] = self.of(roots[0])
 
 
 class Relations:
@@ -71,11 +70,17 @@ class Relations:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph = graph
-        self.streams = _streams(graph)
-        self._by_weight = {layer.weight: name for name, layer in graph.layers.items()}
+        self.streams = Streams(graph)
         self._order = {name: place for place, name in enumerate((*graph.layers, *graph.unscored))}
-        self._writers = self._find_writers()
-        self._parts = self._find_parts()
+        self._writers: dict[Value, set[str]] = defaultdict(set)  # stream -> layers whose filters are its channels
+        # Stream -> those whose channels are moved into it: sliced, padded, shuffled or concatenated.
+        self._parts: dict[Value, list[Value]] = defaultdict(list)
+        for node in graph.nodes:
+            if isinstance(node, LayerNode) and not _passes_on(node):
+                self._writers[self.streams.of(node.out)].add(node.layer)
+            elif isinstance(node, ChannelMove):
+                for out in node.outputs:
+                    self._parts[self.streams.of(out)] += map(self.streams.of, node.operands)
         self.followers = self._find_followers()
         self.groups = self._find_groups()
         self.later_gates = self._find_later_gates()
@@ -100,33 +105,18 @@ class Relations:
     def _sorted(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(set(names), key=lambda n: self._order.get(n, len(self._order))))
 
-    def _find_writers(self) -> dict[Value, set[str]]:
-        writers: dict[Value, set[str]] = {}
-        for node in self.graph.nodes:
-            if isinstance(node, LayerNode) and not _passes_on(node):
-                writers.setdefault(self.streams.of(node.out), set()).add(node.layer)
-        return writers
-
-    def _find_parts(self) -> dict[Value, list[Value]]:
-        """For every stream, those whose channels are moved into it: sliced, padded, shuffled or concatenated."""
-        parts: dict[Value, list[Value]] = {}
-        for node in self.graph.nodes:
-            if isinstance(node, ChannelMove):
-                sources = [self.streams.of(v) for v in node.operands]
-                for out in node.outputs:
-                    parts.setdefault(self.streams.of(out), []).extend(sources)
-        return parts
-
     def _find_followers(self) -> dict[str, tuple[str, ...]]:
         """Layers without scores that lose filters when every other layer keeps only the second half of its own."""
+        layers = self.graph.layers
         whole = self.graph.flow({})
-        part = self.graph.flow({name: _last_half(layer.filters) for name, layer in self.graph.layers.items()})
+        part = self.graph.flow({n: np.arange(lr.filters) >= lr.filters // 2 for n, lr in layers.items()})
+        by_weight = {layer.weight: name for name, layer in layers.items()}
         found: dict[str, tuple[str, ...]] = {}
         for node in self.graph.nodes:
-            if not isinstance(node, LayerNode) or (name := node.layer) in self.graph.layers:
+            if not isinstance(node, LayerNode) or (name := node.layer) in layers:
                 continue
-            if node.weight.name in self._by_weight:  # it shares its weight with a prunable layer
-                found[name] = (self._by_weight[node.weight.name],)
+            if node.weight.name in by_weight:  # it shares its weight with a prunable layer
+                found[name] = (by_weight[node.weight.name],)
             elif node.depthwise or node.fed(part).all():
                 before, after = node.wanted(whole), node.wanted(part)
                 if before is not None and (after is None or (before & ~after).any()):
@@ -136,24 +126,24 @@ class Relations:
         return found
 
     def _find_groups(self) -> list[Group]:
-        meetings: dict[Value, set[str]] = {}
+        combined: dict[Value, set[str]] = defaultdict(set)  # stream -> how its tensors are combined
         sides: dict[tuple[str, ...], None] = {}
         computed = set(self.graph.trace.inputs)
         for node in self.graph.nodes:
-            met = [
-                v for v in dict.fromkeys(node.inputs) if v in computed and max(self.graph.grids[v], default=1) > 1
-            ]
-            if computed.intersection(node.inputs):  # stored tensors alone are no layer's filters
+            operands = {v for v in node.inputs if v in computed and max(self.graph.grids[v], default=1) > 1}
+            if not computed.isdisjoint(node.inputs):  # stored tensors alone are no layer's filters
                 computed.update(node.outputs)
-            if len(met) > 1 and isinstance(node, Elementwise) and node.alive_if in _MEETING:
-                meetings.setdefault(self.streams.of(node.outputs[0]), set()).add(_MEETING[node.alive_if])
-            elif len(met) > 1 and isinstance(node, Product) and all(map(node.ends, met)):
-                meetings.setdefault(self.streams.of(node.left), set()).add(MULTIPLY)
-            elif len(met) > 1 and isinstance(node, ChannelMove):
-                sides[self._sorted(n for v in met for n in self.origins(v))] = None
+            if len(operands) < 2:
+                continue
+            if isinstance(node, Elementwise) and node.alive_if in _COMBINES:
+                combined[self.streams.of(node.out)].add(_COMBINES[node.alive_if])
+            elif isinstance(node, Product) and all(map(node.ends, operands)):
+                combined[self.streams.of(node.left)].add(MULTIPLY)
+            elif isinstance(node, ChannelMove):
+                sides[self._sorted(n for v in operands for n in self.origins(v))] = None
         groups: list[Group] = []
         self._group_at: dict[Value, int] = {}
-        for stream, kinds in meetings.items():
+        for stream, kinds in combined.items():
             layers = self._sorted(n for n in self._writers.get(stream, ()) if n not in self.followers)
             if len(layers) < 2:  # the operands were concatenated or padded, as in GhostNet
                 layers = self._sorted((*layers, *self.origins(stream)))
@@ -169,19 +159,11 @@ class Relations:
 
     def _find_later_gates(self) -> dict[str, tuple[str, ...]]:
         """For every layer, the modules with gates without a score that its channels pass."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, dict[str, None]] = defaultdict(dict)
         for site in self.graph.sites:
-            if not site.layer:
-                for name in self.origins(site.edges[0].out):
-                    found.setdefault(name, []).append(site.module)
-        return {name: tuple(dict.fromkeys(modules)) for name, modules in found.items()}
-
-
-def _streams(graph: ChannelGraph) -> ChannelSets:
-    streams = ChannelSets()
-    for node in graph.nodes:
-        streams.unite(_same_channels(graph, node))
-    return streams
+            for name in () if site.layer else self.origins(site.edges[0].out):
+                found[name][site.module] = None
+        return {name: tuple(modules) for name, modules in found.items()}
 
 
 def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
@@ -192,26 +174,21 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Product):
         # Channels that are summed over are the same on both sides; all others are also those of the result.
-        ended = [v for v in (node.left, node.right) if node.ends(v)]
-        if len(ended) == 2:
-            return ended if math.prod(graph.grids[node.left]) == math.prod(graph.grids[node.right]) > 1 else []
         passed = [v for v in (node.left, node.right) if not node.ends(v)]
+        if not passed:
+            same = math.prod(graph.grids[node.left]) == math.prod(graph.grids[node.right]) > 1
+            return [node.left, node.right] if same else []
         return [*passed, node.out] if len(passed) == 1 else []
     if isinstance(node, Elementwise):
-        size = math.prod(graph.grids[node.outputs[0]])
+        size = math.prod(graph.grids[node.out])
         return [v for v in (*node.outputs, *node.inputs) if size > 1 and math.prod(graph.grids[v]) == size]
     if isinstance(node, ChannelMove) and len(node.operands) == len(node.outputs) == 1:
-        labels = node.labels[0].reshape(-1)
         size = math.prod(graph.grids[node.operands[0]])
-        if labels.size == size and np.array_equal(labels, np.arange(size)):
-            return [node.operands[0], node.outputs[0]]
+        if np.array_equal(node.labels[0].reshape(-1), np.arange(size)):
+            return [node.operands[0], node.out]
     return []
 
 
 def _passes_on(node: LayerNode) -> bool:
     """Return True for a depthwise convolution with one filter per channel: its channels are those of its input."""
     return node.depthwise and node.filters == node.x.shape[1]
-
-
-def _last_half(filters: int) -> Mask:
-    return np.arange(filters) >= filters // 2

@@ -1,9 +1,8 @@
 """Trace a model: record the operators of a forward pass on its example inputs, in both modes where they differ.
 
 The second forward pass of a *copy* of the model is recorded. The copy is on the meta device, so nothing is computed
-and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy. The
-user's model is never changed. `tensors_of` and `check_runs_as_traced` check a model against an earlier trace; one
-that was cast since still matches, because the example inputs are cast likewise.
+and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy.
+`tensors_of` and `check_runs_as_traced` check a model against an earlier trace.
 """
 
 from __future__ import annotations
@@ -48,13 +47,12 @@ def record(model: nn.Module, example_inputs: Any) -> Trace:
     found = _in_both_modes(model, example_inputs)
     if found.keeps:
         with suppress(TraceError):
-            really = not found.on_meta
-            found.first = record_in(model, example_inputs, found.training, really=really, cold=True)
+            found.first = _record_in(model, example_inputs, found.training, really=not found.on_meta, cold=True)
     return found
 
 
 def _in_both_modes(model: nn.Module, example_inputs: Any) -> Trace:
-    found = record_in(model, example_inputs, ())
+    found = _record_in(model, example_inputs, ())
     pair = _in_training(model, example_inputs, found)
     if pair is None:
         return found
@@ -77,40 +75,37 @@ def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[T
     """
     left_out = _left_out(model, found)
     known: set[CodeType] = set()
-    asking = [path for path, module in model.named_modules() if may_read_training(module, known)]
-    if asking:  # they may read the mode of a layer instead of their own
-        asking += [path for path, module in model.named_modules() if never_reads_training(module)]
-    for training in (tuple(dict.fromkeys((*left_out, *asking))), left_out):
+    readers = [path for path, module in model.named_modules() if may_read_training(module, known)]
+    if readers:  # they may read the mode of a layer instead of their own
+        readers += [path for path, module in model.named_modules() if never_reads_training(module)]
+    for training in (tuple(dict.fromkeys((*left_out, *readers))), left_out):
         with suppress(TraceError):  # in training mode a norm may need more images, or the model its targets
             if training:
-                again = record_in(model, example_inputs, training)
+                again = _record_in(model, example_inputs, training)
                 alike = again.on_meta == found.on_meta
-                return again, found if alike else record_in(model, example_inputs, (), really=True)
+                return again, found if alike else _record_in(model, example_inputs, (), really=True)
     return None
 
 
 def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
     """Return modules that ran without reading some tensor of theirs or of a child that did not run."""
     holders: dict[str, None] = {}
-    torchs_own = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
-    for name, held in (*model.named_parameters(), *model.named_buffers()):
+    from_torch = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path = name.rpartition(".")[0]
         # A scalar, such as a count of batches, has no channels. A torch module that ran leaves out a tensor because
         # of its settings, not of its mode.
-        if held.dim() and name not in found.states and not (path in found.calls and path in torchs_own):
+        if tensor.dim() and name not in found.states and not (path in found.calls and path in from_torch):
             while path and path not in found.calls:
                 path = path.rpartition(".")[0]
             holders[path] = None
     return tuple(holders)
 
 
-def record_in(
+def _record_in(
     model: nn.Module, example_inputs: Any, training: tuple[str, ...], *, really: bool = False, cold: bool = False
 ) -> Trace:
-    """Trace a copy with the given modules in training mode and all others in evaluation mode.
-
-    `really` runs it on real tensors without trying the meta device first; `cold` leaves out the warm-up call.
-    """
+    """Trace a copy, with `really` only on real tensors, with `cold` without the warm-up call."""
     with suppress(Exception):
         # Not every model can run on the meta device (control flow on values, constants made on the CPU). If it
         # fails on real tensors too, that error is the one to show.
@@ -148,15 +143,11 @@ def rerun_ops(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
     try:
         return _record_copy(model, twin, inputs, on_meta, earlier.training, earlier.cold).ops
     except Exception as error:
-        found: list[Op] = getattr(error, "recorded_ops", [])
-        return found
+        return list(getattr(error, "recorded_ops", ()))
 
 
 def warmed_copy(model: nn.Module, example_inputs: Any) -> nn.Module:
-    """Copy a model and run the copy once on the example inputs, in evaluation mode.
-
-    This renews what a forward stores for the size of its last inputs, such as anchors.
-    """
+    """Run a copy once, which renews what it stores for the size of its inputs, such as anchors, and return it."""
     twin = remove_pruner_hooks(real_copy(model))
     modes = {module: module.training for module in twin.modules()}
     with suppress(Exception), torch.no_grad(), fixed_seed(twin):
@@ -183,12 +174,10 @@ def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> Non
 
     One that did, such as a global constant of the model's file, is the same object in a second run.
     """
-    inputs = map_tensors(example_inputs, Tensor.clone)
-    again = {
-        id(tensor) for _, tensor in _record_copy(model, real_copy(model), inputs, False, found.training).strangers
-    }
+    again = _record_copy(model, real_copy(model), map_tensors(example_inputs, Tensor.clone), False, found.training)
+    known = {id(tensor) for _, tensor in again.strangers}
     for line, tensor in found.strangers:
-        if id(tensor) not in again:
+        if id(tensor) not in known:
             raise TraceError(not_from_torch(line))
 
 
@@ -202,7 +191,7 @@ def _record_copy(
         while module is not None:  # an earlier pruning may have wrapped it between remaps
             module.training = True
             module = module.module if isinstance(module, RemappedModule) else None
-    before = list(all_tensors(twin))
+    before = list(all_tensors(twin))  # kept alive, so that no id is reused
     if not cold:
         # From the second call on a forward finds what it stored in the first (positions, anchors), as in training.
         with suppress(Exception), torch.no_grad(), fixed_seed(twin):
@@ -212,9 +201,9 @@ def _record_copy(
     recorder = Recorder(model, twin, inputs, trusts_constants=on_meta)
     try:
         with torch.no_grad(), fixed_seed(twin), recorder.watching(twin), recorder:
-            began = _drawn_so_far()
+            began = _random_states()
             result = call(twin, inputs)
-            lucky = _drawn_so_far() != began
+            random_calls = _random_states() != began
     except Exception as error:
         error.recorded_ops = recorder.ops  # type: ignore[attr-defined]
         raise
@@ -227,15 +216,13 @@ def _record_copy(
     found = Trace(
         recorder.ops, recorder.input_values, outputs, calls, states, literals, strangers, training, on_meta
     )
-    found.keeps, found.cold, found.lucky = keeps, cold, lucky
+    found.keeps, found.cold, found.random_calls = keeps, cold, random_calls
     found.unused = sum(tensor.numel() for name, tensor in model.named_parameters() if name not in states)
     return found
 
 
-def _drawn_so_far() -> tuple[object, ...]:
-    """Return the states of Python's and NumPy's random number generators."""
-    drawn = np.random.get_state(legacy=False)
-    return random.getstate(), repr(drawn)
+def _random_states() -> tuple[object, ...]:
+    return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 @contextmanager
@@ -323,19 +310,15 @@ def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGr
     Traceback (most recent call last):
     sbf_pruner.errors.PruningError: the model runs aten.exp at ..., which it did not when it was traced; ...
     """
-    if change := _first_change(model, example_inputs, graph):
+    if change := first_change(model, example_inputs, graph):
         raise PruningError(
             f"the model {change}, which it did not when it was traced; remove what was added since (a hook?), or "
             "create a new pruner and load the scores into it with load_state_dict()"
         )
 
 
-def runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> bool:
-    """Return True if a model runs the operators that it ran when it was traced."""
-    return not _first_change(model, example_inputs, graph)
-
-
-def _first_change(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str:
+def first_change(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str:
+    """Return what a model does first that it did not when it was traced; "" if it runs the same operators."""
     for then, now in zip_longest(graph.trace.ops, rerun_ops(model, example_inputs, graph.trace)):
         if then is None or now is None or then.name != now.name:
             op = now or then

@@ -10,26 +10,24 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .layer_nodes import BATCH_NORMS, LAYERS, weight_owner
 from .nodes import Alive, Elementwise
 from .operators import POINTWISE, build_node, rule_of
+from .operators.layers import BATCH_NORMS, LAYERS, layer_weight, weight_owner
 from .records import Op, Trace, Value
 
 # Operators that draw random numbers, and those that read at most the shape of a tensor.
-_DRAW = {
-    f"aten.{name}"
-    for name in (
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm"),
-        *("bernoulli", "uniform", "normal", "exponential", "geometric", "log_normal", "random"),
-    )
-}
+_RANDOM = (
+    "rand randn randint rand_like randn_like randint_like randperm bernoulli uniform normal exponential geometric"
+)
+_DRAW = {f"aten.{name}" for name in (*_RANDOM.split(), "log_normal", "random")}
 _NEW = ("aten.new_", "aten.empty", "aten.zeros", "aten.ones", "aten.full", "aten.rand")
 
 
@@ -49,7 +47,7 @@ def difference(again: Trace, found: Trace) -> Difference:
     """Return what runs in `again` and not in `found`."""
     numbers: dict[Hashable, int] = {}
     before, now = _Reading(found, numbers), _Reading(again, numbers)
-    by_chance = again.lucky or any(
+    by_chance = again.random_calls or any(
         op.position in now.drawn and op.name == "aten._local_scalar_dense" for op in again.ops
     )
     # If random numbers skip an operator, those behind it read something else. They are not new if the same line
@@ -58,7 +56,9 @@ def difference(again: Trace, found: Trace) -> Difference:
     known, given, left = {None, *before.ops}, set(before.outputs), Counter(before.ops)
     ops, more = [], set()
     for op, number in zip(again.ops, now.ops, strict=True):
-        if _reads_more(op, found) or (number not in known and (op.name, op.where) not in lines):
+        # A scalar, such as a count of batches, has no channels.
+        reads_more = any(v.kind == "state" and v.shape and v.name not in found.states for v in op.inputs)
+        if reads_more or (number not in known and (op.name, op.where) not in lines):
             ops.append(op)
         left[number] -= 1
         if left[number] < 0:
@@ -66,11 +66,6 @@ def difference(again: Trace, found: Trace) -> Difference:
     outputs = [value for value, number in zip(again.outputs, now.outputs, strict=True) if number not in given]
     extends = known <= {None, *now.ops} and given <= set(now.outputs)
     return Difference(ops, outputs, extends, frozenset(more), frozenset(now.drawn), by_chance)
-
-
-def _reads_more(op: Op, found: Trace) -> bool:
-    # A scalar, such as a count of batches, has no channels.
-    return any(value.kind == "state" and value.shape and value.name not in found.states for value in op.inputs)
 
 
 def feeding(again: Trace, found: Trace, new: Difference) -> dict[str, str]:
@@ -94,18 +89,23 @@ def _feeding(trace: Trace, ends: Sequence[tuple[Sequence[Value], str]]) -> dict[
     makers = {value: op for op in trace.ops for value in op.outputs}
     found: dict[str, str] = {}
     for values, line in ends:
-        todo, seen = list(values), set(values)
+        todo, seen = list(values), set[Value]()
         while todo:
-            maker = makers.get(todo.pop())
-            if maker is None:
+            value = todo.pop()
+            maker = makers.get(value)
+            if maker is None or value in seen:
                 continue
+            seen.add(value)
             layer = weight_owner(maker) if maker.name in LAYERS else None
             if layer is not None:
                 found.setdefault(layer, line)
-            if layer is None or (maker.name == "aten.convolution" and maker.args[8] > 1):
-                todo += (fresh := [v for v in maker.inputs if v not in seen])
-                seen.update(fresh)
+            if layer is None or _is_grouped(maker):
+                todo += maker.inputs
     return found
+
+
+def _is_grouped(op: Op) -> bool:
+    return op.name == "aten.convolution" and op.args[8] > 1
 
 
 class _Reading:
@@ -135,7 +135,7 @@ class _Reading:
         return self._of[value]
 
     def _read(self, op: Op) -> int | None:
-        name, outputs = op.name.removesuffix("_"), [v for v in op.outputs if v is not None]
+        name, outputs = op.name.removesuffix("_"), op.results
         fed = any(value in self._fed for value in op.inputs)
         if name.startswith(_NEW) or (name in _DRAW and op.mutates):
             fed = False
@@ -146,13 +146,11 @@ class _Reading:
             self._fed.update(outputs)
             return None
         number = self._of_op(op, name)
-        for place, value in enumerate(outputs):
-            self._of[value] = self._number(number, place)
+        self._of |= {value: self._number(number, index) for index, value in enumerate(outputs)}
         if fed:
             self._fed.update(outputs)
-            if self._makes_channels(op):
-                weight = op.args[LAYERS[op.name]]
-                self._of[outputs[0]] = self._number("layer", self._value(weight.transpose_of or weight))
+            if op.name in LAYERS and not _is_grouped(op) and layer_weight(op).roots:
+                self._of[outputs[0]] = self._number("layer", self._value(layer_weight(op)))
         elif by_chance:
             self._chance.update(outputs)
             self.drawn.add(op.position)
@@ -168,21 +166,12 @@ class _Reading:
         args = pytree.tree_map_only(Value, lambda v: f"#{self._value(v)}", (op.args, op.kwargs))
         return self._number(name, repr(args))
 
-    def _makes_channels(self, op: Op) -> bool:
-        if op.name not in LAYERS or (op.name == "aten.convolution" and op.args[8] > 1):
-            return False
-        weight = op.args[LAYERS[op.name]]
-        return bool((weight.transpose_of or weight).roots)
-
     def _handed_on(self, op: Op) -> Value | None:
         """Return the operand whose channels the result has, zero in the same places; random factors are ignored."""
-        rule = rule_of(op)
-        node = build_node(op, {}) if rule in POINTWISE else None
-        if (
-            not isinstance(node, Elementwise)
-            or node.steep
-            or node.alive_if not in (Alive.ANY, Alive.ALL, Alive.QUOTIENT)
-        ):
+        node = build_node(op, {}) if rule_of(op) in POINTWISE else None
+        if not isinstance(node, Elementwise) or node.steep:
+            return None
+        if node.alive_if not in (Alive.ANY, Alive.ALL, Alive.QUOTIENT):
             return None
         scales = self._chance if node.alive_if is not Alive.ANY else set()
         operands = dict.fromkeys(value for value in op.inputs if value not in scales)
@@ -206,30 +195,26 @@ def may_read_training(module: nn.Module, without: set[CodeType] | None = None) -
     False
     """
     own = [kind for kind in type(module).__mro__ if _is_the_users(kind.__module__)]
-    hooks = [
-        hook
-        for name, table in vars(module).items()
-        if name.endswith("_hooks") and isinstance(table, dict)
-        for hook in table.values()
-    ]
+    tables = [held for name, held in vars(module).items() if name.endswith("_hooks") and isinstance(held, dict)]
+    hooks = [hook for table in tables for hook in table.values()]
     todo: list[object] = [*hooks, *own, *(vars(module).values() if own else ())]
     known = without if without is not None else set()
-    seen: set[CodeType] = set()
-    met: set[int] = set()
+    codes: set[CodeType] = set()
+    seen: set[int] = set()
     while todo:
         held = todo.pop()
         if isinstance(held, FunctionType):
             code = held.__code__
-            if code in known or code in seen:
+            if code in known or code in codes:
                 continue
-            seen.add(code)
+            codes.add(code)
             if any("training" in (*inner.co_names, *inner.co_consts) for inner in _nested(code)):
                 return True
-        elif id(held) in met:
+        elif id(held) in seen:
             continue
-        met.add(id(held))
+        seen.add(id(held))
         todo += _within(held, own)
-    known |= seen
+    known |= codes
     return False
 
 
@@ -241,11 +226,8 @@ def never_reads_training(module: nn.Module) -> bool:
     """
     kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
     functions = [held for kind in kinds for held in vars(kind).values() if isinstance(held, FunctionType)]
-    return all(map(_is_torchs, kinds)) and not any("training" in held.__code__.co_names for held in functions)
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+    from_torch = all(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
+    return from_torch and not any("training" in held.__code__.co_names for held in functions)
 
 
 def _is_the_users(module: str | None) -> bool:
@@ -253,7 +235,6 @@ def _is_the_users(module: str | None) -> bool:
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions nested in it."""
     yield code
     for held in code.co_consts:
         if isinstance(held, CodeType):
@@ -287,16 +268,12 @@ def _within(held: object, own: Collection[type]) -> list[object]:
 
 def _reached(function: FunctionType) -> list[object]:
     """Return the objects that a function can reach by name: closure cells, globals, names in user modules."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    cells = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            cells.append(cell.cell_contents)
     names = {name for code in _nested(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     files = [held for held in known if isinstance(held, ModuleType) and _is_the_users(held.__name__)]
     through = [vars(file)[name] for file in files for name in names if name in vars(file)]
     return [*cells, *known, *through, *(function.__defaults__ or ()), vars(function).get("__wrapped__")]
-
-
-def _filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # an empty cell
-        return False

@@ -1,10 +1,9 @@
 """Turn a trace into the nodes of a channel graph, with `Boundary` nodes ("edges") before and after modules.
 
 At an edge a gate can be placed and, in the extracted network, a remap inserted. Edges surround every call of a
-module that holds one layer or norm and returns its channels in order, and of a module without weights that pads
-channels (a shortcut between stages), so that a width hard-coded there binds nothing outside. A module may pool,
-activate or transpose its feature map and still count as its layer, but not move or mix the channels: a gate behind
-it would then close others.
+module that holds one layer or norm and returns its channels in order (pooled, activated or transposed, but not
+moved or mixed: a gate behind it would close others), and of a module without weights that pads channels (a shortcut
+between stages), so that a width hard-coded there binds nothing outside.
 """
 
 from __future__ import annotations
@@ -19,30 +18,15 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..modules import Remap, Zeros, plain_names
 from .channel_graph import ChannelGraph
-from .layer_nodes import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
-from .nodes import (
-    Across,
-    Boundary,
-    ChannelMove,
-    Elementwise,
-    Flow,
-    Grids,
-    Node,
-    Opaque,
-    Source,
-    Sum,
-    along,
-    channel_dim,
-    shrink,
-)
+from .nodes import Boundary, ChannelMove, Elementwise, Flow, Grids, Node, Opaque, Source, along, channel_dim, shrink
 from .operators import build_node
-from .operators.movement import MergedDimensions
+from .operators.layers import LAYERS, PRODUCTS, LayerNode, Norm, Product, weight_grids, weight_owner
+from .operators.movement import RESHAPES, Numbers
 from .records import REMAP, ZEROS, Call, Op, Trace, Value
 
 
@@ -80,19 +64,18 @@ class NodeBuilder:
 
     def what_mixes(self, weight: Value, filters: int) -> Op | None:
         """Return the operator that makes a filter of a computed weight depend on other filters, or None."""
-        todo, seen = [weight], {weight}
+        todo, seen = [weight], set[Value]()
         while todo:
-            node = self._makers.get(todo.pop())
-            if node is None:
+            value = todo.pop()
+            node = self._makers.get(value)
+            if node is None or value in seen:
                 continue
-            over = node.over if isinstance(node, Sum) else (node.over,) if isinstance(node, Across) else ()
-            together = any(node.inputs[0].shape[dim] == filters for dim in over)
+            seen.add(value)
+            # The dimensions of a sum or a softmax.
+            together = any(node.inputs[0].shape[dim] == filters for dim in getattr(node, "over", ()))
             if together or isinstance(node, (Opaque, LayerNode, Product)):
                 return node.op
-            for value in node.inputs:
-                if value not in seen:
-                    seen.add(value)
-                    todo.append(value)
+            todo += node.inputs
         return None
 
     def _edged_calls(self) -> list[tuple[Call, Op]]:
@@ -116,7 +99,7 @@ class NodeBuilder:
             and not without_batch(call, ops[0])
             # A hook that stores the result sees it before a gate at the edge, but behind one folded into a norm.
             and not (call.kept and not _foldable(ops[0]))
-            and not any(read.get(value, -1) >= call.last for value in self._inside(call))
+            and not self._read_outside(call, read)
         ]
         full = Counter(call.module for call in good)
         found = [(c, inside[c][0]) for c in good if full[c.module] == len(self.trace.calls[c.module])]
@@ -127,21 +110,22 @@ class NodeBuilder:
                 found += zip(calls, pads, strict=True)
         return found
 
-    def _inside(self, call: Call) -> Iterator[Value]:
-        """Yield what a call computes from the network's inputs, except its outputs and what it writes in place."""
-        known = {*call.outputs, *call.overwritten, None}
-        for op in self.trace.ops[call.first : call.last]:
-            yield from (value for value in op.outputs if value and value not in known and value.roots is None)
+    def _read_outside(self, call: Call, read: Mapping[Value, int]) -> bool:
+        """Return True if an intermediate result of a call, computed from the network's inputs, is read after it."""
+        results = {value for op in self.trace.ops[call.first : call.last] for value in op.results}
+        inside = results - {*call.outputs, *call.overwritten}
+        return any(value.roots is None and read.get(value, -1) >= call.last for value in inside)
 
     def _channel_pad(self, call: Call) -> Op | None:
         """Return the operator that pads channels in a call with one input, one output and no weight, or None."""
         ops = self.trace.ops[call.first : call.last]
-        one = len(call.inputs) == len(call.outputs) == 1 and _width(call.outputs) is not None
-        one = one and len(call.inputs[0].shape) > 2
-        if not one or any(value.kind == "state" for op in ops for value in op.inputs):
+        one = len(call.inputs) == len(call.outputs) == 1
+        if not one or len(call.inputs[0].shape) < 3 or len(call.outputs[0].shape) < 2:
             return None
-        wider = [op for op in ops if op.name == "aten.constant_pad_nd" and _width(op.inputs) != _width(op.outputs)]
-        return wider[0] if len(wider) == 1 and wider[0].call is call else None
+        pads = [op for op in ops if op.name == "aten.constant_pad_nd"]
+        wider = [op for op in pads if op.inputs[0].shape[1:2] != op.results[0].shape[1:2]]
+        stored = any(value.kind == "state" for op in ops for value in op.inputs)
+        return wider[0] if not stored and len(wider) == 1 and wider[0].call is call else None
 
     def _lay_out(self, calls: list[tuple[Call, Op]]) -> None:
         """Build the nodes in order, with an edge before and after each of the given calls."""
@@ -155,14 +139,12 @@ class NodeBuilder:
             first[call.first].append((call, op))
             last[call.last].append((call, op))
             mains[op] = call.module
-        now: dict[Value, Value] = {}
-        before: dict[Call, Value | None] = {}
+        now: dict[Value, Value] = {}  # traced value -> the same behind the edges passed so far
+        before: dict[Call, Value] = {}
         for position in range(len(self.trace.ops) + 1):
             for call, op in last[position]:
-                inner, entered = call.outputs[0], before[call]
-                now.pop(call.inputs[0])
-                if entered is not None:
-                    now[call.inputs[0]] = entered
+                now[call.inputs[0]] = before[call]
+                inner = call.outputs[0]
                 x = now.get(inner, inner)
                 dim = 1 if call.module in self.padding else self._leaving(call, x, at[op])
                 if dim is not None:
@@ -171,8 +153,8 @@ class NodeBuilder:
                 self.entries[call] = tuple(now.get(v, v) for v in call.inputs)
             for call, op in first[position]:
                 outer = call.inputs[0]
-                before[call] = now.get(outer)
-                now[outer] = self._edge(call, "in", now.get(outer, outer), self._entering(call, op, before[call]))
+                before[call] = now.get(outer, outer)
+                now[outer] = self._edge(call, "in", before[call], self._entering(call, op, before[call]))
             if position < len(self.trace.ops):
                 op = self.trace.ops[position]
                 node = self._node(_renamed(op, now))
@@ -184,16 +166,15 @@ class NodeBuilder:
         for value in self.outputs:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
-    def _entering(self, call: Call, op: Op, entered: Value | None) -> int:
+    def _entering(self, call: Call, op: Op, x: Value) -> int:
         """Return the channel dimension of a module's input: that of its operator, or where channels differ."""
-        shape = call.inputs[0].shape
-        grid = self.grids.get(entered or call.inputs[0], ())
+        shape = x.shape
         if op.name in PRODUCTS:  # a linear layer has its channels in the last dimension
             rows = op.args[LAYERS[op.name] - 1].shape
             usual = len(shape) - 1 if (math.prod(shape[:-1]), *shape[-1:]) == rows else None
         else:
             usual = 1 if len(shape) == len(op.inputs[0].shape) else None
-        differing = [dim for dim, size in enumerate(grid) if size > 1]
+        differing = [dim for dim, size in enumerate(self.grids.get(x, ())) if size > 1]
         if usual is None and len(differing) == 1:
             return differing[0]
         return min(1, len(shape) - 1) if usual is None else usual
@@ -232,9 +213,10 @@ class NodeBuilder:
         """Find layers that run once, among others, in every call of their module: a norm may hold their gate."""
         found: dict[str, dict[Call | None, list[LayerNode]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
-            module = weight_owner(node.op) if isinstance(node, LayerNode) else None
-            if isinstance(node, LayerNode) and node.op.call is not None and module and module not in self.main:
-                found[module][node.op.call.within(module)].append(node)
+            if isinstance(node, LayerNode) and node.op.call is not None:
+                module = weight_owner(node.op)
+                if module and module not in self.main:
+                    found[module][node.op.call.within(module)].append(node)
         for module, ran in found.items():
             if list(ran) == self.trace.calls.get(module) and all(len(nodes) == 1 for nodes in ran.values()):
                 self.inner[module] = [nodes[0] for nodes in ran.values()]
@@ -296,15 +278,13 @@ class NodeBuilder:
         assert op.call is not None
         module = self.modules[op.call.module]
         assert isinstance(module, (Remap, Zeros))
-        out = op.outputs[0]
-        assert out is not None
+        (x,), (out,) = op.inputs, op.results
         dim = module.dim % len(out.shape)
-        grid = along(dim, out.shape)
-        self.grids.setdefault(op.inputs[0], (1,) * len(op.inputs[0].shape))
-        self.grids[out] = grid
+        self.grids.setdefault(x, (1,) * len(x.shape))
+        self.grids[out] = along(dim, out.shape)
         if isinstance(module, Zeros):  # surgery may choose its width
             return Source(op, self.grids, zero=True)
-        labels = np.array(module.source, np.int64).reshape(grid)
+        labels = np.array(module.source, np.int64).reshape(self.grids[out])
         edge = Boundary(op, self.grids, module=op.call.module, side="remap", labels=labels, dim=dim)
         self.edges[op.call.module, "remap"].append(edge)
         return edge
@@ -320,15 +300,11 @@ def _foldable(op: Op) -> bool:
     return op.name not in LAYERS and all(isinstance(v, Value) and v.kind == "state" for v in op.args[1:3])
 
 
-def _width(values: Sequence[Value | None]) -> int | None:
-    return values[0].shape[1] if values and values[0] is not None and len(values[0].shape) > 1 else None
-
-
 def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
-    if not any(v in now for v in op.inputs):
+    inputs = tuple(now.get(v, v) for v in op.inputs)
+    if inputs == op.inputs:
         return op
     args, kwargs = pytree.tree_map_only(Value, lambda v: now.get(v, v), (op.args, op.kwargs))
-    inputs = tuple(now.get(v, v) for v in op.inputs)
     return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=inputs)
 
 
@@ -357,7 +333,95 @@ def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
             yield from _modules_in([*inside, dict(getattr(leaf, "__dict__", {}))], depth - 1)
 
 
-Numbers = NDArray[np.int64]  # over a tensor's grid: the operator's channel at each entry, or -1 for none
+_JOINS = {*RESHAPES, "aten.pixel_shuffle"}  # can merge channels and pixels into one dimension
+
+
+class MergedDimensions:
+    """Track dimensions in which a reshape merged channels with pixels, and check how they are split again.
+
+    The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
+    the input of a linear layer, or is split into the same channels and pixels again. A reshape of `[batch, pixels,
+    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and
+    different ones at every image size.
+    """
+
+    def __init__(self) -> None:
+        # Tensors with a merged dimension: a number per entry, equal for the pixels of one channel.
+        self._channels: dict[Value, Numbers] = {}
+        self._count = 0  # numbers assigned so far
+
+    def holds(self, node: Node) -> bool:
+        """Record what a node does to merged dimensions; return False if that depends on the image size."""
+        if isinstance(node, ChannelMove):
+            return self._moved(node)
+        if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
+            for value in self._channels.keys() & set(node.inputs):
+                same = [out for out in node.outputs if node.grids[out] == node.grids[value]]
+                self._channels |= dict.fromkeys(same, self._channels[value])
+        return True
+
+    def _moved(self, node: ChannelMove) -> bool:
+        grids, known = node.grids, not self._channels.keys().isdisjoint(node.operands)
+        if not known and not (node.op.name in _JOINS and node.labels[0].size > math.prod(grids[node.operands[0]])):
+            return True
+        held = []
+        for value in node.operands:
+            numbers = self._channels.get(value)
+            if numbers is None:
+                numbers = self._new(math.prod(grids[value])).reshape(grids[value])
+            held.append(np.broadcast_to(numbers, grids[value]))
+        flat = np.concatenate([*(numbers.reshape(-1) for numbers in held), [-1]])
+        joined = {}
+        for out, labels in zip(node.outputs, node.labels, strict=True):
+            after = flat[labels]
+            if node.op.name in RESHAPES:
+                if _cut_elsewhere(node.operands[0].shape, out.shape, held[0], after):
+                    return False
+            elif len(held) == 1 and _part_of_a_channel(held[0], after):
+                return False
+            zeros = after < 0
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # every zero is a channel of its own
+            if len(np.unique(after)) < after.size:
+                joined[out] = after
+        self._channels |= joined
+        return True
+
+    def _new(self, count: int) -> Numbers:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+
+def _cut_elsewhere(shape: Sequence[int], into: Sequence[int], before: Numbers, after: Numbers) -> bool:
+    """Return True if a reshape splits a dimension of channels and leaves a part of it merged with pixels.
+
+    `before` and `after` hold the channel number of each entry. Samples may be merged with channels, because that is
+    how groups and heads are moved into the batch dimension.
+    """
+    varying = [dim for dim, size in enumerate(before.shape) if size > 1 and np.ptp(before, dim).any()]
+    if 0 not in varying and into[0] % shape[0] == 0 and len(after) == into[0]:
+        after = after[: into[0] // shape[0]]
+    for dim, size in enumerate(after.shape):
+        ends = math.prod(into[:dim]), math.prod(into[: dim + 1])
+        cut = any(math.prod(shape[:d]) < end < math.prod(shape[: d + 1]) for d in varying for end in ends)
+        if cut and size > 1:
+            line = np.sort(after, dim)
+            same = np.diff(line, axis=dim) == 0
+            if same.any() and not same.all():
+                return True
+            # Where the number of pixels has no factor in common with that of the channels, no line repeats one.
+            slices = np.moveaxis(after, dim, 0).reshape(size, -1)
+            shared = sum(len(np.unique(one)) for one in slices)
+            if shared not in ((distinct := len(np.unique(after))), size * distinct):
+                return True
+    return False
+
+
+def _part_of_a_channel(before: Numbers, after: Numbers) -> bool:
+    """Return True if some channels keep a different share of their pixels than others."""
+    channels, counts = np.unique(before, return_counts=True)
+    places = np.searchsorted(channels, after[after >= 0])
+    left = np.bincount(places, minlength=len(channels))
+    return len(np.unique(left[left > 0] / counts[left > 0])) > 1
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from ..budget.controller import LatencyClock
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, lay_out
-from ..graph.layer_nodes import LayerNode, Norm, weight_owner
 from ..graph.nodes import Boundary, ChannelMove, Elementwise, Mask, Node
+from ..graph.operators.layers import LayerNode, Norm, weight_owner
 from ..graph.records import Value
 from ..utils.files import write_text
 from ..utils.formatting import pluralize

@@ -20,8 +20,8 @@ from torch import nn
 from ..graph.build import trace
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import FilterCosts
-from ..graph.layer_nodes import LayerNode, Norm
 from ..graph.nodes import Alive, ChannelMove, Elementwise, Node, Opaque
+from ..graph.operators.layers import LayerNode, Norm
 from ..graph.records import Value
 from ..graph.relations import ADD, CONCATENATE, MULTIPLY, Relations
 from ..measurement.counts import Measurement, measure

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.layer_nodes import GROUP_NORM, Norm
 from ..graph.nodes import Boundary, ChannelMove, Grids, Layout, Node
 from ..graph.operators import build_node, fresh, fresh_zeros, is_custom, rule_of
+from ..graph.operators.layers import GROUP_NORM, Norm
 from ..graph.operators.movement import RESHAPES, indexed, moved, padded
 from ..graph.records import REMAP, ZEROS, Op, Trace, Value, same_numbers
 from ..graph.tracer import rerun_ops
@@ -34,53 +35,32 @@ from ..utils.user_model import call, map_tensors, meta_copy, real_copy, remove_p
 
 # Whether these operators run depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
-_PUT_IN = {REMAP, ZEROS}
-_QUIET |= _PUT_IN
+_QUIET |= {REMAP, ZEROS}
 
 
+@dataclass
 class DryRun:
     """Dry runs of an extracted network, compared with the traces of the original model."""
 
-    def __init__(
-        self,
-        small: nn.Module,
-        model: nn.Module,
-        example_inputs: Any,
-        graph: ChannelGraph,
-        layout: Layout,
-        vanished: set[str],
-    ) -> None:
-        self.small, self.model, self.inputs = small, model, example_inputs
-        self.graph, self.layout, self.vanished = graph, layout, vanished
-        self._names = names_of(small), names_of(model)
+    small: nn.Module
+    model: nn.Module
+    example_inputs: Any
+    graph: ChannelGraph
+    layout: Layout
+    vanished: set[str]
 
     def first_mismatch(self) -> Op | None:
-        """Run the small network as the original was traced; return the first operator that differs, or None.
+        """Run the small network as the original was traced; return the first operator that differs, or None."""
+        nodes = {node.op: node for node in self.graph.nodes}
 
-        Raises PruningError if a module that surgery put in did not run.
-        """
-        trace = self.graph.trace
-        found = rerun_ops(self.small, self.inputs, trace)
-        promised = [node.op for node in self.graph.nodes]
-        actual = [op for op in found if not _quiet(op)]
-        operands = Operands(_handed_on(found), _handed_on(promised), self._names)
-        decided = ValueDependent(found, promised) if not trace.on_meta else ValueDependent((), ())
-        at, last = 0, None
-        for node in self.graph.nodes:
-            op = node.op
-            if op.position < 0 or self._passed_over(op):
-                continue
-            if (
-                at == len(actual)
-                or not agrees(actual[at], node, self.layout, decided)
-                or not operands.agree(actual[at], op)
-            ):
-                return op
-            at, last = at + 1, op
-        if at < len(actual):  # more operators at the end, depending on a width
-            return last
-        _check_seen(self.small, found, self.graph)
-        return None
+        def same(actual: Op, promised: Op, decided: ValueDependent) -> bool:
+            return agrees(actual, nodes[promised], self.layout, decided)
+
+        found = rerun_ops(self.small, self.example_inputs, self.graph.trace)
+        odd = self._first_difference(found, list(nodes), self.graph.trace.on_meta, same)
+        if odd is None:
+            _check_seen(self.small, found, self.graph)
+        return odd
 
     def first_call_mismatch(self) -> Op | None:
         """Return the first operator of a model's first call that depends on a number of channels, or None.
@@ -89,63 +69,60 @@ class DryRun:
         these already, and the small network has copied them.
         """
         first = self.graph.trace.first
-        if first is None or [op.name for op in rerun_ops(self.model, self.inputs, first)] != [
-            op.name for op in first.ops
-        ]:
+        if first is None:
             return None
-        return self.other_trace_mismatch(first)
+        now = rerun_ops(self.model, self.example_inputs, first)
+        return (
+            self.other_trace_mismatch(first) if [op.name for op in now] == [op.name for op in first.ops] else None
+        )
 
     def other_trace_mismatch(self, other: Trace | None) -> Op | None:
         """Return the first operator of a trace without a graph that depends on a number of channels, or None.
 
-        That is a trace of the other mode (training or evaluation), or of a first call. It has no nodes and so no
-        layout; but the same code runs, with numbers that must not depend on a width, and operators that run in that
-        mode alone must see all their channels.
+        That is a trace of the other mode, or of a first call. It has no layout, but the numbers in the same code
+        must not depend on a width, and operators that run in that mode alone must see all their channels.
         """
         if other is None:
             return None
-        found = rerun_ops(self.small, self.inputs, other)
-        actual = [op for op in found if not _quiet(op)]
-        operands = Operands(_handed_on(found), _handed_on(other.ops), self._names)
-        decided = ValueDependent(found, other.ops) if not other.on_meta else ValueDependent((), ())
-        movers = _movers(self.graph)
-        at, last = 0, None
-        for op in other.ops:
-            if self._passed_over(op):
-                continue
-            if (
-                at == len(actual)
-                or not _does_the_same(actual[at], op, other, decided)
-                or not self._moves_as_there(actual[at], op, movers, decided)
-                or not operands.agree(actual[at], op)
-            ):
-                return op
-            at, last = at + 1, op
-        return last if at < len(actual) else None
+        movers: dict[tuple[Any, ...], list[ChannelMove]] = defaultdict(list)
+        for node in self.graph.nodes:
+            if isinstance(node, ChannelMove):
+                movers[_identity(node.op)].append(node)
 
-    def _passed_over(self, op: Op) -> bool:
-        return _quiet(op) or op.inside(self.vanished)
+        def same(actual: Op, promised: Op, decided: ValueDependent) -> bool:
+            if not _does_the_same(actual, promised, other, decided):
+                return False
+            # Channels and pixels move as at the same line in the graph's trace.
+            nodes = movers.get(_identity(promised), ())
+            unknown = not nodes or decided.touches(promised)
+            return unknown or any(moves_alike(actual, node, self.layout) for node in nodes)
 
-    def _moves_as_there(self, actual: Op, promised: Op, movers: _Movers, decided: ValueDependent) -> bool:
-        """Return True if an operator moves channels and pixels as the same line does in the graph's trace."""
-        nodes = movers.get(_mover(promised), []) if not decided.touches(promised) else []
-        return not nodes or any(moves_alike(actual, node, self.layout) for node in nodes)
+        found = rerun_ops(self.small, self.example_inputs, other)
+        return self._first_difference(found, other.ops, other.on_meta, same)
+
+    def _first_difference(
+        self, found: list[Op], promised: list[Op], on_meta: bool, same: Callable[[Op, Op, ValueDependent], bool]
+    ) -> Op | None:
+        """Return the first promised operator that was not found in its turn, or None.
+
+        If there are more operators at the end, which then depend on a width, that is the last one.
+        """
+        names = names_of(self.small), names_of(self.model)
+        operands = Operands(_handed_on(found), _handed_on(promised), names)
+        decided = ValueDependent((), ()) if on_meta else ValueDependent(found, promised)
+        actual = iter([op for op in found if not _quiet(op)])
+        last = None
+        for op in promised:
+            if not op.name.startswith("edge.") and not _quiet(op) and not op.inside(self.vanished):
+                now = next(actual, None)
+                if now is None or not same(now, op, decided) or not operands.agree(now, op):
+                    return op
+                last = op
+        return last if next(actual, None) is not None else None
 
 
-_Movers = dict[tuple[Any, ...], list[ChannelMove]]
-
-
-def _mover(op: Op) -> tuple[Any, ...]:
+def _identity(op: Op) -> tuple[Any, ...]:
     return op.name, op.where, tuple(settings(op)), tuple(value.shape for value in op.inputs)
-
-
-def _movers(graph: ChannelGraph) -> _Movers:
-    """Group the nodes that move channels by operator, line, settings and shapes."""
-    found: _Movers = defaultdict(list)
-    for node in graph.nodes:
-        if isinstance(node, ChannelMove):
-            found[_mover(node.op)].append(node)
-    return dict(found)
 
 
 def _does_the_same(actual: Op, promised: Op, other: Trace, decided: ValueDependent) -> bool:
@@ -153,8 +130,8 @@ def _does_the_same(actual: Op, promised: Op, other: Trace, decided: ValueDepende
         return False
     if promised.position in other.apart and not decided.touches(promised):
         # Tensors computed from weights alone, such as transposes, may differ: they have one row per filter.
-        shapes = [[v.shape for v in op.inputs if not v.roots] for op in (actual, promised)]
-        if shapes[0] != shapes[1]:
+        now, then = ([v.shape for v in op.inputs if not v.roots] for op in (actual, promised))
+        if now != then:
             return False
     if promised.position in other.drawn:  # the scale of random numbers may depend on their count
         return True
@@ -168,19 +145,15 @@ def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
     """Map the result of every operator that is not compared, and of every module edge, to its operand."""
     found: dict[Value, Value] = {}
     for op in ops:
-        quiet = op.name in _QUIET - {ZEROS} or op.name.startswith("edge.") or _adds_bias(op)
         maps = [v for v in op.inputs if v.kind != "state" or len(v.shape) > 1]
-        if quiet and maps and op.outputs and op.outputs[0] is not None:
-            found[op.outputs[0]] = maps[0]
+        if (_quiet(op) or op.name.startswith("edge.")) and op.name != ZEROS and maps and op.results:
+            found[op.results[0]] = maps[0]
     return found
 
 
 def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
-    """Raise a PruningError if a module that surgery put in did not run.
-
-    That is the case if some object holds a reference to the module it was put around.
-    """
-    ran = {op.call.module for op in found if op.name in _PUT_IN and op.call is not None}
+    """Raise a PruningError if a module that surgery put in did not run: some object refers to the original."""
+    ran = {op.call.module for op in found if op.name in (REMAP, ZEROS) and op.call is not None}
     gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
     for path, module in small.named_modules():
         home = path.removesuffix(".before").removesuffix(".after")
@@ -195,7 +168,7 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
     """Return where the small network fails in training mode, or None if it runs or the original fails too."""
     if not any(map(may_read_training, small.modules())):
         return None
-    chance = random.getstate()
+    state = random.getstate()
     try:
         # As in tracing: on the meta device, or with real tensors if the model needs them.
         for copied, moved in ((meta_copy, lambda t: t.to("meta")), (real_copy, torch.clone)):
@@ -206,7 +179,7 @@ def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any)
             if _error_in_training(remove_pruner_hooks(copied(model)), inputs) is None:
                 return failing_line(error)
     finally:
-        random.setstate(chance)
+        random.setstate(state)
     return None
 
 
@@ -247,21 +220,21 @@ def agrees(actual: Op, node: Node, layout: Layout, decided: ValueDependent) -> b
     moves = isinstance(node, ChannelMove) and has_channel_indices(promised)
     if not decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves)):
         return False
-    if isinstance(node, Norm) and not _shares_alike(actual, node):
-        return False
+    if isinstance(node, Norm) and actual.name == GROUP_NORM:
+        # A literal number of groups may fit fewer channels too, but then fewer of them share statistics.
+        return actual.inputs[0].shape[1] == node.per_group * actual.args[6]
     return not isinstance(node, ChannelMove) or decided.touches(promised) or moves_alike(actual, node, layout)
 
 
 def same_kind(actual: Op, promised: Op) -> bool:
-    """Return True for the same operator, with the same literals of the forward."""
-    names = [_SAME.get(op.name, op.name) for op in (actual, promised)]
-    return names[0] == names[1] and all(map(_same_literal, actual.inputs, promised.inputs))
-
-
-def _same_literal(now: Value, then: Value) -> bool:
-    """Return False for a literal that depends on a width, as `torch.tensor(x.shape[1])` does."""
-    literal = now.kind == then.kind == "constant" and now.data is not None and then.data is not None
-    return not literal or same_numbers(now.data, then.data)  # type: ignore[arg-type]
+    """Return True for the same operator, with the same literals: `torch.tensor(x.shape[1])` depends on a width."""
+    literals = [
+        (now.data, then.data)
+        for now, then in zip(actual.inputs, promised.inputs, strict=False)
+        if now.kind == then.kind == "constant"
+    ]
+    same = all(now is None or then is None or same_numbers(now, then) for now, then in literals)
+    return same and _SAME.get(actual.name, actual.name) == _SAME.get(promised.name, promised.name)
 
 
 def settings(op: Op) -> list[Any]:
@@ -295,45 +268,37 @@ def _plain(given: Iterable[Any]) -> list[Any]:
     return [a for a in given if isinstance(a, (int, float, str))]
 
 
-def _shares_alike(actual: Op, node: Norm) -> bool:
-    """Return True if as many channels share statistics: a literal number of groups may fit fewer channels too."""
-    return actual.name != GROUP_NORM or actual.inputs[0].shape[1] == node.per_group * actual.args[6]
-
-
 def moves_alike(actual: Op, node: ChannelMove, layout: Layout) -> bool:
     """Return True if an operator moves each remaining channel, and each pixel, where the layout expects it.
 
     Equal shapes are not enough: the first half of the channels is a different one when fewer are left.
     """
-    tables = [v for v in actual.inputs if v.data is not None and not v.data.is_floating_point()]
     joins = actual.name == "aten.cat"  # which ignores operands of shape (0,)
-    operands = [v for v in dict.fromkeys(actual.inputs) if v not in tables and not (joins and v.shape == (0,))]
+    operands = [v for v in dict.fromkeys(actual.inputs) if not v.is_table and not (joins and v.shape == (0,))]
     if len(operands) != len(node.operands):
         return False
     grids: Grids = {}
     numbers, start = [], 0
     for now, then in zip(operands, node.operands, strict=True):
-        there = layout.joint(then)
-        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, there.shape, strict=True))
-        numbers.append(np.cumsum(there.reshape(-1)) - 1 + start)
-        start += int(there.sum())
+        present = layout.joint(then)
+        grids[now] = tuple(n if g > 1 else 1 for n, g in zip(now.shape, present.shape, strict=True))
+        numbers.append(np.cumsum(present.reshape(-1)) - 1 + start)
+        start += int(present.sum())
     found = build_node(actual, grids)
     if not isinstance(found, ChannelMove):
         return False
     new = np.append(np.concatenate(numbers), -1)
-    for out, labels, places in zip(node.outputs, node.labels, found.labels, strict=False):
-        if not _equal(places, new[_left(labels, out, layout)]):
-            return False
+    tables = zip(node.outputs, node.labels, found.labels, strict=False)
+    if not all(_equal(now, new[_left(labels, out, layout)]) for out, labels, now in tables):
+        return False
+    # A reshape to the right shape keeps the order of its elements, whatever its arguments.
+    if actual.name in RESHAPES or settings(actual) == settings(node.op):
+        return True
     return _moves_pixels_alike(actual, operands, node, layout)
 
 
 def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: ChannelMove, layout: Layout) -> bool:
-    """Check the same for dimensions along which channels do not differ: a shift there must not be by a width.
-
-    A reshape to the right shape keeps the order of its elements, whatever its arguments.
-    """
-    if actual.name in RESHAPES or settings(actual) == settings(node.op):
-        return True
+    """Check the same for dimensions along which channels do not differ: a shift there must not be by a width."""
     pixels: list[Grids] = [{}, {}]
     for now, then in zip(operands, node.operands, strict=True):
         for value, grids in zip((now, then), pixels, strict=True):
@@ -367,9 +332,7 @@ class Operands:
     operator on another tensor, or with another module's weights.
     """
 
-    def __init__(
-        self, now: Mapping[Value, Value], then: Mapping[Value, Value], names: tuple[Names, Names] = ({}, {})
-    ) -> None:
+    def __init__(self, now: Mapping[Value, Value], then: Mapping[Value, Value], names: tuple[Names, Names]) -> None:
         self._now, self._then = now, then  # operators not compared: result -> operand
         self._names = names
         self._same: dict[Value, Value] = {}  # small -> large
@@ -422,13 +385,8 @@ def _origin(value: Value, handed_on: Mapping[Value, Value]) -> Value:
 
 
 # Operators whose output size depends on values.
-_BY_VALUE = {
-    f"aten.{name}"
-    for name in (
-        *("nonzero", "index", "masked_select", "bincount", "repeat_interleave"),
-        *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
-    )
-} | {"torchvision.nms"}
+_BY_VALUE = "nonzero index masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
+_BY_VALUE_OPS = {"torchvision.nms", *(f"aten.{name}" for name in _BY_VALUE.split())}
 _COMMON = (-1, 0, 1)  # too common to identify a value: dimensions and flags use them, too
 
 
@@ -440,15 +398,17 @@ class ValueDependent:
     """
 
     def __init__(self, now: Sequence[Op], then: Sequence[Op]) -> None:
-        self._now, self._then = _told(now), _told(then)
+        self._now, self._then = _read_numbers(now), _read_numbers(then)
         self._sizes: set[Value] = set()
         for op in then:
-            if op.name in _BY_VALUE or self.touches(op) or any(n in self._then for n in _numbers_in(op)):
-                self._sizes.update(value for value in op.outputs if value is not None)
+            given = (a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float)))
+            from_values = any(not isinstance(a, bool) and a in self._then for a in given)
+            if op.name in _BY_VALUE_OPS or self.touches(op) or from_values:
+                self._sizes.update(op.results)
 
     def touches(self, op: Op) -> bool:
         """Return True if an operator of the original has an operand or result whose size depends on values."""
-        return any(value in self._sizes for value in (*op.inputs, *op.outputs) if value is not None)
+        return not self._sizes.isdisjoint((*op.inputs, *op.results))
 
     def fits(self, now: Value, then: Value, promised: tuple[int, ...]) -> bool:
         """Return True if a tensor has the promised size, except in uncut dimensions that depend on values."""
@@ -457,13 +417,10 @@ class ValueDependent:
         if then not in self._sizes or len(now.shape) != len(promised):
             return False
         sizes = zip(now.shape, promised, then.shape, strict=True)
-        return all(found == asked or asked == whole for found, asked, whole in sizes)
+        return all(found == size or size == whole for found, size, whole in sizes)
 
     def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
-        """Return True if an operator's numbers are equal, except for numbers read off tensors.
-
-        If the operator touches a tensor whose size depends on values, integers may be such a size.
-        """
+        """Return True if an operator's numbers are equal, except for those read off tensors and their sizes."""
         free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
             a == b
@@ -474,11 +431,7 @@ class ValueDependent:
         )
 
 
-def _told(ops: Sequence[Op]) -> set[float]:
+def _read_numbers(ops: Sequence[Op]) -> set[float]:
     """Return the numbers that were read off tensors, and their integer parts."""
-    found = {op.told for op in ops if op.told is not None and math.isfinite(op.told)}
+    found = {op.returned for op in ops if op.returned is not None and math.isfinite(op.returned)}
     return (found | {int(number) for number in found}) - set(_COMMON)
-
-
-def _numbers_in(op: Op) -> list[float]:
-    return [a for a in (*op.args, *op.kwargs.values()) if isinstance(a, (int, float)) and not isinstance(a, bool)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PruningError
 from ..graph.build import trace
-from ..graph.channel_graph import ChannelGraph, FixedSizes
+from ..graph.channel_graph import ChannelGraph, FixedSizes, solve_layout, vanished
 from ..graph.cost import groups_left
-from ..graph.layer_nodes import LayerNode, Norm, weight_owner
-from ..graph.layout import solve_layout, vanished
-from ..graph.nodes import Boundary, Flow, Layout, channel_dim, shrink, some
-from ..graph.records import ZEROS, Call, Op, Value
-from ..graph.tracer import cast_inputs, check_runs_as_traced, runs_as_traced, tensors_of, warmed_copy
+from ..graph.nodes import Boundary, Flow, Layout, common_dim, shrink, some
+from ..graph.operators.layers import LayerNode, Norm, weight_owner
+from ..graph.records import ZEROS, Op, Value
+from ..graph.tracer import cast_inputs, check_runs_as_traced, first_change, tensors_of, warmed_copy
 from ..modules import Remap, RemappedModule, Window, Zeros
 from ..plan import Plan, check_plan
 from ..utils.user_model import gc_disabled, map_tensors, memory_format, meta_copy, real_copy, remove_pruner_hooks
@@ -64,8 +62,7 @@ def extract(
 
 def find_fixed_sizes(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> FixedSizes:
     """Return where the model's own code keeps more channels than the plan, by an extraction that is discarded."""
-    pins = _cut(model, example_inputs, plan, graph)[1]
-    return FixedSizes(pins.positions, pins.whole)
+    return _cut(model, example_inputs, plan, graph)[1]
 
 
 @gc_disabled()
@@ -79,57 +76,60 @@ def _cut(
     keep, flow = graph.settled(masks)
     pins = _FixedSizeCollector(graph)
     while True:
-        layout = solve_layout(graph, flow, pins.positions, pins.whole)
+        layout = solve_layout(graph, flow, pins)
         surgeon = _Surgery(model, graph, flow, layout)
         small = surgeon.run()
-        rehearsal = DryRun(small, model, example_inputs, graph, layout, surgeon.vanished)
-        odd = rehearsal.first_mismatch()
+        dry_run = DryRun(small, model, example_inputs, graph, layout, surgeon.vanished)
+        odd = dry_run.first_mismatch()
         if odd is None:
-            failure = failure_in_training(small, model, example_inputs)
-            if failure is not None:
-                raise PruningError(
-                    f"in training mode the network cannot run with fewer channels: at {failure}; make that line "
-                    "use the number of channels of its input, or leave the layers that feed it out of the plan"
-                )
-            first = rehearsal.first_call_mismatch()
-            if first is not None:
-                raise PruningError(
-                    "the network stores a value in its first call that depends on the number of channels, at "
-                    f"{first.where} ({first.name}); make that line independent of the number of channels, or leave "
-                    "the layers that feed it out of the plan"
-                )
-            other = rehearsal.other_trace_mismatch(graph.trace.other)
-            if other is not None:
-                mode = "evaluation" if graph.trace.training else "training"
-                raise PruningError(
-                    f"in {mode} mode the network computes something else with fewer channels, at {other.where} "
-                    f"({other.name}); make that line independent of the number of channels, or leave the layers "
-                    "that feed it out of the plan"
-                )
-            if pins.lines:
-                _log.info(
-                    "the model's own code fixes sizes at %s; all channels are kept there", ", ".join(pins.lines)
-                )
-            small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
-            return _attach_metadata(small, model, example_inputs, Plan.from_masks(keep)), pins
+            break
         try:
             pins.add(odd)
         except PruningError:
             # Widths may not be the cause, but a hook added since, or anchors kept for inputs of another size.
-            if runs_as_traced(model, example_inputs, graph):
+            if not first_change(model, example_inputs, graph):
                 raise
             model, pins = warmed_copy(model, example_inputs), _FixedSizeCollector(graph)
             check_runs_as_traced(model, example_inputs, graph)
+    _check_other_runs(dry_run)
+    if pins.lines:
+        _log.info("the model's own code fixes sizes at %s; all channels are kept there", ", ".join(pins.lines))
+    # The plans and input shapes are all that saving and loading the network needs.
+    small.sbf_fixed_sizes = tuple(pins.lines)  # type: ignore[assignment]
+    small.sbf_plans = (*getattr(model, "sbf_plans", ()), Plan.from_masks(keep))  # type: ignore[assignment]
+    small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
+    return small, pins
 
 
-class _FixedSizeCollector:
-    """Operators and module calls that keep all channels, because the model's own code fixes sizes there."""
+def _check_other_runs(dry_run: DryRun) -> None:
+    """Raise a PruningError if training mode, the first call or the other mode depends on the number of channels."""
+    if failure := failure_in_training(dry_run.small, dry_run.model, dry_run.example_inputs):
+        raise PruningError(
+            f"in training mode the network cannot run with fewer channels: at {failure}; make that line "
+            "use the number of channels of its input, or leave the layers that feed it out of the plan"
+        )
+    remedy = (
+        "make that line independent of the number of channels, or leave the layers that feed it out of the plan"
+    )
+    if (odd := dry_run.first_call_mismatch()) is not None:
+        raise PruningError(
+            "the network stores a value in its first call that depends on the number of channels, at "
+            f"{odd.where} ({odd.name}); {remedy}"
+        )
+    trace = dry_run.graph.trace
+    if (odd := dry_run.other_trace_mismatch(trace.other)) is not None:
+        mode = "evaluation" if trace.training else "training"
+        raise PruningError(
+            f"in {mode} mode the network computes something else with fewer channels, at {odd.where} "
+            f"({odd.name}); {remedy}"
+        )
 
+
+class _FixedSizeCollector(FixedSizes):
     def __init__(self, graph: ChannelGraph) -> None:
+        super().__init__()
         self.graph = graph
         self.lines: dict[str, None] = {}  # in the user's code
-        self.positions: set[int] = set()
-        self.whole: set[Call] = set()
 
     def add(self, odd: Op) -> None:
         """Keep all channels of an operator; if it has them, of the call it runs in, then of the one around that."""
@@ -139,7 +139,10 @@ class _FixedSizeCollector:
             # Where one line of the model fixes a size, it does so every time it runs.
             self.positions |= {op.position for op in like}
             return
-        more = {call for op in like if (call := self._around(op)) is not None}
+        calls = {op.call for op in like}
+        while self.whole & calls:
+            calls = {call.parent if call in self.whole else call for call in calls if call is not None}
+        more = {call for call in calls if call is not None}
         if not more:
             remedy = "exclude the layers that feed it (ignore)"
             if not self.graph.trace.on_meta:
@@ -149,19 +152,6 @@ class _FixedSizeCollector:
                 f"that operator keeps all its channels; {remedy}"
             )
         self.whole |= more
-
-    def _around(self, op: Op) -> Call | None:
-        call = op.call
-        while call is not None and call in self.whole:
-            call = call.parent
-        return call
-
-
-def _attach_metadata(small: nn.Module, model: nn.Module, example_inputs: Any, plan: Plan) -> nn.Module:
-    """Store the plans and input shapes on the network, which is all that saving and loading it needs."""
-    small.sbf_plans = (*getattr(model, "sbf_plans", ()), plan)  # type: ignore[assignment]
-    small.sbf_inputs = map_tensors(example_inputs, lambda t: torch.empty_like(t, device="meta"))
-    return small
 
 
 class _Surgery:
@@ -177,16 +167,13 @@ class _Surgery:
         for node in graph.nodes:
             if isinstance(node, Boundary):
                 self.edges[node.module, node.side].append(node)
-            elif isinstance(node, (LayerNode, Norm)) and (holder := self._holder(node)) is not None:
-                self.main[holder].append(node)
-
-    def _holder(self, node: LayerNode | Norm) -> str | None:
-        """Return the module that a layer or norm belongs to, also for norms without parameters."""
-        holder, call = weight_owner(node.op), node.op.call
-        if holder is None and call is not None:
-            norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
-            return call.module if norm else None
-        return holder
+            elif isinstance(node, (LayerNode, Norm)):
+                owner, call = weight_owner(node.op), node.op.call
+                if owner is None and call is not None:  # a norm without parameters
+                    norm = isinstance(self.modules.get(call.module), (_NormBase, nn.GroupNorm))
+                    owner = call.module if norm else None
+                if owner is not None:
+                    self.main[owner].append(node)
 
     def run(self) -> nn.Module:
         swaps: dict[int, nn.Module] = {}
@@ -204,9 +191,16 @@ class _Surgery:
             if node.op.name == ZEROS and node.op.call is not None:
                 vanished = self.modules[node.op.call.module]
                 assert isinstance(vanished, Zeros)
-                vanished.width = self.layout.sizes(node.outputs[0])[vanished.dim]
+                vanished.width = self.layout.sizes(node.out)[vanished.dim]
         self._prepare_folding(swaps)
-        return self._swap(swaps)
+        self._move_remaps(swaps.values())
+        if id(self.small) in swaps:
+            return swaps[id(self.small)]
+        for parent in list(self.modules.values()):
+            for name, child in parent._modules.items():
+                parent._modules[name] = swaps.get(id(child), child)
+        _disable_transformer_fast_path(self.small)
+        return self.small
 
     # -- modules -------------------------------------------------------------------------------------------
 
@@ -220,9 +214,9 @@ class _Surgery:
         if len({self.layout.sizes(other.out)[1] for other in nodes}) > 1:
             return  # a norm without parameters, used with several widths
         width_in, width_out = (self.layout.sizes(v)[1] for v in (node.x, node.out))
+        outputs = ("out_channels", "out_features", "num_features", "num_channels")
         sizes = dict.fromkeys(("in_channels", "in_features"), (node.x.shape[1], width_in))
-        sizes |= dict.fromkeys(("out_channels", "out_features", "num_features"), (node.out.shape[1], width_out))
-        sizes["num_channels"] = sizes["num_features"]
+        sizes |= dict.fromkeys(outputs, (node.out.shape[1], width_out))
         if isinstance(node, LayerNode):
             sizes["groups"] = node.groups, groups_left(node, self.layout)
         else:
@@ -236,11 +230,11 @@ class _Surgery:
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
         if path in self._unwanted and ahead[0].free:
-            windows, dim = _windows(nodes[0], ahead[0], behind[0]), channel_dim(behind)
-            if windows is not None and dim is not None and self._keeps_to(windows, module, ahead[0]):
+            windows = _windows(nodes[0], ahead[0], behind[0])
+            if windows is not None and self._keeps_to(windows, module, ahead[0]):
                 self.vanished.add(path)
                 width = self.layout.sizes(behind[0].out)[behind[0].dim]
-                return Zeros(width, dim, windows, instead_of=module)
+                return Zeros(width, common_dim(behind), windows, instead_of=module)
         return self._adapted(path)
 
     def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
@@ -269,7 +263,6 @@ class _Surgery:
         return True
 
     def _adapted(self, path: str) -> nn.Module:
-        """Return the module, wrapped with the remaps that it needs."""
         before, after = (self._remap(self.edges[path, side]) for side in ("in", "out"))
         module = self.modules[path]
         return module if before is None and after is None else RemappedModule(module, before, after)
@@ -280,14 +273,10 @@ class _Surgery:
             return None
         # One remap serves all calls of the module: it passes channels that are alive in any of them.
         masks = [shrink(self.flow.alive[e.out], e.line(e.out)).reshape(-1) for e in edges]
-        alive = np.logical_or.reduce(masks)
-        if edge.walled:  # no gate here: dead channels arrive as zeros
-            alive = np.ones_like(alive)
+        alive = np.logical_or.reduce(masks) | edge.walled  # no gate at a walled edge: dead channels arrive as zeros
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
-        dim = channel_dim(edges)
-        assert dim is not None
-        return None if source == list(range(width)) else Remap(source, dim, width)
+        return None if source == list(range(width)) else Remap(source, common_dim(edges), width)
 
     def _prepare_folding(self, swaps: dict[int, nn.Module]) -> None:
         """Give layers the remaps behind their batch norms, so that folding a norm into its layer stays exact.
@@ -306,7 +295,9 @@ class _Surgery:
             if len(gone) == 2:
                 gone[0].width = len(behind[-1].source) if behind else gone[1].width
             elif behind and not gone:
-                source = reduce(_then, (remap.source for remap in behind))
+                source = behind[0].source
+                for remap in behind[1:]:
+                    source = tuple(source[i] if i >= 0 else -1 for i in remap.source)
                 moved = Remap(source, behind[0].dim, behind[0].inputs)
                 around = [self._wrapped(p, swaps) for p in (layer, norm)]
                 if around[0].bias is None:
@@ -315,7 +306,7 @@ class _Surgery:
                     around[0].after = moved
                     back = [source.index(i) if i in source else -1 for i in range(moved.inputs)]
                     around[1].before = Remap(back, moved.dim, len(source))
-                self._settle(around)
+                self._move_remaps(around)
 
     def _foldable(self) -> Iterator[tuple[str, str]]:
         """Yield the layers whose output only a batch norm reads, each with its norm."""
@@ -360,18 +351,7 @@ class _Surgery:
             outer = swaps[id(module)] = RemappedModule(module)
         return outer
 
-    def _swap(self, swaps: dict[int, nn.Module]) -> nn.Module:
-        self._settle(swaps.values())
-        if id(self.small) in swaps:
-            return swaps[id(self.small)]
-        for parent in list(self.modules.values()):
-            for name, child in parent._modules.items():
-                if child is not None and id(child) in swaps:
-                    parent._modules[name] = swaps[id(child)]
-        _disable_transformer_fast_path(self.small)
-        return self.small
-
-    def _settle(self, put_in: Iterable[nn.Module]) -> None:
+    def _move_remaps(self, put_in: Iterable[nn.Module]) -> None:
         """Move remaps, the only new modules, to the device of the module that they belong to."""
         first = next(self.small.parameters(), torch.empty(0))
         for module in put_in:
@@ -381,24 +361,13 @@ class _Surgery:
                     inner.to(device)
 
 
-def _then(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    """Compose the sources of two remaps that run one after the other."""
-    return tuple(first[i] if i >= 0 else -1 for i in second)
-
-
 def _disable_transformer_fast_path(network: nn.Module) -> None:
-    """Disable the fast path of transformers that contain `RemappedModule` or `Zeros`.
-
-    Without gradients PyTorch's transformers pass the weights of their layers to one fused operator and do not call
-    the layers, so that remaps would not run.
-    """
+    """Disable the fast path of transformers that contain `RemappedModule` or `Zeros`, which it would not call."""
     for module in network.modules():
-        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-            if not any(isinstance(inner, (RemappedModule, Zeros)) for inner in module.modules()):
-                continue
+        if any(isinstance(inner, (RemappedModule, Zeros)) for inner in module.modules()):
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
-            else:
+            elif isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0  # only the fast path reads it; 0: unsupported
 
 
@@ -414,17 +383,10 @@ def _windows(node: LayerNode | Norm, ahead: Boundary, behind: Boundary) -> list[
     stride, padding, dilation, transposed, output_padding = node.op.args[3:8]
     rank = len(node.x.shape) - 2
 
-    def each(setting: Any) -> list[int]:
-        return list(setting) * rank if len(setting) == 1 else list(setting)
-
     extra = [padded - given for padded, given in zip(node.x.shape[2:], ahead.x.shape[2:], strict=True)]
-    settings: list[Any] = [
-        *map(each, (stride, padding, dilation, output_padding)),
-        [bool(transposed)] * rank,
-        extra,
-    ]
-    columns = [list(node.weight.shape[2:]), *settings]
-    return [Window(*(column[axis] for column in columns)) for axis in range(rank)]
+    settings = (list(held) * (rank // len(held)) for held in (stride, padding, dilation, output_padding))
+    columns = zip(node.weight.shape[2:], *settings, [bool(transposed)] * rank, extra, strict=True)
+    return [Window(*column) for column in columns]
 
 
 def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
@@ -456,15 +418,15 @@ def _grouped(tensor: Tensor, node: LayerNode, layout: Layout) -> Tensor:
     """Slice the weight of a grouped convolution, each of whose groups may keep different channels."""
     ends = (node.out, node.x) if node.out_axis == 0 else (node.x, node.out)
     rows, columns = (node.grouped(layout.line(value, 1)) for value in ends)
-    there = some(rows, 1) & some(columns, 1)
-    kept = np.flatnonzero(rows & there[:, None])
+    present = some(rows, 1) & some(columns, 1)
+    kept = np.flatnonzero(rows & present[:, None])
     if not kept.size or (kept.size == rows.size and columns.all()):
         return tensor
     # All groups that are left have equally many columns, but maybe different ones.
-    of_group = np.nonzero(columns[there])[1].reshape(int(there.sum()), -1)
-    group = (np.cumsum(there) - 1)[kept // rows.shape[1]]
-    places = [torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group])]
-    return _like(tensor, tensor.detach()[places[0], places[1]])
+    of_group = np.nonzero(columns[present])[1].reshape(int(present.sum()), -1)
+    group = (np.cumsum(present) - 1)[kept // rows.shape[1]]
+    at = tuple(torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group]))
+    return _like(tensor, tensor.detach()[at])
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from ..utils.user_model import call, map_tensors, real_copy, remove_pruner_hooks
 _log = logging.getLogger("sbf_pruner")
 
 _TOLERANCE = 1e-9  # relative to the largest output
-_UNTRACED = ": some code depends on {} in a way that the trace does not show"
 _NUDGE = 1e-10  # relative change of every input
 _UNSURE = 100.0  # differences up to this multiple of the effect of a nudge are accepted
 
@@ -60,7 +59,7 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
     found: dict[str, float | None] = {}
     for mode in ("evaluation", "training"):
         training = mode == "training"
-        found[mode] = _compared(gated, small, example_inputs, training, _UNTRACED.format("widths or training mode"))
+        found[mode] = _checked_difference(gated, small, example_inputs, "", "widths or training mode", training)
         if found[mode] is None:
             why = _no_output_reason(gated, example_inputs, training)
             _log.warning(
@@ -68,38 +67,35 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
                 mode,
                 why,
             )
-    apart = found["evaluation"]
-    if apart is not None:
-        apart = max(apart, _compared_elsewhere(gated, small, example_inputs) or 0.0)
-    return apart
-
-
-def _compared_elsewhere(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | None:
+    difference = found["evaluation"]
+    if difference is None:
+        return None
     for inputs in resized_inputs(example_inputs):
-        apart = _compared(gated, small, inputs, False, _of_sizes(inputs))
-        if apart is not None:
-            return apart
+        other = _difference_at_size(gated, small, inputs)
+        if other is not None:
+            return max(difference, other)
     _log.info(
         "the extraction was verified for inputs of one size only: the gated network accepts no other that was tried"
     )
-    inputs = with_extra_sample(example_inputs)
-    return _compared(gated, small, inputs, False, _of_sizes(inputs))
+    return max(difference, _difference_at_size(gated, small, with_extra_sample(example_inputs)) or 0.0)
 
 
-def _of_sizes(inputs: Any) -> str:
+def _difference_at_size(gated: nn.Module, small: nn.Module, inputs: Any) -> float | None:
     shapes = [str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-    return f" for inputs of {', '.join(shapes)}" + _UNTRACED.format("their sizes")
+    return _checked_difference(gated, small, inputs, f" for inputs of {', '.join(shapes)}", "their sizes")
 
 
-def _compared(gated: nn.Module, small: nn.Module, inputs: Any, training: bool, why: str) -> float | None:
-    apart = max_relative_difference(gated, small, inputs, training)
-    if apart is not None and not apart <= _TOLERANCE and not _is_unstable(gated, inputs, training, apart):
-        mode = "training" if training else "evaluation"
-        raise PruningError(
-            f"in {mode} mode the extracted network differs from the gated one by {apart:.1e} of its largest "
-            f"output{why}; exclude the layers that feed it (ignore), and please report the model"
-        )
-    return apart
+def _checked_difference(
+    gated: nn.Module, small: nn.Module, inputs: Any, where: str, cause: str, training: bool = False
+) -> float | None:
+    difference = max_relative_difference(gated, small, inputs, training)
+    if difference is None or difference <= _TOLERANCE or _is_unstable(gated, inputs, training, difference):
+        return difference
+    raise PruningError(
+        f"in {'training' if training else 'evaluation'} mode the extracted network differs from the gated one by "
+        f"{difference:.1e} of its largest output{where}: some code depends on {cause} in a way that the trace does "
+        "not show; exclude the layers that feed it (ignore), and please report the model"
+    )
 
 
 def max_relative_difference(
@@ -131,11 +127,11 @@ def _no_output_reason(gated: nn.Module, example_inputs: Any, training: bool) -> 
     return "none of its outputs is finite" if found else "it is on the meta device"
 
 
-def _is_unstable(gated: nn.Module, example_inputs: Any, training: bool, apart: float) -> bool:
+def _is_unstable(gated: nn.Module, example_inputs: Any, training: bool, difference: float) -> bool:
     """Return True if the gated network alone differs as much with another seed and slightly changed inputs."""
     nudged = map_tensors(example_inputs, lambda t: t.double() * (1 + _NUDGE) if t.is_floating_point() else t)
     expected = _outputs(gated, example_inputs, training)
-    return not apart > _UNSURE * _difference(_outputs(gated, nudged, training, seed=1), expected)
+    return not difference > _UNSURE * _difference(_outputs(gated, nudged, training, seed=1), expected)
 
 
 @torch.no_grad()
@@ -159,9 +155,9 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         return math.inf
     worst = 0.0
     for now, then in zip(found, expected, strict=True):
-        told = then.isfinite()
-        if bool(told.any()):
-            now, then = now[told].double(), then[told].double()
+        finite = then.isfinite()
+        if bool(finite.any()):
+            now, then = now[finite].double(), then[finite].double()
             largest = then.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
             part = float((now - then).abs().max() / largest)
             worst = max(worst, math.inf if math.isnan(part) else part)

@@ -10,46 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from ...errors import PruningError, suggestion
-from ..nodes import Grid, Grids, Node, Source, along
+from ..nodes import Grid, Grids, Node, Opaque, Source, along
 from ..records import STALE, Op, Value
-from .layers import (
-    batch_norm,
-    batched_product,
-    convolution,
-    group_norm,
-    layer_norm,
-    matrix_product,
-    transpose,
-    weight_norm,
-)
-from .movement import halved, indexed, joined, moved, padded, pooled, reduced, sampled
-from .pointwise import (
-    addition,
-    choice,
-    clamp,
-    clamp_max,
-    clamp_min,
-    comparison,
-    empty_result,
-    filled,
-    hardtanh,
-    opaque,
-    power,
-    prelu,
-    product,
-    quotient,
-    restrided,
-    root,
-    softmax,
-    threshold,
-    undefined_at_zero,
-    unpooled,
-    zero_kept,
-    zero_lost,
-    zero_made,
-)
+from . import layers, movement, pointwise
 
 Rule = Callable[[Op, Grids], Node]
 
@@ -65,14 +31,16 @@ def rule_of(op: Op) -> Rule | None:
 def build_node(op: Op, grids: Grids) -> Node:
     """Build the node of an operator and set the grids of its tensors.
 
-    Operators without a rule, or with an empty result, become opaque. Raises PruningError if a rule that the user
-    registered fails; exceptions of built-in rules are bugs and propagate.
+    Raises PruningError if a rule that the user registered fails; exceptions of built-in rules propagate.
     """
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
-    rule = rule_of(op) or opaque
     try:
-        node = rule(op, grids) if not _is_empty(op) else empty_result(op, grids)
+        if op.results and all(0 in value.shape for value in op.results):  # does not show how channels pass
+            why = "returns an empty tensor for the example inputs; give inputs for which it does not"
+            node: Node = Opaque(op, grids, f"{op.name} at {op.where} {why}")
+        else:
+            node = (rule_of(op) or pointwise.opaque)(op, grids)
     except Exception as error:
         if _is_built_in(op.name):
             raise
@@ -84,136 +52,103 @@ def build_node(op: Op, grids: Grids) -> Node:
     return node
 
 
-def _is_empty(op: Op) -> bool:
-    outputs = [value for value in op.outputs if value is not None]
-    return bool(outputs) and all(0 in value.shape for value in outputs)
-
-
 def _first_grid(value: Value) -> Grid:
     # The channels of inputs and constants are never removed, so their grids have no dimension of channels.
     if value.kind != "state":
         return (1,) * len(value.shape)
-    if math.prod(value.shape) <= _LARGE_STATE:
-        return value.shape
-    return along(0, value.shape)
+    return value.shape if math.prod(value.shape) <= _LARGE_STATE else along(0, value.shape)
 
 
-def fresh(op: Op, grids: Grids) -> Node:
-    """Build the node of an operator that creates a tensor from sizes and numbers."""
-    return Source(op, grids)
+fresh: Rule = Source  # creates a tensor from sizes and numbers
+fresh_zeros: Rule = partial(Source, zero=True)
 
-
-def fresh_zeros(op: Op, grids: Grids) -> Node:
-    """Build the node of an operator that creates zeros from sizes."""
-    return Source(op, grids, zero=True)
-
-
-def _rows(rule: Rule, names: str) -> dict[str, Rule]:
-    return {f"aten.{name}": rule for name in names.split()}
-
-
-RULES: dict[str, Rule] = {
-    **_rows(convolution, "convolution"),
-    **_rows(matrix_product, "mm addmm"),
-    **_rows(batched_product, "bmm"),
-    **_rows(batch_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm"),
-    **_rows(weight_norm, "_weight_norm_interface"),
-    **_rows(group_norm, "native_group_norm"),
-    **_rows(layer_norm, "native_layer_norm"),
-    **_rows(
-        zero_kept,
+# Operators of the `aten` namespace by their rules.
+_POINTWISE: dict[Rule, str] = {
+    pointwise.zero_kept: (
         "relu leaky_relu gelu silu hardswish elu selu celu mish tanh abs neg sign square sin tan asin atan sinh "
         "asinh atanh erf expm1 log1p floor ceil round trunc frac hardshrink softshrink nan_to_num rrelu_with_noise "
         "clone alias detach contiguous _to_copy lift_fresh lift_fresh_copy native_dropout maximum minimum lerp "
-        "addcmul",
+        "addcmul"
     ),
-    **_rows(zero_lost, "sigmoid hardsigmoid exp softplus cos log_sigmoid_forward"),
-    **_rows(undefined_at_zero, "log log2 rsqrt reciprocal"),
-    **_rows(comparison, "eq ne lt le gt ge"),
-    **_rows(zero_lost, "rsub logical_not"),
-    **_rows(zero_made, "zeros_like"),
-    **_rows(zero_lost, "ones_like full_like empty_like rand_like randn_like randint_like"),
-    **_rows(zero_lost, "bernoulli uniform normal exponential geometric log_normal random"),
-    **_rows(addition, "add sub"),
-    **_rows(product, "mul"),
-    **_rows(quotient, "div fmod remainder"),
-    **_rows(clamp, "clamp"),
-    **_rows(clamp_min, "clamp_min"),
-    **_rows(clamp_max, "clamp_max"),
-    **_rows(hardtanh, "hardtanh"),
-    **_rows(threshold, "threshold"),
-    **_rows(prelu, "_prelu_kernel"),
-    **_rows(power, "pow"),
-    **_rows(root, "sqrt"),
-    **_rows(choice, "where"),
-    **_rows(filled, "masked_fill"),
-    **_rows(transpose, "t"),
-    **_rows(
-        moved,
+    pointwise.zero_lost: (
+        "sigmoid hardsigmoid exp softplus cos log_sigmoid_forward rsub logical_not ones_like full_like empty_like "
+        "rand_like randn_like randint_like bernoulli uniform normal exponential geometric log_normal random"
+    ),
+    pointwise.zero_made: "zeros_like",
+    pointwise.undefined_at_zero: "log log2 rsqrt reciprocal",
+    pointwise.comparison: "eq ne lt le gt ge",
+    pointwise.addition: "add sub",
+    pointwise.product: "mul",
+    pointwise.quotient: "div fmod remainder",
+    pointwise.clamp: "clamp clamp_min clamp_max hardtanh",
+    pointwise.threshold: "threshold",
+    pointwise.prelu: "_prelu_kernel",
+    pointwise.power: "pow",
+    pointwise.root: "sqrt",
+    pointwise.choice: "where",
+    pointwise.filled: "masked_fill",
+    pointwise.restrided: "as_strided_",
+    pointwise.unpooled: "max_unpool2d max_unpool3d",
+    pointwise.softmax: "_softmax _log_softmax _safe_softmax",
+}
+_OTHERS: dict[Rule, str] = {
+    layers.convolution: "convolution",
+    layers.matrix_product: "mm addmm",
+    layers.batched_product: "bmm",
+    layers.batch_norm: "native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm",
+    layers.weight_norm: "_weight_norm_interface",
+    layers.group_norm: "native_group_norm",
+    layers.layer_norm: "native_layer_norm",
+    layers.transpose: "t",
+    movement.moved: (
         "view _unsafe_view reshape _reshape_alias transpose permute slice select split split_with_sizes unbind "
         "squeeze unsqueeze expand repeat roll flip pixel_shuffle pixel_unshuffle channel_shuffle index_select "
-        "stack narrow",
+        "stack narrow"
     ),
-    **_rows(indexed, "index"),
-    **_rows(halved, "glu"),
-    **_rows(joined, "cat"),
-    **_rows(restrided, "as_strided_"),
-    **_rows(padded, "constant_pad_nd"),
-    **_rows(
-        pooled,
+    movement.indexed: "index",
+    movement.halved: "glu",
+    movement.joined: "cat",
+    movement.padded: "constant_pad_nd",
+    movement.pooled: (
         "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d "
         "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d "
         "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
         "upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
-        "replication_pad3d",
+        "replication_pad3d"
     ),
-    **_rows(unpooled, "max_unpool2d max_unpool3d"),
-    **_rows(sampled, "grid_sampler_2d grid_sampler_3d"),
-    **_rows(reduced, "mean sum amax amin max min linalg_vector_norm var std var_mean"),
-    **_rows(softmax, "_softmax _log_softmax _safe_softmax"),
-    **_rows(fresh, "ones full empty arange linspace rand randn randint eye scalar_tensor"),
-    **_rows(fresh, "new_ones new_full new_empty"),
-    **_rows(fresh_zeros, "zeros new_zeros"),
-    STALE: opaque,
+    movement.sampled: "grid_sampler_2d grid_sampler_3d",
+    movement.reduced: "mean sum amax amin max min linalg_vector_norm var std var_mean",
+    fresh: "ones full empty arange linspace rand randn randint eye scalar_tensor new_ones new_full new_empty",
+    fresh_zeros: "zeros new_zeros",
 }
+RULES: dict[str, Rule] = {
+    f"aten.{name}": rule for rule, names in (_POINTWISE | _OTHERS).items() for name in names.split()
+}
+RULES[STALE] = pointwise.opaque
+POINTWISE = frozenset(_POINTWISE)
 
 _BUILT_IN = frozenset(RULES)
+_PROVIDED = frozenset(RULES.values())
 
 
 def _is_built_in(name: str) -> bool:
     return name in _BUILT_IN or name.removesuffix("_") in _BUILT_IN
 
 
-POINTWISE = frozenset(
-    (
-        *(
-            addition,
-            choice,
-            clamp,
-            clamp_max,
-            clamp_min,
-            comparison,
-            filled,
-            hardtanh,
-            undefined_at_zero,
-            power,
-            prelu,
-            product,
-        ),
-        *(quotient, restrided, root, softmax, threshold, unpooled, zero_kept, zero_lost, zero_made),
-    )
-)
-"""Rules of elementwise operators."""
-
 # The rules that `register_rule` accepts by name.
 NAMED: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (zero_kept, zero_lost, addition, product, quotient, softmax, moved, joined, pooled, reduced)
+    "zero_kept": pointwise.zero_kept,
+    "zero_lost": pointwise.zero_lost,
+    "addition": pointwise.addition,
+    "product": pointwise.product,
+    "quotient": pointwise.quotient,
+    "softmax": pointwise.softmax,
+    "moved": movement.moved,
+    "joined": movement.joined,
+    "pooled": movement.pooled,
+    "reduced": movement.reduced,
 }
-
-
-_PROVIDED = frozenset((*RULES.values(), *NAMED.values()))
 
 
 def is_custom(rule: Rule) -> bool:

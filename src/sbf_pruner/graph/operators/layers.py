@@ -1,37 +1,257 @@
-"""Rules for convolutions, matrix products and normalization.
+"""Convolutions, linear layers, matrix products and norms: their nodes and the rules that build them.
 
-Products of two activations that are not computed per sample, and norms whose statistics are shared by all
-channels, are opaque.
+A layer sums over its input channels and creates new ones. A weight may be computed (weight norm, say) or transposed
+on its way to the operator; its owner and its dimensions of filters and inputs are known all the same. Products of
+two activations that are not computed per sample, and norms whose statistics are shared by all channels, are opaque.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ..layer_nodes import LayerNode, Norm, Product
-from ..nodes import Alive, Grids, Node, Opaque, Source, along
-from ..records import Op, Value
+import numpy as np
+
+from ..nodes import Flow, Grids, Layout, Mask, Node, Opaque, Source, along, equalize_groups, shrink, whole_groups
+from ..records import INSTANCE_NORM, Op, Trace, Value
 from .movement import moved
-from .pointwise import elementwise, opaque
+from .pointwise import opaque, zero_kept
 
 
-def _contract(
+def _need_all(flow: Flow, weights: Sequence[Value | None], grids: Grids) -> None:
+    """Mark weights that are computed from the network's input as needed, like activations."""
+    for value in weights:
+        if value is not None and value.roots is None:
+            flow.need(value, np.ones(grids[value], bool), grids[value])
+
+
+@dataclass(kw_only=True)
+class LayerNode(Node):
+    """A convolution or a linear layer: every output channel is a sum over the input channels of its group."""
+
+    x: Value
+    weight: Value  # as stored, even if the operator received its transpose
+    bias: Value | None
+    out_axis: int  # dimension of the filters in the stored weight
+    in_axis: int
+    groups: int = 1
+    unit: int = 1  # filters that share statistics in the norm behind it
+    revives: bool = False  # the bias makes a filter without live input a constant
+    idle: Mask | None = None  # filters without live input even if all filters are kept
+    layer: str = ""  # name of the layer in the graph
+
+    @property
+    def filters(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def stored(self) -> bool:
+        """True if the weight is a parameter or buffer; else it is computed, perhaps from the network's input."""
+        return self.weight.kind == "state"
+
+    @property
+    def transposed(self) -> bool:
+        return self.op.name == "aten.convolution" and bool(self.op.args[6])
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.groups == self.x.shape[1]
+
+    def grouped(self, mask: Mask) -> Mask:
+        """Reshape a mask over channels to one row per group."""
+        return mask.reshape(self.groups, -1)
+
+    def live(self, flow: Flow) -> Mask:
+        """Filters with at least one live input channel."""
+        return self._by_group(flow.alive[self.x], self.x, self.filters)
+
+    def _by_group(self, mask: Mask, value: Value, count: int) -> Mask:
+        """Select those of `count` channels on one side whose group has a channel of the mask on the other side."""
+        if self.groups == 1:
+            return np.full(count, mask.any())
+        rows = self.grouped(shrink(mask, along(1, value.shape)))
+        return np.repeat(rows.any(1), count // self.groups)
+
+    def fed(self, flow: Flow) -> Mask:
+        """Filters that do not vanish for lack of input; idle ones stay, as constants of the user's network.
+
+        With a bias, a filter without input is a constant in the norm statistics it shares: a unit stays whole.
+        """
+        fed = self.live(flow) if self.idle is None else self.live(flow) | self.idle
+        return fed if self.bias is None else whole_groups(fed, self.unit)
+
+    def push(self, flow: Flow) -> None:
+        alive = self.live(flow) if self.bias is None else self.fed(flow)
+        if self.revives:
+            alive = np.ones(self.filters, bool)
+        flow.alive[self.out] = alive.reshape(self.grids[self.out])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is None:
+            return
+        read = self._by_group(wanted, self.out, self.x.shape[1])
+        flow.need(self.x, read.reshape(along(1, self.x.shape)), self.grids[self.x])
+        _need_all(flow, [self.weight, self.bias], self.grids)
+
+    def tie(self, layout: Layout) -> None:
+        sides = [(self.out_axis, self.out), (self.in_axis, self.x)]
+        if not self.stored:
+            # A computed weight is sliced by slicing its parameters: along filters, never along inputs, because a
+            # filter is normalized over its inputs.
+            sides = sides[:1] if self.weight.roots and self.weight.shape[self.out_axis] == self.filters else []
+            layout.fill_other(self.weight, self.out_axis)
+            if not sides:
+                for value in (self.weight, self.x, self.out):
+                    layout.fill(value)
+        layout.fill_other(self.x, 1)
+        if self.groups > 1:
+            self._tie_groups(layout)
+        elif not self.stored:
+            layout.fill(self.x)
+        if self.bias is not None:
+            layout.tie([(self.bias, 0), (self.out, 1)])
+        # With groups the stored weight has no axis of all inputs; surgery slices it group by group.
+        for axis, value in sides:
+            if self.weight.shape[axis] == value.shape[1]:
+                layout.tie([(self.weight, axis), (value, 1)])
+
+    def _tie_groups(self, layout: Layout) -> None:
+        """Give all present groups equal numbers of inputs and equal numbers of filters."""
+        sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
+        present = np.asarray(sides[0].any(1) | sides[1].any(1))
+        if not self.stored:
+            sides[0] = sides[0] | present[:, None]
+        for value, rows in zip((self.x, self.out), sides, strict=True):
+            layout.add(value, 1, equalize_groups(rows, present).reshape(-1))
+
+
+@dataclass(kw_only=True)
+class Product(Node):
+    """A batched matrix product of two activations, as in attention.
+
+    A channel that is summed over is alive where both operands have it.
+    """
+
+    left: Value
+    right: Value
+
+    def ends(self, value: Value) -> bool:
+        """Return True if no channel of this operand is a channel of the result: all are summed over."""
+        rows = self.grids[self.left][1] if value is self.left else 1
+        columns = self.grids[self.right][2] if value is self.right else 1
+        return rows == columns == 1
+
+    def push(self, flow: Flow) -> None:
+        flow.alive[self.out] = _matrix_product(flow.alive[self.left], flow.alive[self.right])
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            left, right = (flow.alive[value].transpose(0, 2, 1) for value in (self.left, self.right))
+            flow.need(self.left, _matrix_product(wanted, right), self.grids[self.left])
+            flow.need(self.right, _matrix_product(left, wanted), self.grids[self.right])
+
+    def tie(self, layout: Layout) -> None:
+        layout.tie([(self.left, 1), (self.out, 1)])
+        layout.tie([(self.right, 2), (self.out, 2)])
+        layout.tie([(self.left, 2), (self.right, 1)])
+
+
+def _matrix_product(left: Mask, right: Mask) -> Mask:
+    """Entries of a matrix product with at least one non-zero term; grid dimensions of size 1 are broadcast."""
+    length = max(left.shape[2], right.shape[1])
+    rows = np.broadcast_to(left, (*left.shape[:2], length)).astype(np.float32)
+    return np.asarray(rows @ np.broadcast_to(right, (len(right), length, right.shape[2])) > 0)
+
+
+@dataclass(kw_only=True)
+class Norm(Node):
+    """A norm with statistics per channel or per group of channels, and a scale and shift per channel."""
+
+    x: Value
+    states: tuple[Value, ...]
+    per_group: int = 1  # channels that share statistics
+    revives: bool = True  # no gate here: a channel of zeros becomes a constant
+    idle: Mask | None = None  # zero before the norm even if all filters are kept
+
+    def push(self, flow: Flow) -> None:
+        super().push(flow)
+        if not self.revives:
+            alive = shrink(flow.alive[self.x], self.grids[self.out])
+            flow.alive[self.out] = alive if self.idle is None else alive | self.idle
+
+    def pull(self, flow: Flow) -> None:
+        wanted = self.wanted(flow)
+        if wanted is not None:
+            flow.need(self.x, whole_groups(wanted, self.per_group), self.grids[self.x])
+            _need_all(flow, self.states, self.grids)
+
+    def tie(self, layout: Layout) -> None:
+        layout.fill_other(self.x, 1)
+        if self.per_group > 1:
+            layout.add(self.x, 1, whole_groups(layout.line(self.x, 1), self.per_group))
+        layout.tie([(self.x, 1), (self.out, 1), *((s, 0) for s in self.states)])
+
+
+LAYERS = {"aten.convolution": 1, "aten.mm": 1, "aten.addmm": 2}
+PRODUCTS = {"aten.mm", "aten.addmm"}
+BATCH_NORMS = {f"aten.{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")}
+GROUP_NORM = "aten.native_group_norm"
+_NORMS = BATCH_NORMS | {INSTANCE_NORM, GROUP_NORM}
+
+
+def layer_weight(op: Op) -> Value:
+    """Return the weight of a layer operator, as stored, even if the operator received its transpose."""
+    weight: Value = op.args[LAYERS[op.name]]
+    return weight.transpose_of or weight
+
+
+def weight_owner(op: Op) -> str | None:
+    """Return the module whose weight a layer or norm operator uses; None if there is none, or not one alone."""
+    if op.name in LAYERS:
+        weight = layer_weight(op)
+        # The parameters of a computed weight are held by the layer itself or by its parametrizations.
+        holders = {root.name.rpartition(".")[0].partition(".parametrizations.")[0] for root in weight.roots or ()}
+        return holders.pop() if len(holders) == 1 else None
+    if op.name in _NORMS:
+        for held in op.args[1:5]:
+            if isinstance(held, Value) and held.kind == "state":
+                return held.name.rpartition(".")[0]
+    return None
+
+
+def weight_grids(trace: Trace) -> Grids:
+    """Return the grids of all layer weights: a stored weight, however large, varies along all dimensions.
+
+    Parameters behind a computed weight vary along the filters only: a filter is normalized over all its inputs.
+    """
+    grids: Grids = {}
+    for op in trace.ops:
+        if op.name in LAYERS:
+            weight = layer_weight(op)
+            axis = int(weight in op.args and (op.name in PRODUCTS or op.args[6]))
+            if weight.kind == "state":
+                grids[weight] = weight.shape
+            elif weight.kind == "result":
+                for root in weight.roots or ():
+                    if root.shape == weight.shape and grids.get(root) != root.shape:
+                        grids[root] = along(axis, root.shape)
+    return grids
+
+
+def _layer(
     op: Op, grids: Grids, x: Value, weight: Value, bias: Value | None, axes: tuple[int, int], groups: int = 1
 ) -> Node:
-    out = op.outputs[0]
-    assert out is not None
+    (out,) = op.results
     grids[out] = along(1, out.shape)
+    out_axis, in_axis = axes
     return LayerNode(
-        op,
-        grids,
-        x=x,
-        weight=weight,
-        bias=bias,
-        out_axis=axes[0],
-        in_axis=axes[1],
-        groups=groups,
+        *(op, grids), x=x, weight=weight, bias=bias, out_axis=out_axis, in_axis=in_axis, groups=groups,
         revives=bias is not None,
-    )
+    )  # fmt: skip
 
 
 def convolution(op: Op, grids: Grids) -> Node:
@@ -40,7 +260,7 @@ def convolution(op: Op, grids: Grids) -> Node:
     transposed, groups = op.args[6], op.args[8]
     if len(x.shape) != len(weight.shape):
         return opaque(op, grids)
-    return _contract(op, grids, x, weight, bias, (1, 0) if transposed else (0, 1), groups)
+    return _layer(op, grids, x, weight, bias, (1, 0) if transposed else (0, 1), groups)
 
 
 def matrix_product(op: Op, grids: Grids) -> Node:
@@ -52,75 +272,60 @@ def matrix_product(op: Op, grids: Grids) -> Node:
     else:
         bias, (x, weight) = None, op.args[:2]
     if weight.transpose_of is not None and weight.transpose_of.roots:
-        return _contract(op, grids, x, weight.transpose_of, bias, (0, 1))
+        return _layer(op, grids, x, weight.transpose_of, bias, (0, 1))
     if weight.roots:
-        return _contract(op, grids, x, weight, bias, (1, 0))
+        return _layer(op, grids, x, weight, bias, (1, 0))
     return Opaque(op, grids, f"{op.name} at {op.where} multiplies activations with each other")
 
 
 def batched_product(op: Op, grids: Grids) -> Node:
     """Batched product of two activations: attention over pixels or channels, bilinear pooling."""
-    left, right, out = *op.args[:2], op.outputs[0]
-    assert out is not None
+    left, right = op.args[:2]
     if grids[left][0] > 1 or grids[right][0] > 1:
         # The heads are in the batch dimension: a tensor is a box, so all would have to lose the same channels.
         why = "is a matrix product per head, and all heads must keep the same number of channels"
         return Opaque(op, grids, f"{op.name} at {op.where} {why}")
-    grids[out] = 1, grids[left][1], grids[right][2]
+    grids[op.results[0]] = 1, grids[left][1], grids[right][2]
     return Product(op, grids, left=left, right=right)
 
 
 def transpose(op: Op, grids: Grids) -> Node:
     """Transposes. A linear layer that reads a transposed weight refers to the stored weight itself."""
-    out = op.outputs[0]
-    if out is not None and out.transpose_of is not None and out.transpose_of.roots:
-        return Source(op, grids)
-    return moved(op, grids)
+    stored = op.results[0].transpose_of
+    return Source(op, grids) if stored is not None and stored.roots else moved(op, grids)
 
 
 def batch_norm(op: Op, grids: Grids) -> Node:
     """Batch norm and instance norm, whose effect on channels is the same: both normalize each channel by itself."""
-    x = op.args[0]
-    states = tuple(v for v in op.args[1:5] if isinstance(v, Value))
-    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for the backward pass
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = along(1, out.shape)
-    by_batch = bool(op.args[5])
-    shifts = isinstance(op.args[2], Value)
     # With batch statistics a channel of zeros stays zero unless a shift is added.
-    return Norm(op, grids, x=x, states=states, revives=shifts or not by_batch)
+    return _norm(op, grids, op.args[1:5], revives=isinstance(op.args[2], Value) or not op.args[5])
+
+
+def _norm(op: Op, grids: Grids, states: Sequence[Any], revives: bool, per_group: int = 1) -> Node:
+    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for the backward pass
+    grids[op.results[0]] = along(1, op.results[0].shape)
+    states = tuple(v for v in states if isinstance(v, Value))
+    return Norm(op, grids, x=op.args[0], states=states, revives=revives, per_group=per_group)
 
 
 def weight_norm(op: Op, grids: Grids) -> Node:
     """Weight norm over each filter by itself; opaque if channels differ along other dimensions."""
-    value, length = op.args[:2]
-    dim = int(op.number(2, "dim", 0) or 0)
-    if any(n > 1 for held in (value, length) for d, n in enumerate(grids[held]) if d != dim % len(held.shape)):
+    dim = op.dim(2, 0)
+    if any(n > 1 for v in op.args[:2] for d, n in enumerate(grids[v]) if d != dim % len(v.shape)):
         return opaque(op, grids)
-    return elementwise(op, grids, Alive.ANY)
+    return zero_kept(op, grids)
 
 
 def group_norm(op: Op, grids: Grids) -> Node:
     """Group norm: channels that share statistics are kept or removed together."""
-    x, groups = op.args[0], op.args[6]
-    states = tuple(v for v in op.args[1:3] if isinstance(v, Value))
-    op = dataclasses.replace(op, outputs=op.outputs[:1])
-    out = op.outputs[0]
-    assert out is not None
-    grids[out] = along(1, out.shape)
-    per_group = x.shape[1] // groups
-    if groups == 1:
-        return _shared_statistics(op, grids)
+    per_group = op.args[0].shape[1] // op.args[6]
+    if op.args[6] == 1:
+        grids[op.results[0]] = along(1, op.results[0].shape)
+        return layer_norm(op, grids)
     # A channel of zeros among others is not zero after the mean of the group is subtracted.
-    shifts = isinstance(op.args[2], Value) or per_group > 1
-    return Norm(op, grids, x=x, states=states, revives=shifts, per_group=per_group)
+    return _norm(op, grids, op.args[1:3], isinstance(op.args[2], Value) or per_group > 1, per_group)
 
 
 def layer_norm(op: Op, grids: Grids) -> Node:
     """Layer norm: opaque, because all channels share its statistics and removing one would change them."""
-    return _shared_statistics(op, grids)
-
-
-def _shared_statistics(op: Op, grids: Grids) -> Node:
     return Opaque(op, grids, f"{op.name} at {op.where} shares its statistics among all channels")
