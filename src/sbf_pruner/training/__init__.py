@@ -8,45 +8,23 @@ from ..utils.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "device": (
-            "ComputeConfig",
-            "choose_machine",
-            "choose_memory_format",
-            "restore_torch_settings",
-        ),
-        "epoch": (
-            "RECALIBRATION_BATCHES",
-            "EpochRunner",
-        ),
-        "latency_target": (
-            "TOLERANCE",
-            "MAX_LANDINGS",
-            "LatencyTarget",
-            "with_way",
-            "make_plan_timer",
-        ),
-        "networks": (
-            "build_pruner",
-            "load_weights",
-        ),
+        "device": ("ComputeConfig", "choose_machine", "choose_memory_format", "restore_torch_settings"),
+        "epoch": ("RECALIBRATION_BATCHES", "EpochRunner"),
+        "latency_target": ("TOLERANCE", "MAX_LANDINGS", "LatencyTarget", "with_way", "make_plan_timer"),
+        "networks": ("build_pruner", "load_weights"),
         "recipe": (
+            "DataConfig",
+            "ModelConfig",
+            "OptimizerConfig",
+            "PhasesConfig",
             "Recipe",
+            "ScoresConfig",
             "bundled_recipes",
             "load_recipe",
             "settings",
         ),
-        "recording": (
-            "MEASURED_ON",
-            "scored_refinement",
-            "pruned_refinement",
-        ),
-        "run": (
-            "Result",
-            "Run",
-            "Signals",
-            "check_divisible",
-            "fit",
-        ),
+        "recording": ("MEASURED_ON", "scored_refinement", "pruned_refinement"),
+        "run": ("Result", "Run", "Signals", "check_divisible", "fit"),
         "run_folder": (
             "DENSE_STAGE_KEYS",
             "LAST_CHECKPOINT",
@@ -64,13 +42,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "optimizer_config",
             "phases",
             "total_epochs",
-        ),
-        "sections": (
-            "DataConfig",
-            "ModelConfig",
-            "OptimizerConfig",
-            "PhasesConfig",
-            "ScoresConfig",
         ),
     },
 )

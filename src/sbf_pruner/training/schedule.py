@@ -10,8 +10,7 @@ import math
 
 from ..criteria import METHODS, OWN
 from ..schedule import Phase, phases_of
-from .recipe import Recipe
-from .sections import OptimizerConfig
+from .recipe import OptimizerConfig, Recipe
 
 
 def phases(recipe: Recipe) -> list[Phase]:

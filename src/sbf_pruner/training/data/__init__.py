@@ -5,12 +5,7 @@ from ...utils.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "batches": (
-            "Augment",
-            "DeviceBatches",
-            "Split",
-            "LazySplit",
-        ),
+        "batches": ("Augment", "DeviceBatches", "Split", "LazySplit"),
         "cifar10": (
             "Archive",
             "FILE",
@@ -23,19 +18,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "read_archive",
             "read_pickle",
         ),
-        "datasets": (
-            "Data",
-            "RunBatches",
-            "SOURCES",
-            "batches_of",
-            "load_data",
-            "own_data",
-            "register",
-        ),
-        "images": (
-            "LoaderBatches",
-            "View",
-            "read_picture",
-        ),
+        "datasets": ("Data", "RunBatches", "SOURCES", "batches_of", "load_data", "own_data", "register"),
+        "images": ("LoaderBatches", "View", "read_picture"),
     },
 )

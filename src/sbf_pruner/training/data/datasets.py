@@ -31,9 +31,8 @@ from ...utils.formatting import first_names
 from ...utils.timing import available_memory
 from ...utils.user_code import UNTRUSTED, Origin, failing_line, matching_arguments, required_parameters
 from ..device import choose_memory_format
-from ..recipe import Recipe
+from ..recipe import DataConfig, Recipe
 from ..schedule import batch_size, optimizer_config
-from ..sections import DataConfig
 from .batches import Augment, Batches, BatchOptions, DeviceBatches, LazySplit, Split, wrong_label
 from .cifar10 import load_cifar10
 from .images import LoaderBatches, View, list_pictures, sample, subfolders

@@ -24,7 +24,7 @@ from ...scores.penalty import for_this_device
 from ...utils.distributed import DistributedContext
 from ..data.batches import Batches
 from ..device import to_memory_format
-from ..sections import OptimizerConfig
+from ..recipe import OptimizerConfig
 
 AfterStep = Callable[[int, int], None]  # called with the number of steps done and of all steps of the epoch
 
