@@ -5,9 +5,8 @@ from ...utils.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "captured": ("CapturedEngine", "BatchCounters", "make_engine"),
+        "captured": ("CapturedEngine", "BatchCounters", "copy_function", "make_engine"),
         "convolutions": ("TunableConvolutions", "store_choice", "load_choice"),
-        "cuda_graphs": ("copy_function",),
         "eager": (
             "Average",
             "WeightTrainer",

@@ -103,52 +103,55 @@ class Engine:
         Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
         optimizer. Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
+        result = self._train(batches, epoch, teacher, begun, optimizer, rates, label_smoothing, average)
+        # Ranks see different images, so average the statistics of norms, and the moving average, over all of them.
+        held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+        self.team.average([*held, *([] if average is None else average.tensors)])
+        return result
+
+    def score_epoch(
+        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
+    ) -> EpochResult:
+        """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
+        assert self._scored() is not None
+        return self._train(batches, epoch, teacher, begun)
+
+    def _train(
+        self,
+        batches: Batches,
+        epoch: int,
+        teacher: Teacher | None,
+        begun: EpochProgress,
+        optimizer: torch.optim.Optimizer | None = None,
+        rates: Sequence[float] = (),
+        label_smoothing: float = 0.0,
+        average: Average | None = None,
+    ) -> EpochResult:
+        """Train the weights if there is an `optimizer`, and the scores inside `pruner.scoring()`."""
         self.network.train()
         scored = self._scored()
         sums = _Sums(self.sums, begun, batches)
-        parts = batches.parts(epoch, self.team, begun.steps)
-        for step, ((images, labels), rate) in enumerate(
-            zip(parts, rates[begun.steps :], strict=True), 1 + begun.steps
-        ):
-            set_rate(optimizer, rate)
-            optimizer.zero_grad(set_to_none=True)
+        for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), begun.steps):
+            if optimizer is not None:
+                for group in optimizer.param_groups:
+                    group["lr"].fill_(rates[step])
+                optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
             loss = F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
             if teacher is not None:
                 loss = teacher.mixed(loss, outputs, self._answers(teacher, images))
             penalty = None if scored is None else scored.penalty()
             (loss if penalty is None else loss + penalty).backward()
-            self._share_gradients()
-            optimizer.step()
+            if optimizer is not None:
+                self._share_gradients()
+                optimizer.step()
             if scored is not None:
                 scored.step()
             if average is not None:
                 average.update()
             sums.add(outputs, labels, loss, penalty)
             if self.after_step is not None:
-                self.after_step(step, len(rates))
-        self._agree(average)
-        return sums.tally(self.team)
-
-    def score_epoch(
-        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
-    ) -> EpochResult:
-        """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
-        pruner = self.pruner
-        assert pruner is not None
-        self.network.train()
-        sums = _Sums(self.sums, begun, batches)
-        for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), 1 + begun.steps):
-            outputs = self._forward(images)
-            loss = F.cross_entropy(outputs, labels)
-            if teacher is not None:
-                loss = teacher.mixed(loss, outputs, self._answers(teacher, images))
-            penalty = pruner.penalty()
-            (loss + penalty).backward()
-            pruner.step()
-            sums.add(outputs, labels, loss, penalty)
-            if self.after_step is not None:
-                self.after_step(step, len(batches))
+                self.after_step(step + 1, len(batches))
         return sums.tally(self.team)
 
     @torch.no_grad()
@@ -181,11 +184,6 @@ class Engine:
 
     def _share_gradients(self) -> None:
         self.team.average([p.grad for p in self.network.parameters() if p.grad is not None])
-
-    def _agree(self, average: Average | None) -> None:
-        """Average the statistics of norms, and the moving average, over all ranks, which see different images."""
-        held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
-        self.team.average([*held, *([] if average is None else average.tensors)])
 
     def _scored(self) -> Pruner | None:
         """Return the pruner if it is in a phase that trains its scores, otherwise None."""
@@ -282,21 +280,13 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
     groups: list[dict[str, Any]] = [{"params": trained}]
     if not config.decay_all:
         # Scales and shifts of norms, and biases, are the parameters with one dimension.
-        matrices = [parameter for parameter in trained if parameter.dim() > 1]
-        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+        matrices = {"params": [parameter for parameter in trained if parameter.dim() > 1]}
+        vectors = {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0}
+        groups = [group for group in (matrices, vectors) if group["params"]]
     if config.optimizer == "adam":
-        return torch.optim.Adam(
-            groups, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
-        )
+        return torch.optim.Adam(groups, rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda)
     return torch.optim.SGD(
-        groups,
-        lr=rate,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        weight_decay=config.weight_decay,
-        fused=on_cuda,
+        groups, rate, config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov, fused=on_cuda
     )
 
 
@@ -314,12 +304,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
         for key, value in held.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 held[key] = torch.empty_like(parameter).copy_(value)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate in place, without changing any Python number that the step depends on."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
 
 
 class Average:
@@ -343,10 +327,9 @@ class Average:
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         self.decay = decay
-        held = dict(chain(network.named_parameters(), network.named_buffers()))
-        self._network = {name: tensor.detach() for name, tensor in held.items()}
-        self._names = [name for name, tensor in held.items() if tensor.is_floating_point()]
-        self._now = [self._network[name] for name in self._names]
+        named = chain(network.named_parameters(), network.named_buffers())
+        tensors = {name: tensor.detach() for name, tensor in named if tensor.is_floating_point()}
+        self._names, self._now = list(tensors), list(tensors.values())
         self._average = [tensor.clone() for tensor in self._now]
         self.steps = torch.zeros((), device=self._now[0].device)
 
