@@ -27,8 +27,8 @@ from .runtimes.capture import export_program, suppress_exporter_output
 from .runtimes.choice import SMALLEST, TARGETS, TIMING_SECONDS, choose
 from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
 from .saving import MANIFEST, PROGRAM, exported_files, read_program, save, write_manifest, write_program
-from .training.data.batches import LazySplit, Split
-from .training.data.datasets import Data, batches_of, load_data
+from .training.data.batches import Data, LazySplit, Split, batches_of
+from .training.data.datasets import load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
 from .utils.files import atomic_path, path_exists, temporary_path, write_text
 from .utils.formatting import first_names, format_percentage

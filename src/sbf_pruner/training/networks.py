@@ -31,7 +31,8 @@ from ..scores.config import Scores
 from ..surgery.extract import extract
 from ..surgery.verify import prove
 from ..utils.user_model import real_copy, remove_pruner_hooks
-from .data.datasets import SOURCES, Data, RunBatches
+from .data.batches import Data, RunBatches
+from .data.datasets import SOURCES
 from .device import to_memory_format
 from .latency_target import LatencyTarget, check_measurable, make_plan_timer, with_way
 from .recipe import Recipe

@@ -42,7 +42,8 @@ from ..schedule import Phase
 from ..utils.distributed import DistributedContext
 from ..utils.timing import environment
 from ..utils.user_model import check_model, real_copy
-from .data.datasets import Data, RunBatches, load_data, own_data
+from .data.batches import Data, RunBatches
+from .data.datasets import load_data, own_data
 from .device import ComputeConfig, choose_machine, cpu_threads, restore_torch_settings
 from .engine.captured import make_engine
 from .engine.eager import EPOCH_START, Engine, EpochProgress, Teacher, WeightTrainer

@@ -5,20 +5,14 @@ from ...utils.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "batches": ("Augment", "DeviceBatches", "Split", "LazySplit"),
-        "cifar10": (
-            "Archive",
-            "FILE",
-            "PARTS",
-            "Part",
-            "default_folder",
-            "download",
-            "load_cifar10",
-            "prepare_cifar10",
-            "read_archive",
-            "read_pickle",
+        "batches": (
+            *("Augment", "Data", "DeviceBatches", "LazySplit", "LoaderBatches", "RunBatches", "Split"),
+            "batches_of",
         ),
-        "datasets": ("Data", "RunBatches", "SOURCES", "batches_of", "load_data", "own_data", "register"),
-        "images": ("LoaderBatches", "View", "read_picture"),
+        "cifar10": (
+            *("Archive", "FILE", "PARTS", "Part", "default_folder", "download", "load_cifar10", "prepare_cifar10"),
+            *("read_archive", "read_pickle"),
+        ),
+        "datasets": ("SOURCES", "View", "load_data", "own_data", "read_picture", "register"),
     },
 )
