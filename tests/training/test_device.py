@@ -100,7 +100,7 @@ def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(monkeypatch: py
     def fails(*given: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmuch more")
 
-    monkeypatch.setattr(captured, "_captured", fails)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", fails)
     said = (
         r"^the network's steps cannot be compiled and captured \(RuntimeError: operation not permitted when stream "
         r"is capturing\); set engine=plain to run them eagerly$"
@@ -113,6 +113,6 @@ def test_too_little_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(captured, "_captured", fails)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", fails)
     with pytest.raises(torch.OutOfMemoryError):
         captured.capture(lambda: None, lambda: None)

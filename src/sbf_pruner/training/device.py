@@ -1,8 +1,4 @@
-"""Choose the device, engine, precision and memory format of a run.
-
-A RunError says what this machine cannot do. `restore_torch_settings` restores the torch-wide settings that a run
-changes.
-"""
+"""Choose the device, engine, precision and memory format of a run; restore the torch-wide settings it changes."""
 
 from __future__ import annotations
 
@@ -51,19 +47,19 @@ class ComputeConfig:
 
 def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> ComputeConfig:
     """Resolve the recipe's device, engine and precision on this machine; `auto` is the fastest that is possible."""
-    place = choose_device(device)
-    if place.type != "cuda":
+    chosen = choose_device(device)
+    if chosen.type != "cuda":
         if engine == "captured":
             raise RunError("engine: CUDA graph capture needs a CUDA device; set engine=auto or plain")
         if precision == "bfloat16":
             raise RunError("precision: networks on the cpu compute in float32; set precision=auto or float32")
-        return ComputeConfig(place)
-    if engine == "auto" and (reason := _why_not_compiled(place)) is not None:
+        return ComputeConfig(chosen)
+    if engine == "auto" and (reason := _why_not_compiled(chosen)) is not None:
         log.info("training steps run eagerly, neither compiled nor captured: %s", reason)
         engine = "plain"
     if precision == "auto":
         precision = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return ComputeConfig(place, engine != "plain", getattr(torch, precision))
+    return ComputeConfig(chosen, engine != "plain", getattr(torch, precision))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -98,9 +94,9 @@ def to_memory_format(network: nn.Module, order: torch.memory_format) -> nn.Modul
     >>> to_memory_format(network, torch.channels_last)[0].weight.stride()
     (18, 1, 6, 2)
     """
-    for held in (*network.parameters(), *network.buffers()):
-        if held.dim() == 4:
-            held.data = held.data.contiguous(memory_format=order)
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=order)
     return network
 
 
@@ -112,18 +108,18 @@ def cpu_threads(count: int) -> AbstractContextManager[None]:
 @contextmanager
 def restore_torch_settings() -> Iterator[None]:
     """Restore on exit what the CUDA engine sets for all of torch: matmul precision and cuDNN benchmarking."""
-    tuned, word = torch.backends.cudnn.benchmark, None
+    benchmark, common = torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # Raised if the precisions of the backends were set one by one and differ.
-        word = torch.get_float32_matmul_precision()
+        common = torch.get_float32_matmul_precision()
     backends: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    held = [backend.fp32_precision for backend in backends]
+    precisions = [backend.fp32_precision for backend in backends]
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = tuned
-        if word is not None:
-            torch.set_float32_matmul_precision(word)
-        for backend, precision in zip(backends, held, strict=True):
+        torch.backends.cudnn.benchmark = benchmark
+        if common is not None:
+            torch.set_float32_matmul_precision(common)
+        for backend, precision in zip(backends, precisions, strict=True):
             backend.fp32_precision = precision
 
 
@@ -138,13 +134,13 @@ def _why_not_compiled(device: torch.device) -> str | None:
 def _runs(model: nn.Module, images: Tensor, order: torch.memory_format) -> bool:
     """Return True if a copy of the network runs in both modes with weights and images in this memory format."""
     copy = to_memory_format(real_copy(model).to(images.device), order)
-    seen = images.contiguous(memory_format=order)
+    images = images.contiguous(memory_format=order)
     # Dropout must not advance the run's random state.
     streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
     try:
         with torch.no_grad(), streams:
-            copy.eval()(seen)
-            copy.train()(seen)
+            copy.eval()(images)
+            copy.train()(images)
     except Exception:  # User code may raise anything.
         return False
     return True

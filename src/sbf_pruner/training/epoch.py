@@ -32,6 +32,7 @@ from .schedule import (
     learning_rate,
     optimizer_config,
     score_rate_key,
+    section_of,
     total_epochs,
 )
 
@@ -199,12 +200,11 @@ class EpochRunner:
     def _stop(self, broken: str, active: ActivePhase, epoch: int) -> NoReturn:
         """Raise a RunError, so that numbers that are not finite are never saved."""
         phase, pruner = active.phase, active.engine.pruner
-        section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
-        if phase.kind == "score":
+        if phase.trains_weights:
+            key, rate = f"{section_of(phase)}.lr", optimizer_config(self._recipe, phase).lr
+        else:
             assert pruner is not None  # Its `lr` is the speed, even if derived from the budget.
             key, rate = score_rate_key(self._recipe), pruner.lr
-        else:
-            key, rate = f"{section}.lr", getattr(self._recipe, section).lr
         saved = (self._checkpoints / LAST_CHECKPOINT).is_file()
         kept = f"; the last good checkpoint is kept in {self._checkpoints}" if saved else ""
         raise RunError(

@@ -299,10 +299,30 @@ class Recipe(Section):
     def load(cls, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """Read a bundled recipe or a .toml file and apply "key=value" overrides.
 
-        >>> Recipe.load("digits", ["phases.cycles=4", "budget.macs=0.5"]).phases.cycles
+        >>> Recipe.load("digits", ["phases.cycles=4", "scores.balance=side"]).phases.cycles
         4
         """
-        return load_recipe(name_or_path, overrides)
+        path = Path(name_or_path)
+        if path.suffix == ".toml":
+            table = _parse(str(path), _read(path))
+        elif str(name_or_path) in (known := bundled_recipes()):
+            table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
+        else:
+            hint = suggestion(str(name_or_path), known)
+            hint = hint if hint.startswith("did") else f"there are {', '.join(known)}"
+            asked = f"no bundled recipe is called {str(name_or_path)!r} (a file must end in .toml)"
+            raise RecipeError(f"{asked}; {hint}")
+        table = {"name": path.stem, **table}
+        if isinstance(overrides, (str, Mapping)):
+            raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
+        changes = [_override(override) for override in overrides]
+        apply = partial(merge, empties=True)
+        method = reduce(apply, changes, table).get("method")
+        if method != table.get("method"):
+            # The file's settings are meant for the method it names, so those of the new method replace them. The
+            # other overrides still come last: one that contradicts the method is refused, not ignored.
+            changes = [_nested(key, value) for key, value in _settings_of(method).items()] + changes
+        return cls.from_dict(reduce(apply, changes, table))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
@@ -311,16 +331,14 @@ class Recipe(Section):
         >>> Recipe.from_dict({"name": "x", "model": {"name": "resnet20"}, "data": {"name": "digits"}}).seed
         0
         """
-        made = super().from_dict(table)
-        for key, value in _settings_of(made.method).items():
+        recipe = super().from_dict(table)
+        for key, value in _settings_of(recipe.method).items():
             section, _, name = key.partition(".")
             given = table.get(section, {}).get(name, value)
             if given != value:
-                raise RecipeError(
-                    f"{key}: method {made.method} requires {value!r}, got {given!r}; remove {key}, or "
-                    "choose another method"
-                )
-        return made
+                conflict = f"{key}: method {recipe.method} requires {value!r}, got {given!r}"
+                raise RecipeError(f"{conflict}; remove {key}, or choose another method")
+        return recipe
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,32 +368,7 @@ class Recipe(Section):
             )
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a bundled recipe or a .toml file and apply "key=value" overrides.
-
-    >>> load_recipe("digits", ["phases.cycles=4", "scores.balance=side"]).phases.cycles
-    4
-    """
-    path = Path(name_or_path)
-    if path.suffix == ".toml":
-        table = _parse(str(path), _read(path))
-    elif str(name_or_path) in (known := bundled_recipes()):
-        table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
-    else:
-        hint = suggestion(str(name_or_path), known)
-        hint = hint if hint.startswith("did") else f"there are {', '.join(known)}"
-        raise RecipeError(f"no bundled recipe is called {str(name_or_path)!r} (a file must end in .toml); {hint}")
-    table = {"name": path.stem, **table}
-    if isinstance(overrides, (str, Mapping)):
-        raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
-    changes = [_override(override) for override in overrides]
-    apply = partial(merge, empties=True)
-    method = reduce(apply, changes, table).get("method")
-    if method != table.get("method"):
-        # The file's settings are meant for the method it names, so those of the new method replace them. The
-        # other overrides still come last: one that contradicts the method is refused, not ignored.
-        changes = [_nested(key, value) for key, value in _settings_of(method).items()] + changes
-    return Recipe.from_dict(reduce(apply, changes, table))
+load_recipe = Recipe.load
 
 
 def bundled_recipes() -> list[str]:

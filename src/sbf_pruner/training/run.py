@@ -113,7 +113,6 @@ def fit(
             second signal ends the process at once.
 
     >>> import tempfile
-    >>> from .recipe import load_recipe
     >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
     >>> recipe = load_recipe("digits", [*short, "dense_control=false"])
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
@@ -137,8 +136,8 @@ def fit(
         if dense_from is not None and not goes_on:
             stage = team.run_on_rank0(partial(read_dense_stage, dense_from, recipe))
         machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
-        device = machine.device
-        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # The caller's are restored.
+        on_cuda = machine.device.type == "cuda"
+        streams = torch.random.fork_rng([machine.device] if on_cuda else [])  # The caller's are restored.
         with streams, cpu_threads(recipe.threads), restore_torch_settings():
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
@@ -147,7 +146,10 @@ def fit(
             origin = named.origin(*others, trust=trust, resume=resume)
             data = data or load_data(recipe.data, classes, recipe.seed, origin)
             check_divisible(recipe, len(data.train), team)
-            model, report = broadcast_weights(model, team), report if team.leads else None
+            if not team.alone:  # Start from the weights of rank 0.
+                model = real_copy(model)
+                team.follow([value for value in model.state_dict().values() if isinstance(value, Tensor)])
+                report = report if team.leads else None
             started = Run(model, recipe, data, machine, folder, report, goes_on, team, signals)
             with folder.taken():
                 # Another process may have changed the folder before it was locked, so check it again.
@@ -163,7 +165,6 @@ def fit(
 
 
 def _check_kinds(model: object, recipe: object, data: object) -> None:
-    """Refuse arguments of the wrong type."""
     check_model(model)
     if not isinstance(recipe, (Recipe, str, Path)):
         raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
@@ -237,8 +238,8 @@ class Run:
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
         if stage is not None:  # Record the warm-up as if it had been trained here.
             self.folder.append(*stage.records)
-            self.done, self.spent = len(stage.records), stage.seconds
-            self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
+            self.done, self.spent = len(stage.records), sum(record["seconds"] for record in stage.records)
+            self.warmup_accuracy, self.dense_from = stage.records[-1]["test_accuracy"], stage.run
         if stage is not None or not self.recipe.phases.warmup:
             self._keep_dense()
             self._choose()
@@ -246,7 +247,6 @@ class Run:
             self._save(None, closed=True)
 
     def restore(self) -> None:
-        """Restore the state of the last checkpoint."""
         state = load_checkpoint(self.folder.checkpoints)
         self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
         self.folder.check_same_data(state.get("images", {}), self.counts)
@@ -577,14 +577,6 @@ def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> No
                 f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; "
                 f"make it a multiple of {team.size}"
             )
-
-
-def broadcast_weights(model: nn.Module, team: DistributedContext) -> nn.Module:
-    """Return the model itself if this process is alone, else a copy with the weights of rank 0."""
-    if not team.alone:
-        model = real_copy(model)
-        team.follow([value for value in model.state_dict().values() if isinstance(value, Tensor)])
-    return model
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,10 +101,6 @@ class LazySplit:
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
 
-    def spread(self, most: int) -> list[int]:
-        """Return up to `most` of the rows, evenly spaced."""
-        return [int(row) for row in self.rows[:: -(-len(self) // most)]]
-
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -125,7 +121,6 @@ class Data:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images in each split."""
         return {"train": len(self.train), "validation": len(self.validation), "test": len(self.test)}
 
     def told(self) -> dict[str, list[Any]]:
@@ -188,15 +183,6 @@ class Augment:
     scale: float = 1.0
 
 
-class BatchOptions(TypedDict, total=False):
-    """Keyword arguments that all kinds of batches accept."""
-
-    device: torch.device | str
-    augment: Augment | None
-    seed: int
-    num_classes: int
-
-
 class Batches(ABC):
     """Batches of a split on a device: normalized float images and their labels.
 
@@ -219,10 +205,8 @@ class Batches(ABC):
         num_classes: int = 0,
     ) -> None:
         self.count, self.shape = len(split), split.shape
-        self.batch_size = batch_size
-        self.num_classes = num_classes
-        self.augment = augment
-        self.seed = seed
+        self.batch_size, self.augment = batch_size, augment
+        self.seed, self.num_classes = seed, num_classes
         self.device = torch.device(device)
         # Pixels are in 0..255, so scale the statistics once instead of scaling every batch.
         self.mean, self.std = (
@@ -243,12 +227,6 @@ class Batches(ABC):
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch number `index`, from batch number `first` on."""
 
-    def regrouped(self, batch_size: int, augment: Augment) -> Self:
-        """Return batches of the same images with another batch size and augmentation; nothing is copied."""
-        batches = copy(self)
-        batches.batch_size, batches.augment = batch_size, augment
-        return batches
-
     def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
         """Yield the part of each batch of an epoch that belongs to a rank, from batch number `first` on."""
         for images, labels in self.epoch(index, first):
@@ -258,8 +236,7 @@ class Batches(ABC):
         """Draw all random choices of an epoch, one row per image: order, windows, and the arguments of `dressed`.
 
         A window is four numbers: its fraction of the area of the image, and from 0 to 1 its shape from tall to
-        wide, and its position from left to right and from top to bottom. All numbers are drawn on the CPU, so an
-        epoch is the same on every device.
+        wide, and its position from left to right and from top to bottom.
         """
         augment, count = self.augment or Augment(), self.count
         seeds = np.random.SeedSequence((self.seed, index))
@@ -289,14 +266,13 @@ class Batches(ABC):
     ) -> Batch:
         """Crop, mirror, normalize, cut out and blend the images of a training batch.
 
-        `top` and `left` are the offsets of the crops, and `mirrored` tells which images are mirrored. `middle` is
-        the center of each cutout, as fractions of height and width, and `own` the weight of each image in its
-        blend.
+        `top` and `left` are the offsets of the crops; `middle` is the center of each cutout, as fractions of height
+        and width, and `own` the weight of each image in its blend.
         """
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
             columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
-            images = _gathered(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
+            images = _select(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
         images = self.normalised(images)
         if middle is not None:
             assert self.augment is not None
@@ -314,17 +290,10 @@ class Batches(ABC):
 
 
 class DeviceBatches(Batches):
-    """Batches of images that are kept on the device."""
+    """Batches of images that are kept on the device; other arguments are those of `Batches`."""
 
-    def __init__(
-        self,
-        split: Split,
-        batch_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        **how: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(split, batch_size, mean, std, **how)
+    def __init__(self, split: Split, *others: Any, **options: Any) -> None:
+        super().__init__(split, *others, **options)
         self.images = split.images.to(self.device)
         self.labels = split.labels.to(self.device)
 
@@ -343,7 +312,7 @@ class DeviceBatches(Batches):
         return self.dressed(self.images[order], self.labels[order], *args, **kwargs)
 
 
-def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _select(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Select rows and columns for each image, which crops and mirrors in one indexing operation."""
     image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
@@ -355,8 +324,8 @@ def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
     inside = []
     for part, size in zip(middle.unbind(1), shape, strict=True):
         first = (part * size).long() - side // 2
-        away = torch.arange(size, device=middle.device) - first[:, None]
-        inside.append((away >= 0) & (away < side))
+        offset = torch.arange(size, device=middle.device) - first[:, None]
+        inside.append((offset >= 0) & (offset < side))
     down, across = inside
     return (~(down[:, None, :, None] & across[:, None, None, :])).float()
 
@@ -372,17 +341,8 @@ Chance = int  # seed of the random numbers that are drawn while an item is read
 class LoaderBatches(Batches):
     """Batches of images that are read on demand by `workers` processes, or by this process (0)."""
 
-    def __init__(
-        self,
-        stream: LazySplit,
-        batch_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        workers: int = 0,
-        **how: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(stream, batch_size, mean, std, **how)
+    def __init__(self, stream: LazySplit, *others: Any, workers: int = 0, **options: Any) -> None:
+        super().__init__(stream, *others, **options)
         self.stream, self.workers = stream, workers
 
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
@@ -422,10 +382,9 @@ class LoaderBatches(Batches):
                 yield self.normalised(images), labels
 
     def _loaded(self, requests: list[list[tuple[Key, Chance]]]) -> Iterator[Batch | DataError]:
-        """Yield what the workers have read, or the DataError why a batch could not be read.
+        """Yield what the workers have read, or why a batch could not be read.
 
-        The workers end with this generator, so the caller raises the error: a traceback through the generator would
-        keep them alive.
+        The caller raises the DataError: a traceback through this generator would keep the workers alive.
         """
         loader: DataLoader[Any] = DataLoader(
             _BatchReader(self.stream, self.num_classes),
@@ -445,7 +404,8 @@ class LoaderBatches(Batches):
 
 def sample(stream: LazySplit, most: int, seed: int) -> Tensor:
     """Return the images of up to `most` evenly spaced rows; their random transforms depend on the seed alone."""
-    found = _BatchReader(stream).__getitems__([(row, seed % 2**32) for row in stream.spread(most)])
+    rows = stream.rows[:: -(-len(stream) // most)].tolist()
+    found = _BatchReader(stream).__getitems__([(row, seed % 2**32) for row in rows])
     if isinstance(found, DataError):
         raise found
     return found[0]
@@ -479,11 +439,9 @@ class _BatchReader(Dataset[Any]):
         check_item((image, label), item)
         if (image.dtype == torch.uint8) != self.stream.pixels:
             raise DataError(f"{item} is {image.dtype}, the first is not; give all images one dtype")
-        if tuple(image.shape) != self.stream.shape:
-            raise DataError(
-                f"{item} is {tuple(image.shape)}, and the first {self.stream.shape} (channels, height, width); "
-                "resize all to one size"
-            )
+        if tuple(image.shape) != (first := self.stream.shape):
+            shapes = f"{tuple(image.shape)}, and the first {first} (channels, height, width)"
+            raise DataError(f"{item} is {shapes}; resize all to one size")
         if self.num_classes and (wrong := wrong_label(torch.tensor(int(label)), self.num_classes)) is not None:
             raise DataError(f"{item}: {wrong}")
 
@@ -521,7 +479,6 @@ class RunBatches:
         self._check_sizes()
         self._plain = Augment(recipe.data.crop, recipe.data.flip, scale=recipe.data.scale)
         self.train = self._batches(data.train, self._plain)
-        self._regrouped = {(self.train.batch_size, self._plain): self.train}
         self.test = self._batches(data.test)
         self.validation = self._batches(data.validation) if len(data.validation) else None
         images = next(self.test.epoch(0))[0]
@@ -532,65 +489,50 @@ class RunBatches:
 
     def of(self, phase: Phase) -> Batches:
         """Return the training batches of a phase, with its batch size and augmentation."""
-        augment = self._plain
+        batches = self.whole(phase)
         if phase.trains_weights:  # Scores are trained without cutout and mixup.
             config = optimizer_config(self._recipe, phase)
-            augment = replace(augment, cutout=config.cutout, mixup=config.mixup)
-        return self._training(phase, augment)
+            batches.augment = replace(self._plain, cutout=config.cutout, mixup=config.mixup)
+        return batches
 
     def whole(self, phase: Phase) -> Batches:
         """Return the training batches of a phase without cutout and mixup, for computing batch statistics."""
-        return self._training(phase, self._plain)
+        batches = copy(self.train)  # which shares its images
+        batches.batch_size = batch_size(self._recipe, phase)
+        return batches
 
     def _check_sizes(self) -> None:
         """Raise a DataError for crops and cutouts that may leave nothing of an image."""
         height, width = self._data.train.shape[-2:]
+        size = f"({height}x{width}); lower it"
         shift = self._recipe.data.crop
         if shift >= min(height, width):
-            raise DataError(
-                f"data.crop: a shift by {shift} pixels may leave nothing of an image ({height}x{width}); lower it"
-            )
+            raise DataError(f"data.crop: a shift by {shift} pixels may leave nothing of an image {size}")
         for section in ("warmup", "weights", "finetune"):
             hole = getattr(self._recipe, section).cutout
             if hole >= max(height, width):
-                raise DataError(
-                    f"{section}.cutout: a hole of {hole} pixels may cover a whole image ({height}x{width}); "
-                    "lower it"
-                )
-
-    def _training(self, phase: Phase, augment: Augment) -> Batches:
-        key = batch_size(self._recipe, phase), augment
-        if key not in self._regrouped:
-            self._regrouped[key] = self.train.regrouped(*key)
-        return self._regrouped[key]
+                raise DataError(f"{section}.cutout: a hole of {hole} pixels may cover a whole image {size}")
 
     def _batches(self, split: Split | LazySplit, augment: Augment | None = None) -> Batches:
-        size, data = self._recipe.data.batch_size, self._data
+        config = self._recipe.data
+        size = config.batch_size
         if not augment and max(split.shape[-2:]) <= SMALL_IMAGE:
             size = max(size, MIN_EVAL_BATCH)
-        return batches_of(
-            split,
-            size,
-            data,
-            workers=self._recipe.data.workers,
-            device=self._device,
-            augment=augment,
-            seed=self._recipe.seed,
-            num_classes=data.num_classes,
-        )
+        options = {"device": self._device, "seed": self._recipe.seed, "num_classes": self._data.num_classes}
+        return batches_of(split, size, self._data, workers=config.workers, augment=augment, **options)
 
 
 def batches_of(
-    split: Split | LazySplit, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[BatchOptions]
+    split: Split | LazySplit, batch_size: int, data: Data, *, workers: int = -1, **options: Any
 ) -> Batches:
-    """Return `DeviceBatches` batches for a `Split` and `LoaderBatches` batches for a `LazySplit`.
+    """Return `DeviceBatches` for a `Split` and `LoaderBatches` for a `LazySplit`; `options` are those of `Batches`.
 
     If `workers` is negative, the available cores are divided among the ranks.
     """
     if isinstance(split, Split):
-        return DeviceBatches(split, batch_size, data.mean, data.std, **how)
+        return DeviceBatches(split, batch_size, data.mean, data.std, **options)
     if workers < 0:
         # The cores that this process may use, or that the machine has if that is unknown.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, cores // DistributedContext.present().size)
-    return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **how)
+    return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **options)

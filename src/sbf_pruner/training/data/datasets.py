@@ -73,8 +73,8 @@ def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) 
     check_read(config, USED_SETTINGS[config.name])
     found = SOURCES[config.name](config, num_classes, seed)
     return {
-        part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
-        for part, held in found.items()
+        part: Split(*map(torch.from_numpy, split)) if isinstance(split, tuple) else split
+        for part, split in found.items()
     }
 
 
@@ -82,8 +82,8 @@ def own_parts(datasets: Any, where: str) -> dict[str, Split | LazySplit]:
     """Wrap a user's datasets: `{"train": dataset, "test": dataset}` and optionally "val"."""
     known = ("train", "val", "test")
     if not isinstance(datasets, Mapping) or not {"train", "test"} <= set(datasets) <= set(known):
-        held = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
-        raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {held}")
+        got = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
+        raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {got}")
     return {part: LazySplit.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
 
 
@@ -116,10 +116,8 @@ def check_read(config: DataConfig, reads: Container[str]) -> None:
     default = DataConfig(config.name)
     for key in OPTIONAL_SETTINGS:
         if key not in reads and getattr(config, key) != getattr(default, key):
-            users = [name for name in SOURCES if key in USED_SETTINGS[name]]
-            raise DataError(
-                f"data.{key}: {config.name} does not use it (used by: {', '.join(users)}); leave it out"
-            )
+            users = ", ".join(name for name in SOURCES if key in USED_SETTINGS[name])
+            raise DataError(f"data.{key}: {config.name} does not use it (used by: {users}); leave it out")
 
 
 @register("digits", "image_size")
@@ -263,11 +261,9 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         return self.view.channels, self.view.size, self.view.size
 
     def stream(self) -> LazySplit:
-        """Return a `LazySplit` that reads the images on demand."""
         return LazySplit(self, torch.arange(len(self)), self.shape, torch.tensor(self.labels), windows=True)
 
     def split(self) -> Split:
-        """Read all images now."""
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
         for row in range(len(self)):
             images[row] = self[row][0]
@@ -283,12 +279,9 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
     for folder in subfolders(root):
         if folder not in classes:
             raise DataError(f"{root / folder}: train has no class {folder!r}; {suggestion(folder, classes)}")
-    found = [
-        (path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).glob("*"))
-        if not path.name.startswith(".") and path.is_file()  # macOS creates hidden files beside images.
-    ]
+    found = [(path, label) for label, name in enumerate(classes) for path in sorted((root / name).glob("*"))]
+    # macOS creates hidden files beside images.
+    found = [(path, label) for path, label in found if not path.name.startswith(".") and path.is_file()]
     files = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
     if not files:
         raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
@@ -300,9 +293,8 @@ def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
         _log.warning("%s holds no images of %s", root, first_names(missing, 3))
     for label, name in enumerate(classes):
         for inner in subfolders(root / name) if (root / name).is_dir() else ():
-            raise DataError(
-                f"{root / name / inner}: images must lie in {root}/CLASS; move them there, or remove this folder"
-            )
+            remedy = "move them there, or remove this folder"
+            raise DataError(f"{root / name / inner}: images must lie in {root}/CLASS; {remedy}")
         if root.name == "train" and label not in filled:
             raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
     return Pictures([path for path, _ in files], [label for _, label in files], view)
@@ -336,8 +328,7 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
 
 
 def _to_8_bit(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Convert 16-bit pixels to 8 bits."""
-    if not (pixels.min() >= 0 and pixels.max() < 2**16):
+    if not 0 <= pixels.min() <= pixels.max() < 2**16:
         raise ValueError("its pixels have more than 16 bits")
     return np.rint(pixels / 257.0).astype(np.uint8)
 
@@ -365,22 +356,23 @@ def _from_npz(file: IO[bytes], source: str) -> Arrays:
     for key in (axis + part for part in parts for axis in ("x_", "y_")):
         if key not in archive.files:
             raise DataError(f"{source} has no array {key!r}; it holds: {', '.join(archive.files) or 'nothing'}")
-    arrays: Arrays = {}
-    for part in parts:
-        images, labels = _member(archive, f"x_{part}", source), _member(archive, f"y_{part}", source)
-        arrays[part] = _images(images, f"{source}, x_{part}"), _labels(labels, f"{source}, y_{part}")
-    return arrays
+    return {
+        part: (
+            _images(_member(archive, f"x_{part}", source), f"{source}, x_{part}"),
+            _labels(_member(archive, f"y_{part}", source), f"{source}, y_{part}"),
+        )
+        for part in parts
+    }
 
 
 def _member(archive: Any, key: str, source: str) -> NDArray[Any]:
     try:
         return archive[key]
     except ValueError as error:
+        why = f"cannot be read: {error}"
         if "pickle" in str(error).lower():
-            raise DataError(
-                f"{source}, {key}: holds Python objects, which are never unpickled; store numbers"
-            ) from None
-        raise DataError(f"{source}, {key}: cannot be read: {error}") from error
+            why = "holds Python objects, which are never unpickled; store numbers"
+        raise DataError(f"{source}, {key}: {why}") from error
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{source}, {key}: the archive is damaged: {error}") from error
 
@@ -393,9 +385,8 @@ def _images(images: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim != 4 or min(images.shape[1], images.shape[3]) > 4:
-        raise DataError(
-            f"{where}: shape {images.shape} is neither N,H,W nor N,C,H,W nor N,H,W,C with C from 1 to 4"
-        )
+        known = "N,H,W nor N,C,H,W nor N,H,W,C with C from 1 to 4"
+        raise DataError(f"{where}: shape {images.shape} is neither {known}")
     elif images.shape[1] > 4:
         images = images.transpose(0, 3, 1, 2)
     if 0 in images.shape:
@@ -450,6 +441,7 @@ def _assembled(
     seed: int,
     classes: tuple[str, ...] = (),
 ) -> Data:
+    """Check and resize the parts, hold out a validation split, and find mean and deviation."""
     splits: dict[str, Split | LazySplit] = {}
     for part, split in parts.items():
         if split.labels is not None:
@@ -461,14 +453,11 @@ def _assembled(
             shapes = f"{split.shape}, train's {train.shape}"
             raise DataError(f"{config.name}, {part}: images are {shapes} (channels, height, width)")
         if split.pixels != train.pixels:
-            raise DataError(
-                f"{config.name}, {part}: train and {part} have different dtypes; make both uint8, or both float"
-            )
+            kinds = f"train and {part} have different dtypes"
+            raise DataError(f"{config.name}, {part}: {kinds}; make both uint8, or both float")
     if config.scale < 1 and not train.windows:
-        raise DataError(
-            "data.scale: random windows are only read from image files; set data.name=folder "
-            "and data.in_memory=false"
-        )
+        remedy = "set data.name=folder and data.in_memory=false"
+        raise DataError(f"data.scale: random windows are only read from image files; {remedy}")
     if validation is None:
         train, validation = _held_out(train, config.validation, seed)
     elif config.validation:
@@ -482,10 +471,8 @@ def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
     if config.mean:
         if not train.pixels:
             raise DataError("data.mean: floating-point images are not normalized; leave out mean and std")
-        if len(config.mean) != train.shape[0]:
-            raise DataError(
-                f"data.mean: {len(config.mean)} numbers for {train.shape[0]} channels; give one for each"
-            )
+        if (numbers := len(config.mean)) != train.shape[0]:
+            raise DataError(f"data.mean: {numbers} numbers for {train.shape[0]} channels; give one for each")
         return config.mean, config.std
     if not train.pixels:
         return (), ()
@@ -516,27 +503,26 @@ def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Spl
             raise DataError("data.validation: no part of your own dataset can be held out; pass one called 'val'")
         return train, train[:0]
     random = torch.Generator().manual_seed(seed)
-    held = torch.zeros(len(train), dtype=torch.bool)
+    chosen = torch.zeros(len(train), dtype=torch.bool)
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()
         shuffled = members[torch.randperm(len(members), generator=random)]
-        held[shuffled[: round(fraction * len(members))]] = True
-    if held.all():
+        chosen[shuffled[: round(fraction * len(members))]] = True
+    if chosen.all():
         raise DataError(f"data.validation: {fraction} leaves none of {len(train)} images to train on")
-    if fraction and not held.any():
+    if fraction and not chosen.any():
         raise DataError(f"data.validation: {fraction} of {len(train)} images holds none out; raise it")
-    return train[~held], train[held]
+    return train[~chosen], train[chosen]
 
 
 def _statistics(images: Tensor) -> Normal:
     """Compute exact mean and deviation per channel from the counts of the 256 pixel values."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
-    for channel in range(images.shape[1]):
-        counts = torch.bincount(images[:, channel].flatten(), minlength=256)
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten(), minlength=256)
         share = counts.double() / counts.sum()
-        mean = float((share * values).sum())
-        deviation = float((share * (values - mean) ** 2).sum().sqrt())
-        means.append(mean)
+        means.append(float((share * values).sum()))
+        deviation = float((share * (values - means[-1]) ** 2).sum().sqrt())
         deviations.append(deviation or 1.0)  # A constant channel is shifted, but not scaled.
     return tuple(means), tuple(deviations)

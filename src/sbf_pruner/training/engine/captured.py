@@ -31,7 +31,7 @@ from ...utils.distributed import DistributedContext
 from ..data.batches import Batch, Batches, DeviceBatches
 from ..device import ComputeConfig
 from .convolutions import TunableConvolutions
-from .eager import AfterStep, Average, Engine, EpochProgress, EpochResult, Teacher, count_correct
+from .eager import AfterStep, Engine, EpochProgress, EpochResult, Teacher, WeightSteps, count_correct
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
@@ -39,7 +39,7 @@ Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> 
 Inside = Callable[[], AbstractContextManager[Any]]  # -> the context in which a network runs, such as folded gates
 
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"max_autotune": True, "triton.cudagraphs": False}
-_WARM_UPS = 3
+_WARM_UPS = 3  # runs of a step before it is captured
 
 
 class CapturedEngine(Engine):
@@ -76,39 +76,36 @@ class CapturedEngine(Engine):
         epoch: int,
         teacher: Teacher | None,
         begun: EpochProgress,
-        optimizer: torch.optim.Optimizer | None = None,
-        rates: Sequence[float] = (),
-        label_smoothing: float = 0.0,
-        average: Average | None = None,
+        weights: WeightSteps | None = None,
     ) -> EpochResult:
         self.network.train()
         scored = self._scored()
-        optimizers = [] if optimizer is None else [optimizer]
+        optimizers = [] if weights is None else [weights.optimizer]
         if scored is not None and scored.optimizer is not None:
             optimizers.append(scored.optimizer)
         key = optimizers[0]
         if key not in self._steps:
             folded = self._folded()
             taught = self._taught(teacher)
-            work = self._work(optimizer, label_smoothing, folded, taught, average, scored)
-            more = [] if average is None else average.tensors
+            work = self._work(weights, folded, taught, scored)
+            more = [] if weights is None or weights.average is None else weights.average.tensors
             if scored is not None:  # the tensors that a score step changes, besides the state of its optimizer
                 more += [*scored.score_parameters, scored.gates.soft, scored.values, scored.gradient.lost]
             changed = StateSnapshot(self.network, optimizers, more)
-            rate = None if optimizer is None else optimizer.param_groups[0]["lr"]
+            rate = None if weights is None else weights.optimizer.param_groups[0]["lr"]
             self._steps.clear()  # Free the memory of an old graph before the new one is captured.
             inside = partial(self._inside, folded)
             self._steps[key] = Step(batches, work, changed, self.sums, rate, inside, self.team)
+        rates = () if weights is None else weights.rates
         return self._steps[key].epoch(epoch, rates, self.after_step, begun)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> EpochResult:
-        # Captured evaluation reads images in order and pads the last batch, which would change norms that use batch
-        # statistics.
-        resident = isinstance(batches, DeviceBatches) and batches.augment is None
-        if not resident or _uses_batch_statistics(self.network):
+        # Captured evaluation pads the last batch, which would change norms that have no running statistics.
+        norms = [module for module in self.network.modules() if isinstance(module, _BatchNorm)]
+        padded = all(norm.running_mean is not None for norm in norms)
+        if not (padded and isinstance(batches, DeviceBatches) and batches.augment is None):
             return super().evaluate(batches)
-        assert isinstance(batches, DeviceBatches)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
         if gates != self._evaluated_with:  # A captured graph does not follow a change of the mode of the gates.
@@ -147,41 +144,35 @@ class CapturedEngine(Engine):
         return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
 
     def _work(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        label_smoothing: float,
-        folded: LeafGates | None,
-        taught: Taught,
-        average: Average | None,
-        scored: Pruner | None,
+        self, weights: WeightSteps | None, folded: LeafGates | None, taught: Taught, scored: Pruner | None
     ) -> Work:
-        """Return a training step: of weights if there is an `optimizer`, of scores if `scored`, or of both."""
+        """Return a training step: of weights, of scores if `scored`, or of both."""
 
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none=True)
+            if weights is not None:
+                weights.optimizer.zero_grad(set_to_none=True)
             if folded is not None:
                 folded.refresh()
-            if optimizer is not None and self._tunable is not None:
+            if weights is not None and self._tunable is not None:
                 self._tunable.refresh()
-            loss, outputs = self._loss(images, labels, label_smoothing)
+            loss, outputs = self._loss(images, labels, weights.label_smoothing if weights else 0.0)
             self._counters.count()
             loss = taught(images, loss, outputs)
             penalty = torch.zeros_like(loss) if scored is None else scored.penalty()
             (loss if scored is None else loss + penalty).backward()
             if scored is not None:
                 assert folded is not None and scored.gates.soft.grad is not None
-                gradients = folded.score_gradients if optimizer is None else folded.both_gradients
+                gradients = folded.score_gradients if weights is None else folded.both_gradients
                 scored.gates.soft.grad += gradients()
             elif folded is not None:
                 folded.weight_gradients()
-            if optimizer is not None:
+            if weights is not None:
                 self._share_gradients()
-                optimizer.step()
+                weights.optimizer.step()
             if scored is not None:
                 scored.step()
-            if average is not None:
-                average.update()
+            if weights is not None and weights.average is not None:
+                weights.average.update()
             return loss.detach(), outputs.detach(), penalty.detach()
 
         return work
@@ -193,11 +184,6 @@ class CapturedEngine(Engine):
     def _judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self._forward(images)
         return F.cross_entropy(outputs, labels, reduction="none"), outputs
-
-
-def _uses_batch_statistics(network: nn.Module) -> bool:
-    """Return True if a batch norm has no running statistics, and so always uses those of the batch."""
-    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in network.modules())
 
 
 def make_engine(
@@ -238,7 +224,6 @@ class BatchCounters:
             del module.__dict__["num_batches_tracked"]
 
     def count(self) -> None:
-        """Increment the counter of every norm that is in training mode."""
         if counts := [count for module, count in self._counts.items() if module.training]:
             torch._foreach_add_(counts, 1)
 
@@ -246,10 +231,24 @@ class BatchCounters:
 def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Capture one run of `once` as a CUDA graph; `before_each` is called before every warm-up run and the capture.
 
-    A step that cannot be compiled or captured raises a RunError that names the alternative.
+    The random state of the device is restored. A step that cannot be compiled or captured raises a RunError that
+    names the alternative.
     """
     try:
-        return _captured(once, before_each)
+        random = torch.cuda.get_rng_state()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                before_each()
+                once()
+            before_each()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            once()
+        torch.cuda.set_rng_state(random)
+        return graph
     except (PruningError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # Compilers fail in many ways, and a user's forward may synchronize with the host.
@@ -258,24 +257,6 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
             f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
             "engine=plain to run them eagerly"
         ) from error
-
-
-def _captured(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Capture one run of `once` after a few warm-up runs; the random state of the device is restored."""
-    random = torch.cuda.get_rng_state()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            before_each()
-            once()
-        before_each()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
-    torch.cuda.set_rng_state(random)
-    return graph
 
 
 class StateSnapshot:
@@ -294,7 +275,6 @@ class StateSnapshot:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the snapshot in place."""
         for tensor, before in zip(self.tensors, self.before, strict=True):
             tensor.copy_(before)
         for parameter, held in self._held():
@@ -337,11 +317,7 @@ class Step:
             changed.undo()
 
     def epoch(
-        self,
-        index: int,
-        rates: Sequence[float],
-        after_step: AfterStep | None,
-        begun: EpochProgress,
+        self, index: int, rates: Sequence[float], after_step: AfterStep | None, begun: EpochProgress
     ) -> EpochResult:
         """Run the steps of an epoch, or those that are left after `begun`.
 
@@ -381,11 +357,7 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        batches: DeviceBatches,
-        judge: Judge,
-        inside: AbstractContextManager[Any],
-        team: DistributedContext,
+        self, batches: DeviceBatches, judge: Judge, inside: AbstractContextManager[Any], team: DistributedContext
     ) -> None:
         self.batches, self.judge, self.inside, self.team = batches, judge, inside, team
         self.count = batches.count
@@ -399,7 +371,6 @@ class Evaluation:
                 self.graph = capture(self._once, self.at.zero_)
 
     def run(self) -> EpochResult:
-        """Return loss and accuracy over all images."""
         self.at.zero_()
         self.sums.zero_()
         with self.inside:  # Entering recomputes the gated parameters.
@@ -444,7 +415,6 @@ class OnDeviceBatch:
         """Do nothing: the step itself advances `at`."""
 
     def look_ahead(self, index: int) -> None:
-        """Draw the random choices of the next epoch on the CPU."""
         self.next = index, self._draw(index)
 
     def batch(self) -> Batch:
@@ -478,7 +448,6 @@ class StaticBatch:
         self.coming = self.batches.parts(index, self.team, first)
 
     def advance(self) -> None:
-        """Copy the next batch into the buffers."""
         images, labels = next(self.coming)
         self.images.copy_(images)
         self.labels.copy_(labels)
@@ -487,7 +456,6 @@ class StaticBatch:
         """Do nothing: batches are read ahead anyway."""
 
     def batch(self) -> Batch:
-        """Return the buffers, which hold this rank's part of the batch."""
         return self.images, self.labels
 
 

@@ -54,15 +54,13 @@ class EpochResult:
 
     @property
     def finite(self) -> bool:
-        """True if loss and penalty are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.penalty)
 
 
 class Engine:
     """Runs epochs of one network on one device.
 
-    >>> from ..data.batches import DeviceBatches
-    >>> from ..data.batches import Split
+    >>> from ..data.batches import DeviceBatches, Split
     >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
     >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(DeviceBatches(two, 2, [0.0], [1.0])).accuracy
     50.0
@@ -80,12 +78,11 @@ class Engine:
         self.network = to_memory_format(network.to(device), order)
         self.device, self.dtype, self.order = torch.device(device), dtype, order
         self.pruner = pruner
-        self.team = team or DistributedContext.present()
-        """ranks that share every batch"""
+        self.team = team or DistributedContext.present()  # the ranks that share every batch
         self.after_step: AfterStep | None = None
         self.before_evaluation_batch: Callable[[], None] | None = None
+        # sums of loss, hits and penalty over the steps of the current training epoch
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        """sums of loss, hits and penalty over the steps of the current training epoch"""
 
     def train_epoch(
         self,
@@ -103,7 +100,8 @@ class Engine:
         Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
         optimizer. Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
-        result = self._train(batches, epoch, teacher, begun, optimizer, rates, label_smoothing, average)
+        weights = WeightSteps(optimizer, rates, label_smoothing, average)
+        result = self._train(batches, epoch, teacher, begun, weights)
         # Ranks see different images, so average the statistics of norms, and the moving average, over all of them.
         held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
         self.team.average([*held, *([] if average is None else average.tensors)])
@@ -122,33 +120,30 @@ class Engine:
         epoch: int,
         teacher: Teacher | None,
         begun: EpochProgress,
-        optimizer: torch.optim.Optimizer | None = None,
-        rates: Sequence[float] = (),
-        label_smoothing: float = 0.0,
-        average: Average | None = None,
+        weights: WeightSteps | None = None,
     ) -> EpochResult:
-        """Train the weights if there is an `optimizer`, and the scores inside `pruner.scoring()`."""
+        """Train the weights as `weights` says, if given, and the scores inside `pruner.scoring()`."""
         self.network.train()
         scored = self._scored()
         sums = _Sums(self.sums, begun, batches)
         for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), begun.steps):
-            if optimizer is not None:
-                for group in optimizer.param_groups:
-                    group["lr"].fill_(rates[step])
-                optimizer.zero_grad(set_to_none=True)
+            if weights is not None:
+                for group in weights.optimizer.param_groups:
+                    group["lr"].fill_(weights.rates[step])
+                weights.optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
-            loss = F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+            loss = F.cross_entropy(outputs, labels, label_smoothing=weights.label_smoothing if weights else 0.0)
             if teacher is not None:
                 loss = teacher.mixed(loss, outputs, self._answers(teacher, images))
             penalty = None if scored is None else scored.penalty()
             (loss if penalty is None else loss + penalty).backward()
-            if optimizer is not None:
+            if weights is not None:
                 self._share_gradients()
-                optimizer.step()
+                weights.optimizer.step()
             if scored is not None:
                 scored.step()
-            if average is not None:
-                average.update()
+            if weights is not None and weights.average is not None:
+                weights.average.update()
             sums.add(outputs, labels, loss, penalty)
             if self.after_step is not None:
                 self.after_step(step + 1, len(batches))
@@ -156,7 +151,6 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> EpochResult:
-        """Return loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(torch.zeros_like(self.sums))
         for images, labels in batches.parts(0, self.team):
@@ -168,10 +162,7 @@ class Engine:
         return sums.tally(self.team)
 
     def recalibrate(self, batches: Batches, epoch: int, count: int) -> Callable[[], None]:
-        """Recompute batch norm statistics from the first `count` batches of an epoch.
-
-        Returns a function that restores the previous statistics.
-        """
+        """Recompute batch norm statistics from `count` batches of an epoch; return a function that undoes it."""
         self.network.eval()
         with fresh_statistics(self.network) as undo:
             self.look(batches, epoch, count)
@@ -190,12 +181,12 @@ class Engine:
         return None if self.pruner is None or self.pruner.optimizer is None else self.pruner
 
     def _forward(self, images: Tensor) -> Tensor:
-        return self._computed(self.network, images)
+        return self._compute(self.network, images)
 
     def _answers(self, teacher: Teacher, images: Tensor) -> Tensor:
-        return self._computed(teacher.answers, images)
+        return self._compute(teacher.answers, images)
 
-    def _computed(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    def _compute(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         """Apply a network in the engine's dtype and memory format; the outputs are float32."""
         images, lower = images.contiguous(memory_format=self.order), self.dtype != torch.float32
         with torch.autocast(self.device.type, self.dtype, enabled=lower):
@@ -216,25 +207,35 @@ def count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
 class _Sums:
     """Running sums of loss, hits and penalty on the device; loss and penalty are weighted by batch size."""
 
-    def __init__(self, held: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
-        self.held = held.copy_(torch.tensor(begun.sums, dtype=held.dtype))
+    def __init__(self, sums: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
+        self.sums = sums.copy_(torch.tensor(begun.sums, dtype=sums.dtype))
         self.seen = 0 if batches is None else begun.steps * batches.each
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)
         # In float32 the product with a batch size of 24 would be rounded.
-        self.held[0] += count * loss.detach().double()
-        self.held[1] += count_correct(outputs, labels)
+        self.sums[0] += count * loss.detach().double()
+        self.sums[1] += count_correct(outputs, labels)
         if penalty is not None:
-            self.held[2] += count * penalty.detach().double()
+            self.sums[2] += count * penalty.detach().double()
         self.seen += count
 
     def tally(self, team: DistributedContext) -> EpochResult:
-        seen = torch.tensor(self.seen, device=self.held.device)
-        team.all_reduce_sum(self.held)
+        seen = torch.tensor(self.seen, device=self.sums.device)
+        team.all_reduce_sum(self.sums)
         team.all_reduce_sum(seen)
-        loss, hits, penalty = (self.held / seen.clamp(min=1)).tolist()
+        loss, hits, penalty = (self.sums / seen.clamp(min=1)).tolist()
         return EpochResult(loss, 100 * hits, penalty)
+
+
+@dataclass(frozen=True)
+class WeightSteps:
+    """How an epoch trains the weights; `rates` holds the learning rate of each step."""
+
+    optimizer: torch.optim.Optimizer
+    rates: Sequence[float]
+    label_smoothing: float
+    average: Average | None
 
 
 @dataclass
@@ -253,21 +254,20 @@ class WeightTrainer:
         average: dict[str, Any] | None = None,
     ) -> WeightTrainer:
         """Create both for a new phase or, with the two states of a checkpoint, for one that is resumed."""
-        made = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
+        trainer = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
         if optimizer is not None:
-            restore_optimizer(made.optimizer, optimizer)
-        if made.average is not None and average is not None:
-            made.average.load_state_dict(average)
-        return made
+            restore_optimizer(trainer.optimizer, optimizer)
+        if trainer.average is not None and average is not None:
+            trainer.average.load_state_dict(average)
+        return trainer
 
     def settle(self) -> None:
-        """Replace the network's tensors by their average, at the end of a phase, and drop the average."""
+        """Copy the average into the network, at the end of a phase, and drop it."""
         if self.average is not None:
             self.average.take_over()
             self.average = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
         average = None if self.average is None else self.average.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "average": average}
 
@@ -310,9 +310,8 @@ class Average:
     """Exponential moving average of a network's parameters and floating-point buffers.
 
     It starts as a copy, with a small decay that grows to `decay` over the first steps, so that the initial values
-    are soon forgotten. Batch norm statistics are averaged with the weights; integer buffers such as counters are
-    not. An update consists of tensor operations only, so it can be captured with its step, and only the values of
-    the network's tensors ever change, never the tensors themselves.
+    are soon forgotten. Integer buffers such as counters are not averaged. An update consists of tensor operations
+    only, so it can be captured with its step, and the network's tensors change only in place.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> average = Average(net, decay=0.5)
@@ -340,7 +339,6 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the current values of the network."""
         self.steps += 1
         towards = 1 - (self.steps / (9 + self.steps)).clamp(max=self.decay)
         change = torch._foreach_sub(self._now, self._average)
@@ -363,12 +361,10 @@ class Average:
         torch._foreach_copy_(self._now, self._average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and the number of updates."""
         return {"average": dict(zip(self._names, self._average, strict=True)), "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place."""
         for name, tensor in zip(self._names, self._average, strict=True):
             tensor.copy_(state["average"][name])
         self.steps.copy_(state["steps"])
