@@ -18,7 +18,7 @@ from sbf_pruner.training import Result, fit, run
 
 # A harsher cut with every way the dense stage goes on mattering: as teacher, in the budget, in the control.
 LATER: dict[str, Any] = {
-    "budget": {"macs": 0.4, "steer": True, "settled": 0},
+    "budget": {"macs": 0.4, "settled": 0},
     "scores": {"speed": 0.3, "penalty": 0.02, "balance": "cost"},
     "distill": {"alpha": 0.5, "during": "cycles"},
     "finetune": {"ema": 0.9},

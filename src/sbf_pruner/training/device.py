@@ -26,12 +26,9 @@ class ComputeConfig:
     """Device, engine, precision and memory format of a run."""
 
     device: torch.device
-    captured: bool = False
-    """True if steps are compiled and captured as a CUDA graph"""
-    dtype: torch.dtype = torch.float32
-    """dtype of feature maps; weights and optimizer states are in float32"""
-    order: torch.memory_format = torch.channels_last
-    """memory format of feature maps"""
+    captured: bool = False  # True if steps are compiled and captured as a CUDA graph
+    dtype: torch.dtype = torch.float32  # of feature maps; weights and optimizer states are in float32
+    order: torch.memory_format = torch.channels_last  # memory format of feature maps
 
     def told(self) -> dict[str, str]:
         """Return the engine and the precision as text, for a summary.
@@ -39,10 +36,8 @@ class ComputeConfig:
         >>> ComputeConfig(torch.device("cpu")).told()
         {'engine': 'plain', 'precision': 'float32'}
         """
-        return {
-            "engine": "captured" if self.captured else "plain",
-            "precision": str(self.dtype).removeprefix("torch."),
-        }
+        engine = "captured" if self.captured else "plain"
+        return {"engine": engine, "precision": str(self.dtype).removeprefix("torch.")}
 
 
 def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> ComputeConfig:
@@ -83,8 +78,10 @@ def choose_memory_format(model: nn.Module, images: Tensor) -> torch.memory_forma
     >>> choose_memory_format(Net(nn.Conv2d(3, 4, 3)), torch.rand(2, 3, 8, 8))
     torch.contiguous_format
     """
-    first, last = torch.contiguous_format, torch.channels_last
-    return first if not _runs(model, images, last) and _runs(model, images, first) else last
+    for order in (torch.channels_last, torch.contiguous_format):
+        if training_outputs(model, images, order) is not None:
+            return order
+    return torch.channels_last
 
 
 def to_memory_format(network: nn.Module, order: torch.memory_format) -> nn.Module:
@@ -131,16 +128,19 @@ def _why_not_compiled(device: torch.device) -> str | None:
     return None
 
 
-def _runs(model: nn.Module, images: Tensor, order: torch.memory_format) -> bool:
-    """Return True if a copy of the network runs in both modes with weights and images in this memory format."""
-    copy = to_memory_format(real_copy(model).to(images.device), order)
-    images = images.contiguous(memory_format=order)
+def training_outputs(model: nn.Module, images: Tensor, order: torch.memory_format | None = None) -> Any:
+    """Return the outputs of a copy of the network in training mode; None unless it runs in both modes.
+
+    With an `order`, weights and images are in this memory format.
+    """
+    copy = real_copy(model).to(images.device)
+    if order is not None:
+        copy, images = to_memory_format(copy, order), images.contiguous(memory_format=order)
     # Dropout must not advance the run's random state.
     streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
     try:
         with torch.no_grad(), streams:
             copy.eval()(images)
-            copy.train()(images)
+            return copy.train()(images)
     except Exception:  # User code may raise anything.
-        return False
-    return True
+        return None

@@ -64,8 +64,8 @@ class LatencyTarget:
         self, clock: LatencyModel, chosen: CouplingChoice, rounds: list[dict[str, Any]] | None = None
     ) -> None:
         self.clock, self.chosen = clock, chosen
+        # one record per measurement: digest of the plan, predicted and measured time as parts of the dense one
         self.rounds = rounds or []
-        """one record per measurement: digest of the plan, predicted and measured time as parts of the dense one"""
         self._file: Path | None = None
 
     @classmethod
@@ -75,21 +75,20 @@ class LatencyTarget:
         images: Tensor,
         graph: ChannelGraph,
         recipe: Recipe,
-        kept: Path | None,
+        written: Path | None,
         constraints: Constraints,
     ) -> LatencyTarget:
-        """Read the state of a resumed run from `kept`; otherwise use the given table, the cache or measurements.
+        """Read the state of a resumed run from `written`; otherwise use the given table, the cache or measurements.
 
         Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
         """
         config, budget = recipe.latency, recipe.budget
         coupled = recipe.constraints.couple or recipe.scores.blocks
         if config.way != "auto" and coupled:
-            raise RecipeError(
-                "latency.way: cannot be combined with constraints.couple or scores.blocks; set only one of them"
-            )
-        if kept is not None and kept.is_file():
-            return cls._read(kept, graph)
+            others = "constraints.couple or scores.blocks"
+            raise RecipeError(f"latency.way: cannot be combined with {others}; set only one of them")
+        if written is not None and written.is_file():
+            return cls._read(written, graph)
         if config.table:
             clock = read_model(os.path.expanduser(config.table), graph)
         else:
@@ -145,11 +144,12 @@ class LatencyTarget:
                 pruner.gate(Plan.from_masks(pruner.aim.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
+        miss = ""
         if off > LATENCY_TOLERANCE:
             miss = f"misses the latency target by {100 * off:.0f}%"
-            _log.warning("the pruned network %s; no other plan came closer", miss)
         elif off < -LATENCY_TOLERANCE and not _other_limit_is_tighter(pruner, best):
             miss = f"is {-100 * off:.0f}% faster than the latency target"
+        if miss:
             _log.warning("the pruned network %s; no other plan came closer", miss)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
@@ -160,13 +160,13 @@ class LatencyTarget:
         limits, conditions = pruner.aim.limits, self.clock.conditions
         assert limits is not None
         self.clock.correction = 1.0
-        laid = lay_out(pruner.graph, plan.masks(pruner.graph))
-        mine = [one for one in self.rounds if one["plan"] == _digest(plan)]
+        layout = lay_out(pruner.graph, plan.masks(pruner.graph))
+        measured = [one["measured"] for one in self.rounds if one["plan"] == _digest(plan)]
         errors = {k: v for k, v in self.clock.calibration.items() if k.endswith("_error")}
         return {
             "asked": limits.most["latency"] / limits.whole["latency"],
-            "foretold": self.clock.seconds(laid) / self.clock.dense_seconds,
-            "measured": mine[-1]["measured"] if mine else None,
+            "foretold": self.clock.seconds(layout) / self.clock.dense_seconds,
+            "measured": measured[-1] if measured else None,
             "dense_ms": 1e3 * self.clock.dense_seconds,
             "asked_ms": 1e3 * limits.most["latency"] / MICROSECONDS,
             "runtime": conditions.runtime,
@@ -179,9 +179,9 @@ class LatencyTarget:
         }
 
     def _measure(self, name: str, predicted: float, plan: Plan, timer: TimePlan) -> float:
-        for one in self.rounds:
-            if one["plan"] == name:
-                return float(one["measured"])
+        for earlier in self.rounds:
+            if earlier["plan"] == name:
+                return float(earlier["measured"])
         measured = timer(plan)
         # A busy machine is likelier than such an error.
         if not 1 / MAX_CORRECTION < measured / predicted < MAX_CORRECTION:

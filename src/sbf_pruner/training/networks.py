@@ -33,7 +33,7 @@ from ..surgery.verify import prove
 from ..utils.user_model import real_copy, remove_pruner_hooks
 from .data.batches import Data, RunBatches
 from .data.datasets import SOURCES
-from .device import to_memory_format
+from .device import to_memory_format, training_outputs
 from .latency_target import LatencyTarget, check_measurable, make_plan_timer, with_way
 from .recipe import Recipe
 from .run_folder import ELSEWHERE
@@ -335,24 +335,13 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RunError(f"all weights of {name} are frozen, so nothing is trained; call requires_grad_(True)")
-    trained = _trained_outputs(model, images)
+    trained = training_outputs(model, images)  # None if it fails, which may be due to so few images
     if trained is not None and not isinstance(trained, Tensor):
         raise RunError(
             f"{name} gives {type(trained).__name__} in training mode, where the loss needs logits alone; build it "
             "without auxiliary outputs (such as model.options.aux_logits = false), or train it in a loop of your "
             "own with sbf_pruner.Pruner"
         )
-
-
-def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
-    """Return the outputs of a copy in training mode; None if it fails, which may be due to so few images."""
-    # Dropout must not advance the run's random state.
-    streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
-    try:
-        with torch.no_grad(), streams:
-            return real_copy(model).train()(images)
-    except Exception:
-        return None
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
@@ -367,10 +356,9 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
     except OSError as error:
         raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
     except Exception as error:  # Unpickling may raise anything; torch's message suggests unsafe loading.
-        raise RunError(
-            f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
-            "with torch.save(model.state_dict(), path)"
-        ) from error
+        why = "it is damaged, or holds a whole model, which is never unpickled"
+        remedy = "save it with torch.save(model.state_dict(), path)"
+        raise RunError(f"{where} cannot be read ({why}); {remedy}") from error
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         raise RunError(f"{where} holds something other than a state_dict; save model.state_dict() alone")
     return given

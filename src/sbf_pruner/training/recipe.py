@@ -308,10 +308,10 @@ class Recipe(Section):
         elif str(name_or_path) in (known := bundled_recipes()):
             table = _parse(path.name, _bundle().joinpath(f"{path.name}.toml").read_text("utf-8"))
         else:
-            hint = suggestion(str(name_or_path), known)
+            name = str(name_or_path)
+            hint = suggestion(name, known)
             hint = hint if hint.startswith("did") else f"there are {', '.join(known)}"
-            asked = f"no bundled recipe is called {str(name_or_path)!r} (a file must end in .toml)"
-            raise RecipeError(f"{asked}; {hint}")
+            raise RecipeError(f"no bundled recipe is called {name!r} (a file must end in .toml); {hint}")
         table = {"name": path.stem, **table}
         if isinstance(overrides, (str, Mapping)):
             raise RecipeError('overrides are a list of "key=value" texts, such as ["phases.cycles=4"]')
@@ -349,23 +349,17 @@ class Recipe(Section):
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
         epochs = self.phases.score + (self.phases.weights if self.scores.joint else 0)
         if self.method == OWN and self.budget.asked and not self.phases.cycles * epochs:
-            raise RecipeError(
-                "budget: there is no score phase in which filters could be removed; set phases.cycles and "
-                "phases.score, or another method"
-            )
+            remedy = "set phases.cycles and phases.score, or another method"
+            raise RecipeError(f"budget: there is no score phase in which filters could be removed; {remedy}")
         if self.distill.alpha and not self.phases.warmup and not self.model.weights:
-            raise RecipeError(
-                "distill.alpha: there is no trained network to distill from; set phases.warmup or model.weights"
-            )
+            remedy = "set phases.warmup or model.weights"
+            raise RecipeError(f"distill.alpha: there is no trained network to distill from; {remedy}")
         if self.method != OWN and not self.budget.asked:
-            raise RecipeError(
-                f"method: {self.method} ranks filters, but does not say how many to remove; set a budget, "
-                "such as budget.macs=0.5"
-            )
+            what = f"{self.method} ranks filters, but does not say how many to remove"
+            raise RecipeError(f"method: {what}; set a budget, such as budget.macs=0.5")
         if self.scores.joint and self.scores.batch_size:
-            raise RecipeError(
-                "scores.batch_size: scores.joint trains weights in the same steps; set weights.batch_size instead"
-            )
+            remedy = "set weights.batch_size instead"
+            raise RecipeError(f"scores.batch_size: scores.joint trains weights in the same steps; {remedy}")
 
 
 load_recipe = Recipe.load
@@ -409,8 +403,8 @@ def _parse(source: str, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         # The parser gives the line only inside its message, and none if the text ended too soon.
-        message, _, place = str(error).partition(" (at ")
-        found = re.search(r"line (\d+)", place)
+        message, _, position = str(error).partition(" (at ")
+        found = re.search(r"line (\d+)", position)
         line = found[1] if found else max(1, len(text.splitlines()))
         raise RecipeError(f"{source}, line {line}: {message}") from None
 

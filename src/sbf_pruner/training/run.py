@@ -248,8 +248,7 @@ class Run:
 
     def restore(self) -> None:
         state = load_checkpoint(self.folder.checkpoints)
-        self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
-        self.folder.check_same_data(state.get("images", {}), self.counts)
+        self.folder.check_unchanged(state, self.recipe, self.counts)
         self._check_timer(state["done"])
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
@@ -496,10 +495,7 @@ class Run:
         return self.spent + time.perf_counter() - self.started
 
 
-_DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-}
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Signals:
@@ -513,11 +509,11 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._deferred = False
-        self._replaced: list[signal.Signals] = []
+        self._replaced: list[int] = []
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._replaced = [n for n, default in _DEFAULT_HANDLERS.items() if signal.getsignal(n) is default]
+            self._replaced = [n for n, default in _DEFAULTS.items() if signal.getsignal(n) is default]
             for number in self._replaced:
                 signal.signal(number, self._handle)
         return self
@@ -542,7 +538,7 @@ class Signals:
 
     def _restore_defaults(self) -> None:
         for number in self._replaced:
-            signal.signal(number, _DEFAULT_HANDLERS[number])
+            signal.signal(number, _DEFAULTS[number])
         self._replaced = []
 
 
@@ -567,15 +563,13 @@ def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> No
     if team.alone:
         return
     if recipe.budget.latency != 1:
-        raise RunError(
-            f"budget.latency: latency is measured in one process, but {team.size} are running; set macs or "
-            "params, or run without torchrun"
-        )
-    for size in dict.fromkeys(min(images, batch_size(recipe, phase)) for phase in phases(recipe)):
-        if size % team.size:
+        remedy = "set macs or params, or run without torchrun"
+        raise RunError(f"budget.latency: latency is measured in one process, but {team.size} are running; {remedy}")
+    for phase in phases(recipe):
+        if (size := min(images, batch_size(recipe, phase))) % team.size:
+            remedy = f"make it a multiple of {team.size}"
             raise RunError(
-                f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; "
-                f"make it a multiple of {team.size}"
+                f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; {remedy}"
             )
 
 

@@ -59,7 +59,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKP
     """Write `state` to the checkpoint `name` in `folder` and return its path.
 
     A state is a nest of dicts, lists, tuples, tensors, numbers, strings and None, as are `torch.optim` state dicts.
-    The checkpoint is one safetensors file; an existing one is replaced only when the new one is complete.
+    An existing safetensors file is replaced only when the new one is complete.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -293,22 +293,19 @@ class RunFolder:
         if patterns[0] != patterns[1]:
             raise RunError(f"{self.path} was run with the patterns of its constraints in another order; {remedy}")
 
-    def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
-        """Raise a RunError if the recipe differs from that of the checkpoint.
+    def check_unchanged(self, checkpoint: Mapping[str, Any], recipe: Recipe, counts: Mapping[str, int]) -> None:
+        """Raise a RunError if the recipe, or the number of images, differs from that of the checkpoint.
 
         Settings that the checkpoint lacks were introduced after it was written and are ignored.
         """
         now = flatten_keys(recipe.to_dict())
-        for key, before in flatten_keys(trained_with).items():
+        for key, before in flatten_keys(checkpoint.get("recipe", {})).items():
             if now.get(key) != before:
                 change = f"{key} was {before!r} and is {now.get(key)!r}"
                 raise RunError(
                     f"{self.recipe} was changed since its last checkpoint: {change}; put it back, {ELSEWHERE}"
                 )
-
-    def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Raise a RunError if the number of images differs from that of the checkpoint."""
-        for part, before in trained_with.items():
+        for part, before in checkpoint.get("images", {}).items():
             if counts[part] != before:
                 change = f"began with {before:,} images for {part}, and now there are {counts[part]:,}"
                 raise RunError(f"the run in {self.path} {change}; give the same images, {ELSEWHERE}")
@@ -322,10 +319,8 @@ class FinishedRun:
     origin: Origin
     recipe: Recipe
     summary: dict[str, Any]
-    build: Callable[[], nn.Module]
-    """builds the dense network with fresh weights"""
-    small: nn.Module
-    """the pruned network, in evaluation mode"""
+    build: Callable[[], nn.Module]  # builds the dense network with fresh weights
+    small: nn.Module  # the pruned network, in evaluation mode
 
 
 def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
@@ -357,8 +352,7 @@ def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
 class DenseStage(NamedTuple):
     """Result of the warm-up of another run, to be taken over instead of trained again."""
 
-    run: str
-    """folder of the run that trained it"""
+    run: str  # folder of the run that trained it
     weights: dict[str, Tensor]
     records: list[dict[str, Any]]
 
@@ -366,8 +360,7 @@ class DenseStage(NamedTuple):
 def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     """Read the dense stage of the run in `path`; raise a RunError if `recipe` would train a different one.
 
-    The recipes must agree in all settings that determine the warm-up. A run that takes it over then ends as if it
-    had trained it itself, on the CPU with bit-identical weights. Nothing is written.
+    A run that takes it over ends as if it had trained it itself, on the CPU with bit-identical weights.
     """
     source = RunFolder(Path(path))
     if not source.begun:

@@ -1,11 +1,10 @@
 """Splits of a data set, batches of normalized float images made from them, and the batches of each phase of a run.
 
 A split is held in memory (`Split`) or read on demand (`LazySplit`). `DeviceBatches` keeps a `Split` on the
-device and makes each batch there with a few tensor operations, without worker processes; `LoaderBatches` reads a
-`LazySplit` in worker processes (torch's `DataLoader`) while the network trains. The contents of an epoch depend
-only on the seed and the number of the epoch, not on the number of workers, and random numbers are drawn on the CPU,
-so an epoch can be repeated after a resume and on any device. An item that cannot be read raises a one-sentence
-`DataError` instead of a traceback from a worker.
+device and makes each batch there with a few tensor operations; `LoaderBatches` reads a `LazySplit` in worker
+processes. An epoch depends only on the seed and its number, and random numbers are drawn on the CPU, so an epoch can
+be repeated after a resume, on any device and with any number of workers. An item that cannot be read raises a
+one-sentence `DataError` instead of a traceback from a worker.
 """
 
 from __future__ import annotations
@@ -60,16 +59,11 @@ class LazySplit:
 
     dataset: Dataset[Any]
     rows: Tensor
-    shape: tuple[int, ...]
-    """channels, height and width"""
-    labels: Tensor | None = None
-    """labels of the rows; None if they are unknown before the items are read"""
-    pixels: bool = True
-    """True if images are uint8 and need normalization, False if they are floats that are used as they are"""
-    where: str = "the dataset"
-    """name of the dataset in error messages"""
-    windows: bool = False
-    """True if the dataset accepts (row, window) as an index and then reads a part of the image"""
+    shape: tuple[int, ...]  # channels, height and width
+    labels: Tensor | None = None  # of the rows; None if they are unknown before the items are read
+    pixels: bool = True  # True if images are uint8 and need normalization; floats are used as they are
+    where: str = "the dataset"  # name of the dataset in error messages
+    windows: bool = False  # True if the dataset accepts (row, window) as an index, to read a part of the image
 
     @classmethod
     def of(cls, dataset: Dataset[Any], where: str) -> LazySplit:
@@ -116,8 +110,7 @@ class Data:
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: tuple[str, ...] = ()
-    """names of the classes; empty if unknown"""
+    classes: tuple[str, ...] = ()  # names of the classes; empty if unknown
 
     @property
     def counts(self) -> dict[str, int]:
@@ -188,8 +181,7 @@ class Batches(ABC):
 
     With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is the
     only one. With `augment=None` it is one of evaluation: every image, in order. Labels are class indices or, with
-    mixup, one row of `num_classes` probabilities per image. Images are not normalized if `mean` and `std` are
-    empty.
+    mixup, rows of `num_classes` probabilities. Images are not normalized if `mean` and `std` are empty.
     """
 
     def __init__(
@@ -272,7 +264,10 @@ class Batches(ABC):
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
             columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
-            images = _select(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
+            rows, padded = top[:, None] + down, F.pad(images, (self.augment.crop,) * 4)
+            image = torch.arange(len(images), device=self.device).view(-1, 1, 1, 1)
+            channel = torch.arange(images.shape[1], device=self.device).view(-1, 1, 1)
+            images = padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
         images = self.normalised(images)
         if middle is not None:
             assert self.augment is not None
@@ -310,13 +305,6 @@ class DeviceBatches(Batches):
     def take(self, order: Tensor, *args: Tensor, **kwargs: Tensor) -> Batch:
         """Make one batch from its part of the result of `draw`: image indices, and the arguments of `dressed`."""
         return self.dressed(self.images[order], self.labels[order], *args, **kwargs)
-
-
-def _select(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Select rows and columns for each image, which crops and mirrors in one indexing operation."""
-    image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
-    channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
-    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
@@ -483,9 +471,8 @@ class RunBatches:
         self.validation = self._batches(data.validation) if len(data.validation) else None
         images = next(self.test.epoch(0))[0]
         self.order = choose_memory_format(model, images[:2])
-        """memory format that suits the network"""
+        # the first test images, used to trace, verify and time networks
         self.images = images.contiguous(memory_format=self.order)
-        """first batch of test images, used to trace, verify and time networks"""
 
     def of(self, phase: Phase) -> Batches:
         """Return the training batches of a phase, with its batch size and augmentation."""

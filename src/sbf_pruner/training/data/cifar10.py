@@ -310,10 +310,10 @@ ALLOWED: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
+def read_published(path: Path) -> Raw:
     """Read images and labels from a folder or .tar.gz of any published form, without verifying checksums.
 
-    Each file must have its share of the entries in `parts`; a DataError names a missing or damaged file.
+    Each file must have its share of the entries in `PARTS`; a DataError names a missing or damaged file.
     """
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
@@ -327,11 +327,15 @@ def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
     for part, names in (("train", form.train), ("test", form.test)):
         # A file holds images, labels or both; the entries of each kind are spread evenly over its files.
         read = [form.read(files[name], str(path / name)) for name in names]
-        images, labels = (
-            _concatenated(dict(zip(names, arrays, strict=True)), parts[part].count, path)
-            for arrays in zip(*read, strict=True)
-        )
-        raw[part] = images, labels
+        merged = []
+        for arrays in zip(*read, strict=True):
+            found = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+            share = PARTS[part].count // len(found)
+            for name, array in found.items():
+                if len(array) != share:
+                    raise DataError(f"{path / name}: has {len(array):,} entries instead of {share:,}; {AGAIN}")
+            merged.append(np.ascontiguousarray(np.concatenate(list(found.values()))))
+        raw[part] = merged[0], merged[1]
     return raw
 
 
@@ -350,15 +354,6 @@ def _files(path: Path) -> dict[str, bytes]:
             except OSError as error:
                 raise DataError(f"{folder}: cannot be read: {error.strerror or error}") from error
     return {}
-
-
-def _concatenated(found: Mapping[str, Bytes | None], count: int, path: Path) -> Bytes:
-    arrays = {name: array for name, array in found.items() if array is not None}
-    share = count // len(arrays)
-    for name, array in arrays.items():
-        if len(array) != share:
-            raise DataError(f"{path / name}: has {len(array):,} entries instead of {share:,}; {AGAIN}")
-    return np.ascontiguousarray(np.concatenate(list(arrays.values())))
 
 
 def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
@@ -527,7 +522,7 @@ def _read(path: Path, report: Report = silent) -> Raw:
     if path.suffix == ".safetensors":
         raw, again = _read_prepared(path), "run: sbf data cifar10"
     else:
-        raw, again = read_published(path, PARTS), AGAIN
+        raw, again = read_published(path), AGAIN
     report(f"verifying {path}", 0, 0)
     for part, expected in PARTS.items():
         for what, array in zip(("images", "labels"), raw[part], strict=True):

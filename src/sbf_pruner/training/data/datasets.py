@@ -218,10 +218,8 @@ class View:
 
     size: int
     channels: int = 3
-    fit: str = "stretch"
-    """the region to use: the whole image ("stretch") or the largest square around its center ("crop")"""
-    middle: float = 1.0
-    """fraction of each side of that region to use, around its center"""
+    fit: str = "stretch"  # use the whole image, or with "crop" the largest square around its center
+    middle: float = 1.0  # fraction of each side of that region to use, around its center
 
     def box(self, width: int, height: int) -> Box:
         """Return the region of an image that is read by default."""
@@ -443,10 +441,19 @@ def _assembled(
 ) -> Data:
     """Check and resize the parts, hold out a validation split, and find mean and deviation."""
     splits: dict[str, Split | LazySplit] = {}
+    size = config.image_size
     for part, split in parts.items():
-        if split.labels is not None:
-            _check_labels(f"{config.name}, {part}", split, split.labels, num_classes)
-        splits[part] = _resized(split, config.image_size) if isinstance(split, Split) else split
+        where = f"{config.name}, {part}"
+        if isinstance(split, Split) and len(split.images) != len(split):
+            raise DataError(f"{where}: {len(split.images)} images but {len(split)} labels; give one for each")
+        if not len(split):
+            raise DataError(f"{where}: holds no images")
+        if split.labels is not None and (wrong := wrong_label(split.labels, num_classes)) is not None:
+            raise DataError(f"{where}: {wrong}")
+        if isinstance(split, Split) and size and split.images.shape[-2:] != (size, size):
+            images = F.interpolate(split.images, (size, size), mode="bilinear", antialias=True)
+            split = Split(images, split.labels)
+        splits[part] = split
     train, test, validation = splits["train"], splits["test"], splits.get("val")
     for part, split in splits.items():
         if split.shape != train.shape:
@@ -477,22 +484,6 @@ def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
     if not train.pixels:
         return (), ()
     return _statistics(train.images if isinstance(train, Split) else sample(train, SAMPLED, seed))
-
-
-def _check_labels(where: str, split: Split | LazySplit, labels: Tensor, num_classes: int) -> None:
-    if isinstance(split, Split) and len(split.images) != len(labels):
-        raise DataError(f"{where}: {len(split.images)} images but {len(labels)} labels; give one for each")
-    if not len(split):
-        raise DataError(f"{where}: holds no images")
-    if (wrong := wrong_label(labels, num_classes)) is not None:
-        raise DataError(f"{where}: {wrong}")
-
-
-def _resized(split: Split, size: int) -> Split:
-    if not size or split.images.shape[-2:] == (size, size):
-        return split
-    images = F.interpolate(split.images, (size, size), mode="bilinear", antialias=True)
-    return Split(images, split.labels)
 
 
 def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Split | LazySplit, Split | LazySplit]:

@@ -1,9 +1,8 @@
 """Training engine that compiles a step, captures it as a CUDA graph and replays it.
 
-Same interface as the eager engine. Forward and backward are compiled, by default in bfloat16 and channels_last;
-gates are folded into the norms, convolution weights are cast and batch counters of norms are incremented by a few
-kernels for all layers at once. Evaluation is captured but not compiled: it runs too rarely to earn back the compile
-time.
+Forward and backward are compiled, by default in bfloat16 and channels_last; gates are folded into the norms,
+convolution weights are cast and batch counters of norms are incremented by a few kernels for all layers at once.
+Evaluation is captured but not compiled: it runs too rarely to earn back the compile time.
 
 The learning rates of an epoch and, if the images are on the device, its random choices are copied to the device
 beforehand, and a counter on the device selects those of the current step, so the host only launches the graph.
@@ -483,12 +482,7 @@ def copy_function(function: Callable[Given, Result]) -> Callable[Given, Result]:
     if isinstance(function, MethodType):
         return MethodType(copy_function(function.__func__), function.__self__)
     assert isinstance(function, FunctionType)
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    code, rest = function.__code__.replace(), (function.__name__, function.__defaults__, function.__closure__)
+    own = FunctionType(code, function.__globals__, *rest)
     own.__kwdefaults__ = function.__kwdefaults__
     return cast("Callable[Given, Result]", own)

@@ -34,11 +34,9 @@ class EpochProgress:
     """The part of a training epoch that was done before the run was interrupted."""
 
     steps: int = 0
-    sums: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """sums of loss, hits and penalty over these steps"""
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # of loss, hits and penalty over these steps
     seconds: float = 0.0
-    random: tuple[Tensor, ...] = ()
-    """states of torch's random number generators, of the CPU and of the GPU in use"""
+    random: tuple[Tensor, ...] = ()  # states of torch's random number generators, of the CPU and of the GPU in use
 
 
 EPOCH_START = EpochProgress()
