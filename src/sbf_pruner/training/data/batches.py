@@ -2,7 +2,7 @@
 
 A split is held in memory (`Split`) or read on demand (`LazySplit`). `DeviceBatches` keeps a `Split` on the
 device and makes each batch there with a few tensor operations; `LoaderBatches` reads a `LazySplit` in worker
-processes. An epoch depends only on the seed and its number, and random numbers are drawn on the CPU, so an epoch can
+processes. An epoch depends only on the seed and its number, and random numbers are drawn on the CPU, so it can
 be repeated after a resume, on any device and with any number of workers. An item that cannot be read raises a
 one-sentence `DataError` instead of a traceback from a worker.
 """
