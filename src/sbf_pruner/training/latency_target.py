@@ -212,12 +212,12 @@ def check_measurable(clock: LatencyModel, network: nn.Module, images: Tensor) ->
 
 
 def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> PlanTimer | None:
-    there = clock.conditions
-    if there.runtime not in LATENCY_RUNTIMES:
+    measured = clock.conditions
+    if measured.runtime not in LATENCY_RUNTIMES:
         return None
-    if not comparable_conditions(there, conditions_here(there.runtime, there.batch, there.threads)):
+    if not comparable_conditions(measured, conditions_here(measured.runtime, measured.batch, measured.threads)):
         return None
-    return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), there)
+    return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), measured)
 
 
 def with_way(way: str, scores: Scores, constraints: Constraints) -> tuple[Scores, Constraints]:

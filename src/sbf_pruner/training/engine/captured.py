@@ -268,24 +268,24 @@ class StateSnapshot:
         self.tensors = [*network.parameters(), *network.buffers(), *more]
         self.before = [t.detach().clone() for t in self.tensors]
         self.state = {
-            parameter: {key: value.clone() for key, value in held.items() if isinstance(value, Tensor)}
-            for parameter, held in self._held()
+            parameter: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+            for parameter, state in self._states()
         }
 
     @torch.no_grad()
     def undo(self) -> None:
         for tensor, before in zip(self.tensors, self.before, strict=True):
             tensor.copy_(before)
-        for parameter, held in self._held():
+        for parameter, state in self._states():
             saved = self.state.get(parameter, {})
-            for key, value in held.items():
+            for key, value in state.items():
                 if key in saved:
                     value.copy_(saved[key])
                 elif isinstance(value, Tensor):
                     value.zero_()  # Created by the optimizer in the warm-up; zero has the same effect as no state.
 
-    def _held(self) -> list[tuple[Any, dict[str, Any]]]:
-        return [held for optimizer in self.optimizers for held in optimizer.state.items()]
+    def _states(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [item for optimizer in self.optimizers for item in optimizer.state.items()]
 
 
 class Step:
@@ -407,8 +407,8 @@ class OnDeviceBatch:
     def begin(self, index: int, first: int = 0) -> None:
         """Copy the random choices of epoch number `index` into the buffers; `at` already selects the first step."""
         drawn = self.next[1] if self.next[0] == index else self._draw(index)
-        for name, held in self.drawn.items():
-            held.copy_(drawn[name], non_blocking=True)
+        for name, buffer in self.drawn.items():
+            buffer.copy_(drawn[name], non_blocking=True)
 
     def advance(self) -> None:
         """Do nothing: the step itself advances `at`."""
@@ -418,7 +418,8 @@ class OnDeviceBatch:
 
     def batch(self) -> Batch:
         """Return this rank's part of the batch, made by operations of the step itself."""
-        images, labels = self.take(**{name: held.index_select(0, self.at)[0] for name, held in self.drawn.items()})
+        rows = {name: buffer.index_select(0, self.at)[0] for name, buffer in self.drawn.items()}
+        images, labels = self.take(**rows)
         return self.team.part(images), self.team.part(labels)
 
     def _draw(self, index: int) -> dict[str, Tensor]:

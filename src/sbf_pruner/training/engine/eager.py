@@ -101,8 +101,8 @@ class Engine:
         weights = WeightSteps(optimizer, rates, label_smoothing, average)
         result = self._train(batches, epoch, teacher, begun, weights)
         # Ranks see different images, so average the statistics of norms, and the moving average, over all of them.
-        held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
-        self.team.average([*held, *([] if average is None else average.tensors)])
+        statistics = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+        self.team.average([*statistics, *([] if average is None else average.tensors)])
         return result
 
     def score_epoch(
@@ -298,10 +298,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     optimizer.load_state_dict(for_this_device(state, optimizer))
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for parameter, held in optimizer.state.items():
-        for key, value in held.items():
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                held[key] = torch.empty_like(parameter).copy_(value)
+                entries[key] = torch.empty_like(parameter).copy_(value)
 
 
 class Average:
