@@ -27,7 +27,8 @@ from .runtimes.capture import export_program, suppress_exporter_output
 from .runtimes.onnx import import_onnxruntime, run, session, to_onnx
 from .runtimes.table import SMALLEST, TARGETS, TIMING_SECONDS, choose
 from .saving import MANIFEST, MODEL, PROGRAM, exported_files, read_program, save, write_manifest, write_program
-from .training.data.datasets import Data, batches_of, load_data
+from .training.data.batches import Data, batches_of
+from .training.data.datasets import load_data
 from .training.run_folder import EXPORT, FinishedRun, read_run
 from .utils.files import atomic_path, path_exists, temporary_path, why_not_writable, write_text
 from .utils.formatting import first_names, format_percentage

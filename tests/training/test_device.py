@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sbf_pruner.errors import RunError
 from sbf_pruner.training import ComputeConfig, choose_machine, choose_memory_format, device
-from sbf_pruner.training.engine import CapturedEngine, Engine, cuda_graphs, make_engine
+from sbf_pruner.training.engine import CapturedEngine, Engine, captured, make_engine
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_what_the_cpu_cannot_do_is_refused() -> None:
 
 def test_a_machine_has_its_engine() -> None:
     cpu, order = torch.device("cpu"), torch.contiguous_format
-    for captured, kind in ((False, Engine), (True, CapturedEngine)):
-        engine = make_engine(nn.Conv2d(3, 4, 3), ComputeConfig(cpu, captured, order=order))
+    for is_captured, kind in ((False, Engine), (True, CapturedEngine)):
+        engine = make_engine(nn.Conv2d(3, 4, 3), ComputeConfig(cpu, is_captured, order=order))
         assert type(engine) is kind and engine.order == order and engine.network.weight.is_contiguous()
 
 
@@ -100,19 +100,19 @@ def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(monkeypatch: py
     def fails(*given: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmuch more")
 
-    monkeypatch.setattr(cuda_graphs, "_captured", fails)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", fails)
     said = (
         r"^the network's steps cannot be compiled and captured \(RuntimeError: operation not permitted when stream "
         r"is capturing\); set engine=plain to run them eagerly$"
     )
     with pytest.raises(RunError, match=said):
-        cuda_graphs.capture(lambda: None, lambda: None)
+        captured.capture(lambda: None, lambda: None)
 
 
 def test_too_little_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(cuda_graphs, "_captured", fails)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        cuda_graphs.capture(lambda: None, lambda: None)
+        captured.capture(lambda: None, lambda: None)

@@ -27,6 +27,7 @@ from sbf_pruner.training.data import (
     DeviceBatches,
     LazySplit,
     LoaderBatches,
+    RunBatches,
     Split,
     View,
     batches_of,
@@ -477,7 +478,7 @@ def test_large_images_are_judged_in_batches_of_training(flowers: Path) -> None:
     shades = TensorDataset(torch.zeros(8, 1, 80, 80), torch.arange(8) % CLASSES)
     some = small_recipe(data={"name": "own", "batch_size": 2, "workers": -1})
     data = own_data({"train": shades, "test": shades}, some.data, CLASSES, 0)
-    fed = datasets.RunBatches(some, data, torch.device("cpu"), nn.Flatten())
+    fed = RunBatches(some, data, torch.device("cpu"), nn.Flatten())
     assert fed.test.batch_size == 2 and fed.images.shape[0] == 2
     assert isinstance(fed.test, LoaderBatches) and fed.test.workers == os.cpu_count()
 

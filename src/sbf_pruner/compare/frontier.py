@@ -36,8 +36,8 @@ from ..report.page import figures_page
 from ..report.run_data import Record, read_run
 from ..runtimes.table import LATENCY_RUNTIMES, latency_runtime
 from ..surgery.extract import extract
-from ..training.data.batches import Batches
-from ..training.data.datasets import RunBatches, load_data
+from ..training.data.batches import Batches, RunBatches
+from ..training.data.datasets import load_data
 from ..training.device import choose_device, cpu_threads
 from ..training.engine.eager import Engine
 from ..training.networks import Networks

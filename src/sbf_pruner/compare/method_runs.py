@@ -23,7 +23,8 @@ from ..criteria.subject import Subject
 from ..errors import PruningError, RunError
 from ..graph.build import trace
 from ..report import write_report
-from ..training.data.datasets import RunBatches, load_data
+from ..training.data.batches import RunBatches
+from ..training.data.datasets import load_data
 from ..training.device import cpu_threads
 from ..training.networks import check_fit
 from ..training.recipe import Recipe

@@ -1,8 +1,4 @@
-"""Choose the device, engine, precision and memory format of a run.
-
-A RunError says what this machine cannot do. `restore_torch_settings` restores the torch-wide settings that a run
-changes.
-"""
+"""Choose the device, engine, precision and memory format of a run; restore the torch-wide settings it changes."""
 
 from __future__ import annotations
 
@@ -30,12 +26,9 @@ class ComputeConfig:
     """Device, engine, precision and memory format of a run."""
 
     device: torch.device
-    captured: bool = False
-    """True if steps are compiled and captured as a CUDA graph"""
-    dtype: torch.dtype = torch.float32
-    """dtype of feature maps; weights and optimizer states are in float32"""
-    order: torch.memory_format = torch.channels_last
-    """memory format of feature maps"""
+    captured: bool = False  # True if steps are compiled and captured as a CUDA graph
+    dtype: torch.dtype = torch.float32  # of feature maps; weights and optimizer states are in float32
+    order: torch.memory_format = torch.channels_last  # memory format of feature maps
 
     def told(self) -> dict[str, str]:
         """Return the engine and the precision as text, for a summary.
@@ -43,27 +36,25 @@ class ComputeConfig:
         >>> ComputeConfig(torch.device("cpu")).told()
         {'engine': 'plain', 'precision': 'float32'}
         """
-        return {
-            "engine": "captured" if self.captured else "plain",
-            "precision": str(self.dtype).removeprefix("torch."),
-        }
+        engine = "captured" if self.captured else "plain"
+        return {"engine": engine, "precision": str(self.dtype).removeprefix("torch.")}
 
 
 def choose_machine(device: str, engine: str = "auto", precision: str = "auto") -> ComputeConfig:
     """Resolve the recipe's device, engine and precision on this machine; `auto` is the fastest that is possible."""
-    place = choose_device(device)
-    if place.type != "cuda":
+    chosen = choose_device(device)
+    if chosen.type != "cuda":
         if engine == "captured":
             raise RunError("engine: CUDA graph capture needs a CUDA device; set engine=auto or plain")
         if precision == "bfloat16":
             raise RunError("precision: networks on the cpu compute in float32; set precision=auto or float32")
-        return ComputeConfig(place)
-    if engine == "auto" and (reason := _why_not_compiled(place)) is not None:
+        return ComputeConfig(chosen)
+    if engine == "auto" and (reason := _why_not_compiled(chosen)) is not None:
         log.info("training steps run eagerly, neither compiled nor captured: %s", reason)
         engine = "plain"
     if precision == "auto":
         precision = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return ComputeConfig(place, engine != "plain", getattr(torch, precision))
+    return ComputeConfig(chosen, engine != "plain", getattr(torch, precision))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -87,8 +78,10 @@ def choose_memory_format(model: nn.Module, images: Tensor) -> torch.memory_forma
     >>> choose_memory_format(Net(nn.Conv2d(3, 4, 3)), torch.rand(2, 3, 8, 8))
     torch.contiguous_format
     """
-    first, last = torch.contiguous_format, torch.channels_last
-    return first if not _runs(model, images, last) and _runs(model, images, first) else last
+    for order in (torch.channels_last, torch.contiguous_format):
+        if training_outputs(model, images, order) is not None:
+            return order
+    return torch.channels_last
 
 
 def to_memory_format(network: nn.Module, order: torch.memory_format) -> nn.Module:
@@ -98,9 +91,9 @@ def to_memory_format(network: nn.Module, order: torch.memory_format) -> nn.Modul
     >>> to_memory_format(network, torch.channels_last)[0].weight.stride()
     (18, 1, 6, 2)
     """
-    for held in (*network.parameters(), *network.buffers()):
-        if held.dim() == 4:
-            held.data = held.data.contiguous(memory_format=order)
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=order)
     return network
 
 
@@ -112,18 +105,18 @@ def cpu_threads(count: int) -> AbstractContextManager[None]:
 @contextmanager
 def restore_torch_settings() -> Iterator[None]:
     """Restore on exit what the CUDA engine sets for all of torch: matmul precision and cuDNN benchmarking."""
-    tuned, word = torch.backends.cudnn.benchmark, None
+    benchmark, common = torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # Raised if the precisions of the backends were set one by one and differ.
-        word = torch.get_float32_matmul_precision()
+        common = torch.get_float32_matmul_precision()
     backends: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    held = [backend.fp32_precision for backend in backends]
+    precisions = [backend.fp32_precision for backend in backends]
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = tuned
-        if word is not None:
-            torch.set_float32_matmul_precision(word)
-        for backend, precision in zip(backends, held, strict=True):
+        torch.backends.cudnn.benchmark = benchmark
+        if common is not None:
+            torch.set_float32_matmul_precision(common)
+        for backend, precision in zip(backends, precisions, strict=True):
             backend.fp32_precision = precision
 
 
@@ -135,16 +128,19 @@ def _why_not_compiled(device: torch.device) -> str | None:
     return None
 
 
-def _runs(model: nn.Module, images: Tensor, order: torch.memory_format) -> bool:
-    """Return True if a copy of the network runs in both modes with weights and images in this memory format."""
-    copy = to_memory_format(real_copy(model).to(images.device), order)
-    seen = images.contiguous(memory_format=order)
+def training_outputs(model: nn.Module, images: Tensor, order: torch.memory_format | None = None) -> Any:
+    """Return the outputs of a copy of the network in training mode; None unless it runs in both modes.
+
+    With an `order`, weights and images are in this memory format.
+    """
+    copy = real_copy(model).to(images.device)
+    if order is not None:
+        copy, images = to_memory_format(copy, order), images.contiguous(memory_format=order)
     # Dropout must not advance the run's random state.
     streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
     try:
         with torch.no_grad(), streams:
-            copy.eval()(seen)
-            copy.train()(seen)
+            copy.eval()(images)
+            return copy.train()(images)
     except Exception:  # User code may raise anything.
-        return False
-    return True
+        return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..errors import RunError
 from ..schedule import Phase
 from ..scores.norm_statistics import lagging
-from .data.datasets import RunBatches
+from .data.batches import RunBatches
 from .engine.eager import EPOCH_START, Engine, EpochProgress, EpochResult, Teacher, WeightTrainer
 from .recipe import Recipe
 from .run_folder import LAST_CHECKPOINT
@@ -31,6 +32,7 @@ from .schedule import (
     learning_rate,
     optimizer_config,
     score_rate_key,
+    section_of,
     total_epochs,
 )
 
@@ -39,51 +41,56 @@ RECALIBRATION_BATCHES = 20  # training batches, to recalibrate running statistic
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ActivePhase:
+    """A phase and what trains it; without a `trainer` only scores are trained."""
+
+    phase: Phase
+    engine: Engine
+    trainer: WeightTrainer | None
+    teacher: Teacher | None
+
+
 class EpochRunner:
-    """Run the epochs of a run one at a time.
+    """Run the epochs of a run one at a time; error messages name its folder of `checkpoints`."""
 
-    `kept` is the folder of its checkpoints, which error messages name.
-    """
-
-    def __init__(self, recipe: Recipe, feed: RunBatches, kept: Path, rank: int = 0) -> None:
-        self._recipe, self._feed, self._kept, self._rank = recipe, feed, kept, rank
+    def __init__(self, recipe: Recipe, feed: RunBatches, checkpoints: Path, rank: int = 0) -> None:
+        self._recipe, self._feed, self._checkpoints, self._rank = recipe, feed, checkpoints, rank
         self._began = 0.0
-        self._told_of_norms = False
+        self._norms_reported = False
 
     def run(
-        self,
-        phase: Phase,
-        number: int,
-        engine: Engine,
-        descent: WeightTrainer | None,
-        teacher: Teacher | None,
-        initial: dict[str, Tensor],
-        begun: EpochProgress = EPOCH_START,
+        self, active: ActivePhase, number: int, initial: dict[str, Tensor], begun: EpochProgress = EPOCH_START
     ) -> dict[str, Any]:
         """Train epoch `number` of the run, or the rest of it after `begun`, and return its record.
 
-        Without a `descent` only scores are trained. `initial` is the state dict that the run began with.
+        `initial` is the state dict that the run began with.
         """
         self._began = time.perf_counter() - begun.seconds
+        phase, engine, trainer = active.phase, active.engine, active.trainer
         epoch, last = number - phase.first, number + 1 == phase.end
-        torch.manual_seed(_mixed(self._recipe.seed, number, self._rank))
+        # The seed of dropout, which is not the one that the order of the images is drawn with.
+        seeds = np.random.SeedSequence((self._recipe.seed, number, 1 + self._rank))
+        torch.manual_seed(int(seeds.generate_state(1)[0]))
         if begun.steps:
-            _set_random(begun.random, engine.device)
-        tally, rate = self._train(phase, number, engine, descent, teacher, begun)
+            torch.set_rng_state(begun.random[0])
+            if engine.device.type == "cuda" and len(begun.random) > 1:  # It may have begun without a GPU.
+                torch.cuda.set_rng_state(begun.random[1], engine.device)
+        tally, rate = self._train(active, number, begun)
         test = held_out = None
         if last or (epoch + 1) % self._recipe.evaluate_every == 0:
             with ExitStack() as undone:
-                if descent is not None and descent.average is not None:
-                    undone.enter_context(descent.average.applied())
-                undo = self._settle_norms(phase, number, engine, descent, initial)
+                if trainer is not None and trainer.average is not None:
+                    undone.enter_context(trainer.average.applied())
+                undo = self._settle_norms(active, number, initial)
                 if undo is not None and not last:  # The last epoch keeps the statistics it is judged by.
                     undone.callback(undo)
                 test, held_out = evaluate_splits(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
-            self._stop("the loss is", phase, epoch, engine)
+            self._stop("the loss is", active, epoch)
         # The training loss does not show what the last step did to the weights, and a test is not always due.
-        self._check_finite(phase, epoch, engine, descent)
-        if last and test is not None and descent is not None:
+        self._check_finite(active, epoch)
+        if last and test is not None and trainer is not None:
             self._warn_of_guessing(phase, tally.accuracy, test.accuracy)
         return {
             "done": number + 1,
@@ -101,36 +108,39 @@ class EpochRunner:
             "seconds": round(time.perf_counter() - self._began, 3),
         }
 
-    def begun(
-        self, phase: Phase, number: int, engine: Engine, descent: WeightTrainer | None, steps: int
-    ) -> EpochProgress:
+    def progress(self, active: ActivePhase, number: int, steps: int) -> EpochProgress:
         """Return what is needed to continue the current epoch after `steps` steps.
 
         Raises a RunError if the loss, a weight or a score is not finite.
         """
+        engine, epoch = active.engine, number - active.phase.first
         sums = tuple(engine.sums.tolist())
         if not all(map(math.isfinite, sums)):
-            self._stop("the loss is", phase, number - phase.first, engine)
-        self._check_finite(phase, number - phase.first, engine, descent)
-        return EpochProgress(steps, sums, time.perf_counter() - self._began, _random(engine.device))
+            self._stop("the loss is", active, epoch)
+        self._check_finite(active, epoch)
+        random = [torch.get_rng_state()]
+        if engine.device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(engine.device))
+        return EpochProgress(steps, sums, time.perf_counter() - self._began, tuple(random))
 
     def _settle_norms(
-        self, phase: Phase, number: int, engine: Engine, descent: WeightTrainer | None, initial: dict[str, Tensor]
+        self, active: ActivePhase, number: int, initial: dict[str, Tensor]
     ) -> Callable[[], None] | None:
         """Recalibrate batch norms whose running statistics lag behind training; return a function that undoes it.
 
         Does nothing and returns None if no statistics lag, if scores are trained with frozen norms, or if the phase
         has just ended with a recalibration that the recipe asks for.
         """
-        if descent is None:
+        phase, engine = active.phase, active.engine
+        if active.trainer is None:
             done = self._recipe.scores.freeze_norms
         else:
             done = number + 1 == phase.end and optimizer_config(self._recipe, phase).recalibrate > 0
         slow = None if done else lagging(engine.network, initial)
         if slow is None:
             return None
-        if not self._told_of_norms:
-            self._told_of_norms = True
+        if not self._norms_reported:
+            self._norms_reported = True
             _log.info(
                 "running statistics of batch norms lag (momentum %g, %d steps), so they are recalibrated on up to "
                 "%d training batches before each evaluation",
@@ -152,93 +162,57 @@ class EpochRunner:
                 self._feed.test.num_classes,
             )
 
-    def _train(
-        self,
-        phase: Phase,
-        number: int,
-        engine: Engine,
-        descent: WeightTrainer | None,
-        teacher: Teacher | None,
-        begun: EpochProgress,
-    ) -> tuple[EpochResult, float]:
+    def _train(self, active: ActivePhase, number: int, begun: EpochProgress) -> tuple[EpochResult, float]:
         """Train the remaining steps of an epoch; return their tally and the learning rate of its first step."""
-        batches = self._feed.of(phase)
-        epoch = number - phase.first
-        teacher = teacher if is_distilled(self._recipe, phase) else None
+        phase, engine, trainer = active.phase, active.engine, active.trainer
+        batches, epoch = self._feed.of(phase), number - phase.first
+        teacher = active.teacher if is_distilled(self._recipe, phase) else None
         if teacher is not None:
             teacher.alpha.fill_(distillation_weight(self._recipe, phase, epoch))
-        if descent is None:
+        if trainer is None:
             assert engine.pruner is not None
             return engine.score_epoch(batches, number, teacher, begun), engine.pruner.lr
         config, each = optimizer_config(self._recipe, phase), len(batches)
         first = epoch * each
         rates = [learning_rate(config, step, each * phase.epochs, each) for step in range(first, first + each)]
-        optimizer, average = descent.optimizer, descent.average
-        smoothing = config.label_smoothing
-        tally = engine.train_epoch(batches, number, optimizer, rates, smoothing, teacher, average, begun)
+        optimizer, smoothing = trainer.optimizer, config.label_smoothing
+        tally = engine.train_epoch(batches, number, optimizer, rates, smoothing, teacher, trainer.average, begun)
         if number + 1 == phase.end:
-            descent.settle()
+            trainer.settle()
             if config.recalibrate:
                 engine.recalibrate(self._feed.whole(phase), number, config.recalibrate)
         return tally, rates[0]
 
-    def _check_finite(self, phase: Phase, epoch: int, engine: Engine, descent: WeightTrainer | None) -> None:
-        if not _finite(_trained(engine, descent)):
-            self._stop(f"the {'scores' if descent is None else 'weights'} are", phase, epoch, engine)
+    @torch.no_grad()
+    def _check_finite(self, active: ActivePhase, epoch: int) -> None:
+        """Raise a RunError unless all values that the steps change are finite; synchronizes only once.
 
-    def _stop(self, broken: str, phase: Phase, epoch: int, engine: Engine) -> NoReturn:
+        Frozen tensors may hold infinities on purpose.
+        """
+        trainer, pruner = active.trainer, active.engine.pruner
+        groups = [] if trainer is None else [group["params"] for group in trainer.optimizer.param_groups]
+        scores = [] if pruner is None else pruner.score_parameters
+        trained = [tensor for tensors in (*groups, scores) for tensor in tensors if tensor.numel()]
+        largest = torch._foreach_norm(trained, math.inf)
+        if not torch.stack([norm.isfinite() for norm in largest]).all():
+            self._stop(f"the {'scores' if trainer is None else 'weights'} are", active, epoch)
+
+    def _stop(self, broken: str, active: ActivePhase, epoch: int) -> NoReturn:
         """Raise a RunError, so that numbers that are not finite are never saved."""
-        section = {"joint": "weights", "control": "warmup"}.get(phase.kind, phase.kind)
-        if phase.kind == "score":
-            assert engine.pruner is not None  # Its `lr` is the speed, even if derived from the budget.
-            key, rate = score_rate_key(self._recipe), engine.pruner.lr
+        phase, pruner = active.phase, active.engine.pruner
+        if phase.trains_weights:
+            key, rate = f"{section_of(phase)}.lr", optimizer_config(self._recipe, phase).lr
         else:
-            key, rate = f"{section}.lr", getattr(self._recipe, section).lr
+            assert pruner is not None  # Its `lr` is the speed, even if derived from the budget.
+            key, rate = score_rate_key(self._recipe), pruner.lr
+        saved = (self._checkpoints / LAST_CHECKPOINT).is_file()
+        kept = f"; the last good checkpoint is kept in {self._checkpoints}" if saved else ""
         raise RunError(
             f"{broken} no longer finite in phase {phase}, epoch {epoch + 1} of {phase.epochs}; lower "
-            f"{key} (it is {rate:g}) and start over with --force{self._kept_so_far()}"
-        )
-
-    def _kept_so_far(self) -> str:
-        return (
-            f"; the last good checkpoint is kept in {self._kept}"
-            if (self._kept / LAST_CHECKPOINT).is_file()
-            else ""
+            f"{key} (it is {rate:g}) and start over with --force{kept}"
         )
 
 
 def evaluate_splits(engine: Engine, feed: RunBatches) -> tuple[EpochResult, EpochResult | None]:
     """Evaluate a network on the test split and, if there is one, on the validation split."""
     return engine.evaluate(feed.test), engine.evaluate(feed.validation) if feed.validation else None
-
-
-def _trained(engine: Engine, descent: WeightTrainer | None) -> list[Tensor]:
-    """Return the tensors that the steps of an epoch change; frozen ones may hold infinities on purpose."""
-    weights = [] if descent is None else [p for group in descent.optimizer.param_groups for p in group["params"]]
-    return weights if engine.pruner is None else [*weights, *engine.pruner.score_parameters]
-
-
-@torch.no_grad()
-def _finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if all values are finite; takes the maximum norm of each tensor and synchronizes only once."""
-    largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], math.inf)
-    return bool(torch.stack([norm.isfinite() for norm in largest]).all())
-
-
-def _random(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's random generators, on the CPU and on `device` if it is a GPU."""
-    return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _set_random(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:  # A run may be resumed on a machine without a GPU.
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def _mixed(seed: int, epoch: int, rank: int) -> int:
-    """Return the seed of torch's global generator (dropout) for an epoch and a rank.
-
-    It is not the seed that the order of the images is drawn with.
-    """
-    return int(np.random.SeedSequence((seed, epoch, 1 + rank)).generate_state(1)[0])

@@ -48,9 +48,8 @@ from .recipe import Recipe
 from .run_folder import REMEDY
 
 TOLERANCE = 0.015  # relative error of the time below which the filters are not chosen again
-MAX_CORRECTION = (
-    1.5  # largest factor by which one measurement corrects the prediction; beyond it, it is measured again
-)
+# Largest factor by which one measurement corrects the prediction; beyond it, it is measured again.
+MAX_CORRECTION = 1.5
 MAX_LANDINGS = 5  # maximum number of landings
 AS_COUPLED = "as coupled"  # the way of a recipe that itself couples layers or scores blocks
 
@@ -65,8 +64,8 @@ class LatencyTarget:
         self, clock: LatencyModel, chosen: CouplingChoice, rounds: list[dict[str, Any]] | None = None
     ) -> None:
         self.clock, self.chosen = clock, chosen
+        # one record per measurement: digest of the plan, predicted and measured time as parts of the dense one
         self.rounds = rounds or []
-        """one record per measurement: digest of the plan, predicted and measured time as parts of the dense one"""
         self._file: Path | None = None
 
     @classmethod
@@ -76,31 +75,28 @@ class LatencyTarget:
         images: Tensor,
         graph: ChannelGraph,
         recipe: Recipe,
-        kept: Path | None,
+        written: Path | None,
         constraints: Constraints,
     ) -> LatencyTarget:
-        """Read the state of a resumed run from `kept`; otherwise use the given table, the cache or measurements.
+        """Read the state of a resumed run from `written`; otherwise use the given table, the cache or measurements.
 
         Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
         """
         config, budget = recipe.latency, recipe.budget
-        if config.way != "auto" and (recipe.constraints.couple or recipe.scores.blocks):
-            raise RecipeError(
-                "latency.way: cannot be combined with constraints.couple or scores.blocks; set only one of them"
-            )
-        if kept is not None and kept.is_file():
-            return cls._read(kept, graph)
+        coupled = recipe.constraints.couple or recipe.scores.blocks
+        if config.way != "auto" and coupled:
+            others = "constraints.couple or scores.blocks"
+            raise RecipeError(f"latency.way: cannot be combined with {others}; set only one of them")
+        if written is not None and written.is_file():
+            return cls._read(written, graph)
         if config.table:
             clock = read_model(os.path.expanduser(config.table), graph)
         else:
-            there = conditions_here(config.runtime, config.batch, config.threads or torch.get_num_threads())
-            clock = measure_latency_model(
-                network, images, graph, there, ignore=recipe.constraints.ignore, report=_log.info
-            )
-        if recipe.constraints.couple or recipe.scores.blocks:
-            return cls(clock, CouplingChoice(AS_COUPLED, {}))
-        if config.way != "auto":
-            return cls(clock, CouplingChoice(config.way, {}))
+            here = conditions_here(config.runtime, config.batch, config.threads or torch.get_num_threads())
+            ignore = recipe.constraints.ignore
+            clock = measure_latency_model(network, images, graph, here, ignore=ignore, report=_log.info)
+        if coupled or config.way != "auto":
+            return cls(clock, CouplingChoice(AS_COUPLED if coupled else config.way, {}))
         stored = FileSize(network, images[:2], graph) if budget.size != 1 else None
         chosen = choose_coupling(graph, clock, budget, constraints, stored)
         _log.info("%s", chosen.told())
@@ -129,82 +125,77 @@ class LatencyTarget:
         """
         limits = pruner.aim.limits
         assert limits is not None
-        asked = limits.most["latency"] / limits.whole["latency"]
+        target = limits.most["latency"] / limits.whole["latency"]
         tried: dict[str, tuple[float, Plan]] = {}
         for _ in range(MAX_LANDINGS):
             plan = pruner.plan()
             name = _digest(plan)
             if name in tried:
                 break
-            foretold = self.clock.ratio(plan.masks(pruner.graph))
-            found = self._measured(name, foretold, plan, timer)
-            tried[name] = found / asked - 1, plan
-            if abs(tried[name][0]) <= TOLERANCE or (found < asked and _other_limit_is_tighter(pruner, plan)):
+            predicted = self.clock.ratio(plan.masks(pruner.graph))
+            measured = self._measure(name, predicted, plan, timer)
+            tried[name] = measured / target - 1, plan
+            if abs(tried[name][0]) <= TOLERANCE or (measured < target and _other_limit_is_tighter(pruner, plan)):
                 break
-            self.clock.correction *= min(max(found / foretold, 1 / MAX_CORRECTION), MAX_CORRECTION)
+            self.clock.correction *= min(max(measured / predicted, 1 / MAX_CORRECTION), MAX_CORRECTION)
             try:
                 pruner.land()
             except PruningError:  # By the corrected model even the smallest network is too slow: try that one.
                 pruner.gate(Plan.from_masks(pruner.aim.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
+        miss = ""
         if off > LATENCY_TOLERANCE:
-            _log.warning(
-                "the pruned network misses the latency target by %.0f%%; no other plan came closer", 100 * off
-            )
+            miss = f"misses the latency target by {100 * off:.0f}%"
         elif off < -LATENCY_TOLERANCE and not _other_limit_is_tighter(pruner, best):
-            _log.warning(
-                "the pruned network is %.0f%% faster than the latency target; no other plan came closer", -100 * off
-            )
+            miss = f"is {-100 * off:.0f}% faster than the latency target"
+        if miss:
+            _log.warning("the pruned network %s; no other plan came closer", miss)
 
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
         """Return the latency entry of `summary.json`.
 
         The correction of the latency model is reset, so that "foretold" is what the model alone predicts.
         """
-        limits, held = pruner.aim.limits, self.clock.conditions
+        limits, conditions = pruner.aim.limits, self.clock.conditions
         assert limits is not None
         self.clock.correction = 1.0
-        laid = lay_out(pruner.graph, plan.masks(pruner.graph))
-        mine = [one for one in self.rounds if one["plan"] == _digest(plan)]
+        layout = lay_out(pruner.graph, plan.masks(pruner.graph))
+        measured = [one["measured"] for one in self.rounds if one["plan"] == _digest(plan)]
         errors = {k: v for k, v in self.clock.calibration.items() if k.endswith("_error")}
         return {
             "asked": limits.most["latency"] / limits.whole["latency"],
-            "foretold": self.clock.seconds(laid) / self.clock.dense_seconds,
-            "measured": mine[-1]["measured"] if mine else None,
+            "foretold": self.clock.seconds(layout) / self.clock.dense_seconds,
+            "measured": measured[-1] if measured else None,
             "dense_ms": 1e3 * self.clock.dense_seconds,
             "asked_ms": 1e3 * limits.most["latency"] / MICROSECONDS,
-            "runtime": held.runtime,
-            "batch": held.batch,
-            "threads": held.threads,
-            "machine": dict(held.machine),
+            "runtime": conditions.runtime,
+            "batch": conditions.batch,
+            "threads": conditions.threads,
+            "machine": dict(conditions.machine),
             **self.chosen.to_dict(),
             **errors,
             "landings": [{key: one[key] for key in ("foretold", "measured")} for one in self.rounds],
         }
 
-    def _measured(self, name: str, foretold: float, plan: Plan, timer: TimePlan) -> float:
-        for one in self.rounds:
-            if one["plan"] == name:
-                return float(one["measured"])
-        found = timer(plan)
-        if (
-            not 1 / MAX_CORRECTION < found / foretold < MAX_CORRECTION
-        ):  # A busy machine is likelier than such an error.
-            found = min(found, timer(plan), key=lambda time: abs(math.log(time / foretold)))
-        self.rounds.append({"plan": name, "foretold": foretold, "measured": found})
+    def _measure(self, name: str, predicted: float, plan: Plan, timer: TimePlan) -> float:
+        for earlier in self.rounds:
+            if earlier["plan"] == name:
+                return float(earlier["measured"])
+        measured = timer(plan)
+        # A busy machine is likelier than such an error.
+        if not 1 / MAX_CORRECTION < measured / predicted < MAX_CORRECTION:
+            measured = min(measured, timer(plan), key=lambda time: abs(math.log(time / predicted)))
+        self.rounds.append({"plan": name, "foretold": predicted, "measured": measured})
         self._write()
-        _log.info(
-            "extracted network: measured %.1f%% of the dense network's time, predicted %.1f%%",
-            100 * found,
-            100 * foretold,
-        )
-        return found
+        percents = f"measured {100 * measured:.1f}% of the dense network's time, predicted {100 * predicted:.1f}%"
+        _log.info("extracted network: %s", percents)
+        return measured
 
     def _write(self) -> None:
         if self._file is not None:
-            held = {**self.clock.to_dict(), "chosen": self.chosen.to_dict(), "rounds": self.rounds}
-            write_text(self._file, json.dumps(held, indent=1) + "\n")
+            state = {**self.clock.to_dict(), "chosen": self.chosen.to_dict(), "rounds": self.rounds}
+            write_text(self._file, json.dumps(state, indent=1) + "\n")
 
 
 def make_plan_timer(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
@@ -214,20 +205,19 @@ def make_plan_timer(clock: LatencyModel, network: nn.Module, images: Tensor) -> 
 
 
 def check_measurable(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
-    """Run one pass as `make_plan_timer` would; raise a PruningError, before training, if times cannot be
-    measured."""
+    """Run one pass as `make_plan_timer` would; raise a PruningError if times cannot be measured."""
     pairs = _pairs_here(clock, network, images)
     if pairs is not None:
         pairs.rehearse()
 
 
 def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> PlanTimer | None:
-    held = clock.conditions
-    if held.runtime not in LATENCY_RUNTIMES or not comparable_conditions(
-        held, conditions_here(held.runtime, held.batch, held.threads)
-    ):
+    measured = clock.conditions
+    if measured.runtime not in LATENCY_RUNTIMES:
         return None
-    return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), held)
+    if not comparable_conditions(measured, conditions_here(measured.runtime, measured.batch, measured.threads)):
+        return None
+    return PlanTimer(real_copy(network).cpu().eval(), images[:1].cpu(), measured)
 
 
 def with_way(way: str, scores: Scores, constraints: Constraints) -> tuple[Scores, Constraints]:

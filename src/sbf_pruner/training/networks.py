@@ -31,18 +31,22 @@ from ..scores.config import Scores
 from ..surgery.extract import extract
 from ..surgery.verify import prove
 from ..utils.user_model import real_copy, remove_pruner_hooks
-from .data.datasets import SOURCES, Data, RunBatches
-from .device import to_memory_format
+from .data.batches import Data, RunBatches
+from .data.datasets import SOURCES
+from .device import to_memory_format, training_outputs
 from .latency_target import LatencyTarget, check_measurable, make_plan_timer, with_way
 from .recipe import Recipe
 from .run_folder import ELSEWHERE
 from .schedule import batch_size, is_steered, phases, tightening_cycles
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # the fastest choice on each device
-STEERS_PER_EPOCH = (
-    4  # adjustments of the penalty per score epoch; each searches a landing, 1/8 second for ResNet-56
-)
+STEERS_PER_EPOCH = 4  # adjustments of the penalty; each searches a landing, 1/8 second for ResNet-56
+LOGIT_TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
+# Cycles for that distance: in a single one, scores would pass the threshold before steering reacts.
+MIN_TIGHTENING_CYCLES = 2
 PROOF_IMAGES = 32  # images on which outputs are compared; in float64 a large network needs much memory for each
+
+_log = logging.getLogger(__name__)
 
 
 class Networks:
@@ -65,11 +69,12 @@ class Networks:
         if recipe.model.weights:
             load_weights(self.dense, Path(os.path.expanduser(recipe.model.weights)))
         check_fit(self.dense, self.images[:2], data)
-        self.initial = _snapshot(self.dense)
+        self.initial = {name: tensor.detach().clone() for name, tensor in state_tensors(self.dense).items()}
         self._recipe = recipe
         self.pruner, self.timed = build_pruner(self.dense, self.images, recipe, len(data.train), measured)
-        asked = recipe.finetune_on
-        self._finetune_on = FINETUNE_ON.get(device.type, "small") if asked == "auto" else asked
+        self._finetune_on = recipe.finetune_on
+        if self._finetune_on == "auto":
+            self._finetune_on = FINETUNE_ON.get(device.type, "small")
         self.small: nn.Module | None = None
         self.control: nn.Module | None = None
         self.plan = self.pruner.plan()
@@ -87,11 +92,12 @@ class Networks:
     def pruned(self) -> nn.Module:
         """Return the pruned network; the first call extracts it and compares its outputs with the gated one's."""
         if self.small is None:
-            # `Pruner.extract` would warn of a missed latency target by the predicted time, but this plan was chosen
-            # by the measured time, which may differ.
-            small = (
-                self._extract() if self.timed is not None else to_memory_format(self.pruner.extract(), self.order)
-            )
+            if self.timed is None:
+                small = to_memory_format(self.pruner.extract(), self.order)
+            else:
+                # `Pruner.extract` would warn of a missed latency target by the predicted time, but this plan was
+                # chosen by the measured time, which may differ.
+                small = self._extract()
             try:
                 self.cut_error = prove(self.dense, small, self.images[:PROOF_IMAGES])
             except PruningError as error:
@@ -114,13 +120,13 @@ class Networks:
     def cost(self, phase: Phase) -> dict[str, int]:
         """Return filters, parameters and MACs of the network that a phase trains, without what its gates close."""
         alive, filters = self.pruner.alive()
-        cost = self._dense_cost if phase.kind == "control" else self._small_cost
-        alive = filters if phase.kind == "control" else alive
+        cost = self._small_cost
+        if phase.kind == "control":
+            alive, cost = filters, self._dense_cost
         return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
 
     def after_step(self, phase: Phase, epoch: int, step: int, steps: int) -> None:
-        """Tighten the limits after `step` of the `steps` steps of a score epoch, `STEERS_PER_EPOCH` times per
-        epoch."""
+        """Tighten the limits `STEERS_PER_EPOCH` times per score epoch, after a `step` of its `steps` steps."""
         if step < steps and step * STEERS_PER_EPOCH // steps > (step - 1) * STEERS_PER_EPOCH // steps:
             self.update_progress(phase, epoch - phase.first + step / steps)
 
@@ -138,11 +144,10 @@ class Networks:
 
     def correct_by_measurement(self) -> None:
         """Correct the last landing by measurements, if there is a latency target and it can be measured here."""
-        if self.timed is None:
-            return
-        timer = make_plan_timer(self.timed.clock, self.bare_copy(), self.images)
-        if timer is not None:
-            self.timed.correct_by_measurement(self.pruner, timer)
+        if self.timed is not None:
+            timer = make_plan_timer(self.timed.clock, self.bare_copy(), self.images)
+            if timer is not None:
+                self.timed.correct_by_measurement(self.pruner, timer)
 
     def refresh_plan(self) -> None:
         """Update the plan and the cost of the pruned network after the gates have changed."""
@@ -178,16 +183,20 @@ class Networks:
 
     def load_initial(self, initial: dict[str, Tensor]) -> None:
         """Load the weights that the run was begun with; raise a RunError if they are of another network."""
-        if _shapes(initial) != _shapes(self.initial):
+        if not self._has_shapes_of(initial):
             raise RunError(f"the run was begun with another network; resume it with the same model, {ELSEWHERE}")
         self.initial = initial
         self.dense.load_state_dict(initial)
 
     def take_over(self, weights: dict[str, Tensor]) -> None:
         """Load the weights of another run's dense stage; raise a RunError if they are of another network."""
-        if _shapes(weights) != _shapes(self.initial):
+        if not self._has_shapes_of(weights):
             raise RunError("the dense stage belongs to another network; use that of a run of this network")
         self.dense.load_state_dict(weights)
+
+    def _has_shapes_of(self, weights: dict[str, Tensor]) -> bool:
+        ours, theirs = ({name: t.shape for name, t in state.items()} for state in (self.initial, weights))
+        return ours == theirs
 
     def _extract(self) -> nn.Module:
         """Extract what the gates keep now, which need not meet the budget yet."""
@@ -200,22 +209,6 @@ class Networks:
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
-
-
-def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state_tensors(model).items()}
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
-
-
-LOGIT_TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
-MIN_TIGHTENING_CYCLES = (
-    2  # cycles for that distance: in a single one, scores would pass the threshold before steering reacts
-)
-
-_log = logging.getLogger(__name__)
 
 
 def build_pruner(
@@ -252,15 +245,15 @@ def build_pruner(
 
 def _constraints(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe: Recipe) -> Constraints:
     """Return the recipe's constraints, with at least one filter per layer if the model cannot lose whole layers."""
-    asked = recipe.constraints
-    asked.check_patterns(graph)  # Before `try_cuts`, which takes longer.
-    whole = try_cuts(dense, example, graph)
-    if whole is None:
-        return asked
-    least = at_least(asked.min_filters, 1, graph.layers)
-    if least != asked.min_filters:
-        _log.warning("every layer keeps at least one filter, because with whole layers removed %s", whole)
-    return replace(asked, min_filters=least)
+    constraints = recipe.constraints
+    constraints.check_patterns(graph)  # Before `try_cuts`, which takes longer.
+    why = try_cuts(dense, example, graph)
+    if why is None:
+        return constraints
+    least = at_least(constraints.min_filters, 1, graph.layers)
+    if least != constraints.min_filters:
+        _log.warning("every layer keeps at least one filter, because with whole layers removed %s", why)
+    return replace(constraints, min_filters=least)
 
 
 def _speed(recipe: Recipe, images: int) -> float:
@@ -270,8 +263,8 @@ def _speed(recipe: Recipe, images: int) -> float:
     """
     if recipe.scores.speed or not is_steered(recipe):
         return recipe.scores.speed
-    moving = [phase for phase in phases(recipe) if phase.trains_scores][:1]
-    steps = sum(phase.epochs * max(images // batch_size(recipe, phase), 1) for phase in moving)
+    first = [phase for phase in phases(recipe) if phase.trains_scores][:1]
+    steps = sum(phase.epochs * max(images // batch_size(recipe, phase), 1) for phase in first)
     return LOGIT_TRAVEL / max(tightening_cycles(recipe), MIN_TIGHTENING_CYCLES) / max(steps, 1)
 
 
@@ -283,28 +276,27 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     where = f"model.weights: {path}"
     given = _read(path, where)
-    held, trained = model.state_dict(), dict(model.named_parameters())
-    missing = [name for name in held if name not in given]
-    unknown = [name for name in given if name not in held]
+    state, trained = model.state_dict(), dict(model.named_parameters())
+    missing = [name for name in state if name not in given]
+    unknown = [name for name in given if name not in state]
     if unknown and all(name.startswith("module.") for name in given):
         raise RunError(f"{where} was saved from a DataParallel wrapper; save model.module.state_dict()")
     if missing or unknown:
         parts = [f"has no {missing[0]!r}{_more(missing)}"] if missing else []
         if unknown:
-            hint = "" if missing else f" ({suggestion(unknown[0], held)})"
+            hint = "" if missing else f" ({suggestion(unknown[0], state)})"
             parts.append(f"has {unknown[0]!r}{_more(unknown)}, which the model does not have{hint}")
         raise RunError(f"{where} {' and '.join(parts)}; give the weights of this network")
     for name, tensor in given.items():
-        if tensor.shape != held[name].shape:
+        ours = state[name]
+        if tensor.shape != ours.shape:
             raise RunError(
-                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(held[name].shape)}; "
+                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(ours.shape)}; "
                 "set model.num_classes, model.in_channels or model.options to what it was trained with"
             )
-        if tensor.is_floating_point() != held[name].is_floating_point():
-            raise RunError(
-                f"{where}: {name} has dtype {tensor.dtype}, but the model's is "
-                f"{held[name].dtype}; convert it before saving"
-            )
+        if tensor.is_floating_point() != ours.is_floating_point():
+            dtypes = f"{name} has dtype {tensor.dtype}, but the model's is {ours.dtype}"
+            raise RunError(f"{where}: {dtypes}; convert it before saving")
         if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # A mask may hold infinities.
             raise RunError(f"{where}: {name} contains NaN or infinity; give other weights")
     model.load_state_dict(given)
@@ -315,7 +307,7 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
 
     Leaves the network in evaluation mode.
     """
-    shape = "x".join(map(str, images.shape[1:]))
+    name, shape = type(model).__name__, "x".join(map(str, images.shape[1:]))
     try:
         with torch.no_grad():
             outputs = model.eval()(images)
@@ -326,65 +318,47 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
             remedy += "; images of your own dataset must have the shape (channels, height, width)"
         if others := sorted({str(p.dtype) for p in model.parameters() if p.dtype != images.dtype}):
             remedy = f"images are {images.dtype} and weights {', '.join(others)}: build a network of {images.dtype}"
-        raise RunError(
-            f"{type(model).__name__} does not run on the images of {data.name}, {shape} "
-            f"({type(error).__name__}: {cause}); {remedy}"
-        ) from error
+        failure = f"({type(error).__name__}: {cause})"
+        raise RunError(f"{name} does not run on the images of {data.name}, {shape} {failure}; {remedy}") from error
     if not isinstance(outputs, Tensor) or outputs.dim() != 2:
         what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise RunError(
-            f"{type(model).__name__} gives {what} for {len(images)} images; training needs a network that "
-            f"gives one row of {data.num_classes} logits per image; return these alone, or prune it in a loop of "
-            "your own (sbf.Pruner)"
+            f"{name} gives {what} for {len(images)} images; training needs a network that gives one row of "
+            f"{data.num_classes} logits per image; return these alone, or prune it in a loop of your own "
+            "(sbf.Pruner)"
         )
     if outputs.shape[1] != data.num_classes:
         raise RunError(
-            f"{type(model).__name__} gives {outputs.shape[1]} numbers per image but {data.name} has "
-            f"{data.num_classes} classes; build it with num_classes = {data.num_classes}, or set "
-            f"model.num_classes = {outputs.shape[1]} if those are the classes meant"
+            f"{name} gives {outputs.shape[1]} numbers per image but {data.name} has {data.num_classes} classes; "
+            f"build it with num_classes = {data.num_classes}, or set model.num_classes = {outputs.shape[1]} if "
+            "those are the classes meant"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise RunError(
-            f"all weights of {type(model).__name__} are frozen, so nothing is trained; call requires_grad_(True)"
-        )
-    trained = _trained_outputs(model, images)
+        raise RunError(f"all weights of {name} are frozen, so nothing is trained; call requires_grad_(True)")
+    trained = training_outputs(model, images)  # None if it fails, which may be due to so few images
     if trained is not None and not isinstance(trained, Tensor):
         raise RunError(
-            f"{type(model).__name__} gives {type(trained).__name__} in training mode, where the loss needs logits "
-            "alone; build it without auxiliary outputs (such as model.options.aux_logits = false), or train it in "
-            "a loop of your own with sbf_pruner.Pruner"
+            f"{name} gives {type(trained).__name__} in training mode, where the loss needs logits alone; build it "
+            "without auxiliary outputs (such as model.options.aux_logits = false), or train it in a loop of your "
+            "own with sbf_pruner.Pruner"
         )
-
-
-def _trained_outputs(model: nn.Module, images: Tensor) -> Any:
-    """Return the outputs of a copy in training mode; None if it fails, which may be due to so few images."""
-    # Dropout must not advance the run's random state.
-    streams = torch.random.fork_rng([images.device] if images.is_cuda else [])
-    try:
-        with torch.no_grad(), streams:
-            return real_copy(model).train()(images)
-    except Exception:
-        return None
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise RunError(f"{where} does not exist; give a .safetensors, .pt or .pth file")
+    safe = path.suffix == ".safetensors"
     try:
-        with path.open("rb"):  # safetensors reports any file that it cannot open as missing.
-            pass
-        given: Any = (
-            load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        )
+        path.open("rb").close()  # safetensors reports any file that it cannot open as missing.
+        given: Any = load_file(path) if safe else torch.load(path, "cpu", weights_only=True)
     except SafetensorError as error:
         raise RunError(f"{where} cannot be read ({error}); save it with safetensors.torch.save_file") from error
     except OSError as error:
         raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
     except Exception as error:  # Unpickling may raise anything; torch's message suggests unsafe loading.
-        raise RunError(
-            f"{where} cannot be read (it is damaged, or holds a whole model, which is never unpickled); save it "
-            "with torch.save(model.state_dict(), path)"
-        ) from error
+        why = "it is damaged, or holds a whole model, which is never unpickled"
+        remedy = "save it with torch.save(model.state_dict(), path)"
+        raise RunError(f"{where} cannot be read ({why}); {remedy}") from error
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         raise RunError(f"{where} holds something other than a state_dict; save model.state_dict() alone")
     return given

@@ -20,7 +20,6 @@ from ..budget.file_size import contents
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph, ResidualBlock, additions, is_addition, residual_blocks
 from ..measurement.counts import Latency, evaluating, latency, measure
-from ..plan import Plan
 from ..pruner import Pruner
 from ..report.inspection import inspect_model, to_boxes, to_json
 from ..schedule import Phase
@@ -31,7 +30,10 @@ from .recipe import Recipe
 from .run_folder import RunFolder
 from .schedule import phases
 
-Measured = TypeVar("Measured")
+Found = TypeVar("Found")
+MEASURED_ON = 64  # images; few, because every score phase ends with it and a large network is slow on a CPU
+TIMED_SECONDS = 10.0  # approximate total for both networks, whatever their size
+TIMED_AT_ONCE = 64
 
 
 class RunRecorder:
@@ -45,12 +47,13 @@ class RunRecorder:
         if self.folder.network.is_file():
             return
         pruner = self.networks.pruner
-        written: dict[str, Any] = {"environment": environment(self.device)}
-        try:
-            seen = inspect_model(pruner.model, self.images[:1], pruner.graph)
-            written |= {"facts": seen.facts, "boxes": to_json(to_boxes(seen))}
-        except Exception as error:  # User code may raise anything; the network can still be trained.
-            written["undrawn"] = _told(error)
+
+        def draw() -> dict[str, Any]:
+            inspected = inspect_model(pruner.model, self.images[:1], pruner.graph)
+            return {"facts": inspected.facts, "boxes": to_json(to_boxes(inspected))}
+
+        drawn, why = _try(draw)
+        written = {"environment": environment(self.device), **(drawn or {"undrawn": why})}
         write_text(self.folder.network, json.dumps(written) + "\n")
 
     def after_epoch(self, phase: Phase, done: int) -> None:
@@ -58,12 +61,12 @@ class RunRecorder:
         if not phase.trains_scores:
             return
         pruner = self.networks.pruner
-        scores = {name: [round(s, 3) for s in held.tolist()] for name, held in pruner.scores().items()}
+        scores = {name: [round(s, 3) for s in vector.tolist()] for name, vector in pruner.scores().items()}
         line: dict[str, Any] = {"done": done, "cycle": phase.cycle, "scores": scores}
         if done == phase.end:
             kept = self.networks.plan.widths()
-            line["kept"] = {name: kept.get(name, len(held)) for name, held in scores.items()}
-            measured, why = _tried(lambda: scored_refinement(pruner, self.images))
+            line["kept"] = {name: kept.get(name, len(vector)) for name, vector in scores.items()}
+            measured, why = _try(lambda: scored_refinement(pruner, self.images))
             line |= {"refinement": measured or [], **({"unmeasured": why} if why else {})}
         self.folder.append_scores(line)
 
@@ -73,7 +76,7 @@ class RunRecorder:
         found: dict[str, Any] = next(
             (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
         )
-        pruned, why = _tried(lambda: pruned_refinement(self.networks.pruner, small, self.images))
+        pruned, why = _try(lambda: pruned_refinement(self.networks.pruner, small, self.images))
         reasons = {"scored": found.get("unmeasured"), "pruned": why}
         return {
             "skipped": dict(graph.skipped),
@@ -82,20 +85,13 @@ class RunRecorder:
         }
 
 
-def _tried(measure: Callable[[], Measured]) -> tuple[Measured | None, str]:
-    """Return the measurement and "", or None and the reason, because a failed analysis must not stop the run."""
+def _try(analyse: Callable[[], Found]) -> tuple[Found | None, str]:
+    """Return the result and "", or None and the reason, because a failed analysis must not stop the run."""
     try:
-        return measure(), ""
+        return analyse(), ""
     except Exception as error:  # User code may raise anything.
-        return None, _told(error)
-
-
-def _told(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, PruningError) else f"{type(error).__name__}: {said}"
-
-
-MEASURED_ON = 64  # images; few, because every score phase ends with it and a large network is slow on a CPU
+        reason = " ".join(str(error).split())
+        return None, reason if isinstance(error, PruningError) else f"{type(error).__name__}: {reason}"
 
 
 def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
@@ -110,42 +106,41 @@ def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
     blocks = [block for block in known if layers[block.layer].site.kind != "sum"]
     if known and not blocks:
         raise PruningError("the gates come after the residual addition, where Lemma 1 does not apply")
-    was, pruner.gates.mode = pruner.gates.mode, "soft"
+    mode, pruner.gates.mode = pruner.gates.mode, "soft"
     try:
-        energies = _energies(pruner.model, blocks, images, len(additions(pruner.graph.trace.ops)))
+        energies = _energies(pruner.model, blocks, images, pruner.graph)
     finally:
-        pruner.gates.mode = was
+        pruner.gates.mode = mode
     scores = pruner.scores()
-    found, left = [], ""
+    found, why = [], ""
     for block, (branch, shortcut) in zip(blocks, energies, strict=True):
         score = scores[block.layer].double()
         whole = float(shortcut.sum())
         if len(score) != len(branch):
-            left = f"the branch of {block.name} has {len(branch)} channels and {len(score)} scores"
-            continue
-        if not whole > 0:
-            left = f"the shortcut of {block.name} is all zero"
-            continue
-        freed = torch.where(score > 0, branch / score.square().clamp_min(1e-300), 0.0)
-        found.append(
-            {
-                "block": block.name,
-                "layer": block.layer,
-                "scored": float(branch.sum()) / whole,
-                "unscored": float(freed.sum()) / whole,
-                "delta": float(score.min()),
-                "top": float(score.max()),
-            }
-        )
-    if left and not found:
-        raise PruningError(left)
+            why = f"the branch of {block.name} has {len(branch)} channels and {len(score)} scores"
+        elif not whole > 0:
+            why = f"the shortcut of {block.name} is all zero"
+        else:
+            unscored = torch.where(score > 0, branch / score.square().clamp_min(1e-300), 0.0)
+            found.append(
+                {
+                    "block": block.name,
+                    "layer": block.layer,
+                    "scored": float(branch.sum()) / whole,
+                    "unscored": float(unscored.sum()) / whole,
+                    "delta": float(score.min()),
+                    "top": float(score.max()),
+                }
+            )
+    if why and not found:
+        raise PruningError(why)
     return found
 
 
 def pruned_refinement(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, float | None]:
     """Return the ratio of each residual block in the pruned network; None where its shortcut is all zero."""
     blocks = residual_blocks(pruner.graph)
-    energies = _energies(small, blocks, images, len(additions(pruner.graph.trace.ops)))
+    energies = _energies(small, blocks, images, pruner.graph)
     sums = {block.name: (float(f.sum()), float(x.sum())) for block, (f, x) in zip(blocks, energies, strict=True)}
     return {name: f / x if x > 0 else None for name, (f, x) in sums.items()}
 
@@ -164,21 +159,19 @@ def merge_refinement(
 
 
 def _energies(
-    network: nn.Module, blocks: Sequence[ResidualBlock], images: Tensor, expected: int
+    network: nn.Module, blocks: Sequence[ResidualBlock], images: Tensor, graph: ChannelGraph
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the squares of branch and shortcut of every block, summed per channel in float64.
 
     Additions are matched to blocks by the order in which they run, so a PruningError is raised if the network runs
     more or fewer of them than its graph has. The modes of all modules are restored.
     """
-    listener = _AdditionRecorder(blocks)
-    with evaluating(network), torch.no_grad(), listener:
+    recorder, expected = _AdditionRecorder(blocks), len(additions(graph.trace.ops))
+    with evaluating(network), torch.no_grad(), recorder:
         network(images[:MEASURED_ON])
-    if listener.count != expected:
-        raise PruningError(
-            f"the network adds feature maps {listener.count} times, but its graph has {expected} additions"
-        )
-    return [listener.heard[b.addition] for b in blocks]
+    if (count := recorder.count) != expected:
+        raise PruningError(f"the network adds feature maps {count} times, but its graph has {expected} additions")
+    return [recorder.energies[block.addition] for block in blocks]
 
 
 class _AdditionRecorder(TorchDispatchMode):
@@ -186,24 +179,19 @@ class _AdditionRecorder(TorchDispatchMode):
         super().__init__()
         self.branch = {block.addition: block.branch for block in blocks}
         self.count = 0
-        self.heard: dict[int, tuple[Tensor, Tensor]] = {}
+        self.energies: dict[int, tuple[Tensor, Tensor]] = {}  # of branch and shortcut, by number of the addition
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         maps = [a for a in args[:2] if isinstance(a, Tensor)]
         if len(maps) == 2 and is_addition(str(func._overloadpacket), maps[0].shape, maps[1].shape):
             if (branch := self.branch.get(self.count)) is not None:
-                self.heard[self.count] = _energy(maps[branch]), _energy(maps[1 - branch])
+                self.energies[self.count] = _energy(maps[branch]), _energy(maps[1 - branch])
             self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 def _energy(maps: Tensor) -> Tensor:
     return maps.transpose(0, 1).flatten(1).double().square().sum(1).cpu()
-
-
-TIMED_SECONDS = 10.0  # approximate total for both networks, whatever their size
-TIMED_AT_ONCE = 64
-UNJUDGED = {"accuracy": None, "validation_accuracy": None}
 
 
 def summarize(
@@ -216,27 +204,26 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the comparison of the dense and the pruned network for `summary.json`.
 
-    `judged` gives the accuracies of a network. Without a dense control, the dense network has only those in
-    `before`, from earlier in the run.
+    `judged` gives the accuracies of a network; `before` are those of the dense network from earlier in the run.
     """
-    control, timed = networks.control, networks.timed
+    control, timed, kept = networks.control, networks.timed, networks.plan.widths()
     dense = networks.pruner.detach() if control is None else control
     batch = images[:TIMED_AT_ONCE]
     first, second = sizes(dense, small, batch)
+    judgement = {"accuracy": None, "validation_accuracy": None} if control is None else judged(control)
     return {
         "name": recipe.name,
         "method": recipe.method,
         "seed": recipe.seed,
         "epochs": sum(phase.epochs for phase in phases(recipe) if phase.kind != "control"),
-        "dense": {
-            **(UNJUDGED if control is None else judged(control)),
-            **before,
-            **first,
-        },
+        "dense": {**judgement, **before, **first},
         "pruned": {**judged(small), **second},
         "latency_batch": len(batch),
         "cut_error": networks.cut_error,
-        "layers": widths(networks.pruner.graph, networks.plan),
+        "layers": {
+            name: {"before": layer.filters, "after": kept.get(name, layer.filters)}
+            for name, layer in networks.pruner.graph.layers.items()
+        },
         **({} if timed is None else {"latency": timed.summary(networks.pruner, networks.plan)}),
     }
 
@@ -257,13 +244,4 @@ def _size(network: nn.Module, images: Tensor, time: Latency) -> dict[str, Any]:
         "file_bytes": stored_bytes(*contents(network)),
         "latency_ms": time.median,
         "latency_iqr_ms": time.iqr,
-    }
-
-
-def widths(graph: ChannelGraph, plan: Plan) -> dict[str, dict[str, int]]:
-    """Return the number of filters of every prunable layer before and after pruning."""
-    kept = plan.widths()
-    return {
-        name: {"before": layer.filters, "after": kept.get(name, layer.filters)}
-        for name, layer in graph.layers.items()
     }

@@ -42,11 +42,12 @@ from ..schedule import Phase
 from ..utils.distributed import DistributedContext
 from ..utils.timing import environment
 from ..utils.user_model import check_model, real_copy
-from .data.datasets import Data, RunBatches, load_data, own_data
+from .data.batches import Data, RunBatches
+from .data.datasets import load_data, own_data
 from .device import ComputeConfig, choose_machine, cpu_threads, restore_torch_settings
 from .engine.captured import make_engine
 from .engine.eager import EPOCH_START, Engine, EpochProgress, Teacher, WeightTrainer
-from .epoch import EpochRunner, evaluate_splits
+from .epoch import ActivePhase, EpochRunner, evaluate_splits
 from .networks import Networks
 from .recipe import Recipe, load_recipe
 from .recording import RunRecorder, summarize
@@ -112,7 +113,6 @@ def fit(
             second signal ends the process at once.
 
     >>> import tempfile
-    >>> from .recipe import load_recipe
     >>> short = ["phases.warmup=0", "phases.cycles=1", "phases.weights=0", "phases.finetune=0"]
     >>> recipe = load_recipe("digits", [*short, "dense_control=false"])
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
@@ -123,46 +123,48 @@ def fit(
     """
     _check_kinds(model, recipe, data)
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    team, asked = init_distributed(), RunFolder.of(recipe, run)
-    check = partial(asked.check, recipe, resume=resume, force=force)
-    with Signals() as signals, rank_folder(team, asked, check, resume=resume) as folder:
+    team, named = init_distributed(), RunFolder.of(recipe, run)
+    check = partial(named.check, recipe, resume=resume, force=force)
+    with Signals() as signals, rank_folder(team, named, check, resume=resume) as folder:
         if resume and folder.finished:
             small = load(folder.path, lambda: real_copy(model))
-            return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), asked.path, True)
+            return Result(small, Plan.load(folder.path / "plan.json"), folder.read_summary(), named.path, True)
         goes_on = resume and folder.has_checkpoint()
         if resume and not goes_on:
-            log.info("the run in %s has no checkpoint yet, so it starts from the beginning", asked.path)
+            log.info("the run in %s has no checkpoint yet, so it starts from the beginning", named.path)
         stage = None
         if dense_from is not None and not goes_on:
             stage = team.run_on_rank0(partial(read_dense_stage, dense_from, recipe))
         machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
-        device = machine.device
-        streams = torch.random.fork_rng([device] if device.type == "cuda" else [])  # The caller's are restored.
+        on_cuda = machine.device.type == "cuda"
+        streams = torch.random.fork_rng([machine.device] if on_cuda else [])  # The caller's are restored.
         with streams, cpu_threads(recipe.threads), restore_torch_settings():
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
                 data = own_data(data, recipe.data, classes, recipe.seed)
             others = () if dense_from is None else (Path(dense_from),)
-            origin = asked.origin(*others, trust=trust, resume=resume)
+            origin = named.origin(*others, trust=trust, resume=resume)
             data = data or load_data(recipe.data, classes, recipe.seed, origin)
             check_divisible(recipe, len(data.train), team)
-            told = report if team.leads else None
-            ahead = Run(broadcast_weights(model, team), recipe, data, machine, folder, told, goes_on, team, signals)
+            if not team.alone:  # Start from the weights of rank 0.
+                model = real_copy(model)
+                team.follow([value for value in model.state_dict().values() if isinstance(value, Tensor)])
+                report = report if team.leads else None
+            started = Run(model, recipe, data, machine, folder, report, goes_on, team, signals)
             with folder.taken():
                 # Another process may have changed the folder before it was locked, so check it again.
                 folder.check(recipe, resume=resume, force=force)
                 if resume and (folder.finished or goes_on != folder.has_checkpoint()):
                     raise RunError(f"another process continued the run in {folder.path} meanwhile; resume it again")
                 if goes_on:
-                    ahead.restore()
+                    started.restore()
                 else:
-                    ahead.begin(stage, again=resume)
-                small, summary = ahead.go()
-            return Result(small, ahead.networks.plan, summary, asked.path)
+                    started.begin(stage, again=resume)
+                small, summary = started.go()
+            return Result(small, started.networks.plan, summary, named.path)
 
 
 def _check_kinds(model: object, recipe: object, data: object) -> None:
-    """Refuse arguments of the wrong type."""
     check_model(model)
     if not isinstance(recipe, (Recipe, str, Path)):
         raise RunError(f"recipe is of type {type(recipe).__name__}; give a name, a .toml file or an sbf.Recipe")
@@ -190,13 +192,11 @@ class Run:
         machine: ComputeConfig,
         folder: RunFolder,
         report: Report | None,
-        goes_on: bool = False,
-        team: DistributedContext | None = None,
-        signals: Signals | None = None,
+        goes_on: bool,
+        team: DistributedContext,
+        signals: Signals,
     ) -> None:
-        self.recipe, self.folder, self.team = recipe, folder, team or DistributedContext()
-        self.signals = signals or Signals()
-        self.report = report or (lambda record: None)
+        self.recipe, self.folder, self.report, self.team, self.signals = recipe, folder, report, team, signals
         device = machine.device
         self.told, self.counts, self.feed = data.told(), data.counts, RunBatches(recipe, data, device, model)
         self.machine = replace(machine, order=self.feed.order)
@@ -236,26 +236,19 @@ class Run:
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
         save_checkpoint(self.folder.checkpoints, self.networks.initial, INITIAL)
-        if stage is not None:
-            self._come_from(stage)
-        elif not self.recipe.phases.warmup:
+        if stage is not None:  # Record the warm-up as if it had been trained here.
+            self.folder.append(*stage.records)
+            self.done, self.spent = len(stage.records), sum(record["seconds"] for record in stage.records)
+            self.warmup_accuracy, self.dense_from = stage.records[-1]["test_accuracy"], stage.run
+        if stage is not None or not self.recipe.phases.warmup:
             self._keep_dense()
             self._choose()
-
-    def _come_from(self, stage: DenseStage) -> None:
-        """Record a warm-up that is taken over, as if it had been trained here."""
-        self.folder.append(*stage.records)
-        self.done, self.spent = len(stage.records), stage.seconds
-        self.warmup_accuracy, self.dense_from = stage.accuracy, stage.run
-        self._keep_dense()
-        self._choose()
-        self._save(None, closed=True)
+        if stage is not None:
+            self._save(None, closed=True)
 
     def restore(self) -> None:
-        """Restore the state of the last checkpoint."""
         state = load_checkpoint(self.folder.checkpoints)
-        self.folder.check_unchanged(state.get("recipe", {}), self.recipe)
-        self.folder.check_same_data(state.get("images", {}), self.counts)
+        self.folder.check_unchanged(state, self.recipe, self.counts)
         self._check_timer(state["done"])
         if self.networks.timed is not None:
             self.networks.timed.keep_in(self.folder.latency)
@@ -280,9 +273,9 @@ class Run:
                     self._run_phase(phase)
         self._forget_engines()
         small = self.networks.pruned()
-        return small, self.team.run_on_rank0(partial(self._leave, small))
+        return small, self.team.run_on_rank0(partial(self._write_results, small))
 
-    def _leave(self, small: nn.Module) -> dict[str, Any]:
+    def _write_results(self, small: nn.Module) -> dict[str, Any]:
         """Write the pruned network and the report, and last the summary, which marks the run as finished."""
         save(small, self.folder.path)
         summary = self._summary(small)
@@ -293,27 +286,25 @@ class Run:
     def _run_phase(self, phase: Phase) -> None:
         network, pruner = self.networks.of(phase)
         engine = self._engine(network, pruner)
-        descent, scored = None, phase.trains_scores
+        trainer = None
         if phase.trains_weights:
-            descent = WeightTrainer.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
+            trainer = WeightTrainer.of(network, optimizer_config(self.recipe, phase), *self.unfinished)
         self.unfinished = None, None
+        active = ActivePhase(phase, engine, trainer, self.teacher)
         with ExitStack() as frozen:
             if pruner is not None:
-                frozen.enter_context(self._trained(phase, pruner, engine))
+                frozen.enter_context(self._freeze(phase, pruner, engine))
             while self.done < phase.end:
-                record = self._run_epoch(phase, engine, descent)
+                record = self._run_epoch(active)
                 self.done += 1
-                if scored:
+                if phase.trains_scores:
                     self.networks.update_progress(phase, self.done - phase.first)
                 if self.done == phase.end:
                     # Leaving the context sets the gates from the scores, and the checkpoint must contain them.
                     frozen.close()
-                    descent = None
+                    trainer = None
                     if phase.trains_scores:
-                        if phase.cycle == self.recipe.phases.cycles:
-                            self.networks.correct_by_measurement()
-                        self.networks.refresh_plan()
-                        self._check_agreed(phase)
+                        self._update_plan(phase)
                     elif phase.kind == "warmup":
                         self.warmup_accuracy = record["test_accuracy"]
                         self._keep_dense()
@@ -327,23 +318,31 @@ class Run:
                     self._soften()
                 self._choose()
                 stopping = self._is_stopping()
-                self._save(descent, closed=self.done == phase.end or stopping)
-                self.report(record)
+                self._save(trainer, closed=self.done == phase.end or stopping)
+                if self.report is not None:
+                    self.report(record)
                 if stopping:
                     raise Stopped(self.signals.received or signal.SIGTERM, f"saved after epoch {self.done}")
 
-    def _run_epoch(self, phase: Phase, engine: Engine, descent: WeightTrainer | None) -> dict[str, Any]:
+    def _update_plan(self, phase: Phase) -> None:
+        """Update the plan from the gates; raise a RunError unless all processes keep the same filters."""
+        if phase.cycle == self.recipe.phases.cycles:
+            self.networks.correct_by_measurement()
+        self.networks.refresh_plan()
+        if not self.team.all_ranks_agree(dict(self.networks.plan.keep)):  # Layer widths follow from these.
+            raise RunError(f"the processes keep different filters after phase {phase}; start over in one process")
+
+    def _run_epoch(self, active: ActivePhase) -> dict[str, Any]:
         """Train the rest of the current epoch and return its record; after a signal, save and raise `Stopped`."""
         begun, self.begun = self.begun, EPOCH_START
         self.steps = begun.steps
-        engine.after_step = partial(self._after_step, phase)
-        engine.before_evaluation_batch = self._check_signals
+        active.engine.after_step = partial(self._after_step, active.phase)
+        active.engine.before_evaluation_batch = self._check_signals
         try:
-            initial = self.networks.initial
-            return self.epochs.run(phase, self.done, engine, descent, self.teacher, initial, begun)
+            return self.epochs.run(active, self.done, self.networks.initial, begun)
         except _Interrupted:
-            begun = self.epochs.begun(phase, self.done, engine, descent, self.steps)
-            self._save(descent, closed=True, begun=begun)
+            begun = self.epochs.progress(active, self.done, self.steps)
+            self._save(active.trainer, closed=True, begun=begun)
             assert self.signals.received is not None
             where = f"saved after step {self.steps} of epoch {self.done + 1}"
             raise Stopped(self.signals.received, where) from None
@@ -366,7 +365,7 @@ class Run:
         self.team.all_reduce_sum(received)
         return bool(received)
 
-    def _trained(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
+    def _freeze(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
         """Return the context that freezes what a phase does not train.
 
         A budget closes filters that may still have high scores. A score phase opens these again, so the statistics
@@ -390,11 +389,6 @@ class Run:
         if not is_scored(self.recipe):
             images = first_images(self.feed.train.epoch(0), REHEARSED)
             check_method(self.recipe.method, self._subject(self.networks.bare_copy(), images))
-
-    def _check_agreed(self, phase: Phase) -> None:
-        """Raise a RunError unless all processes keep the same filters, because layer widths follow from these."""
-        if not self.team.all_ranks_agree(dict(self.networks.plan.keep)):
-            raise RunError(f"the processes keep different filters after phase {phase}; start over in one process")
 
     def _keep_dense(self) -> None:
         """Save the dense network, for `dense_from` of other runs and as the teacher of later phases."""
@@ -442,7 +436,7 @@ class Run:
         distill = self.recipe.distill
         self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
-    def _save(self, descent: WeightTrainer | None, *, closed: bool, begun: EpochProgress = EPOCH_START) -> None:
+    def _save(self, trainer: WeightTrainer | None, *, closed: bool, begun: EpochProgress = EPOCH_START) -> None:
         """Write a checkpoint, but unless `closed` only if that takes a small part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
@@ -456,7 +450,7 @@ class Run:
             "given_accuracy": self.given_accuracy,
             "warmup_accuracy": self.warmup_accuracy,
             "dense_from": self.dense_from,
-            **({"optimizer": None, "average": None} if descent is None else descent.state()),
+            **({"optimizer": None, "average": None} if trainer is None else trainer.state()),
             "networks": self.networks.state(),
         }
         save_checkpoint(self.folder.checkpoints, state)
@@ -479,9 +473,8 @@ class Run:
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
         """Return the accuracy on the test split and, if there is one, on the validation split."""
-        test, held_out = evaluate_splits(
-            make_engine(network, self.machine, team=DistributedContext()), self.feed
-        )  # The other ranks wait.
+        engine = make_engine(network, self.machine, team=DistributedContext())  # The other ranks wait.
+        test, held_out = evaluate_splits(engine, self.feed)
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
@@ -493,16 +486,16 @@ class Run:
         return self.engines[key]
 
     def _forget_engines(self) -> None:
-        held = bool(self.engines)
-        self.engines.clear()
-        if held and self.machine.captured:
-            gc.collect()  # Engines are in reference cycles, and their CUDA graphs hold device memory.
+        if self.engines:
+            self.engines.clear()
+            if self.machine.captured:
+                gc.collect()  # Engines are in reference cycles, and their CUDA graphs hold device memory.
 
     def _seconds(self) -> float:
         return self.spent + time.perf_counter() - self.started
 
 
-_USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Signals:
@@ -516,17 +509,17 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._deferred = False
-        self._replaced: list[signal.Signals] = []
+        self._replaced: list[int] = []
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._replaced = [number for number, usual in _USUAL.items() if signal.getsignal(number) is usual]
+            self._replaced = [n for n, default in _DEFAULTS.items() if signal.getsignal(n) is default]
             for number in self._replaced:
                 signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
+        self._restore_defaults()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -538,14 +531,14 @@ class Signals:
             self._deferred = False
 
     def _handle(self, number: int, frame: Any) -> None:
-        self._put_back()
+        self._restore_defaults()
         self.received = number
         if not self._deferred:
             raise Stopped(number)
 
-    def _put_back(self) -> None:
+    def _restore_defaults(self) -> None:
         for number in self._replaced:
-            signal.signal(number, _USUAL[number])
+            signal.signal(number, _DEFAULTS[number])
         self._replaced = []
 
 
@@ -556,11 +549,11 @@ def init_distributed() -> DistributedContext:
         if on_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-        atexit.register(_leave)
+        atexit.register(_destroy_process_group)
     return DistributedContext.present()
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     gc.collect()  # Frees CUDA graphs with captured collectives, which the group would wait for.
     dist.destroy_process_group()
 
@@ -570,24 +563,14 @@ def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> No
     if team.alone:
         return
     if recipe.budget.latency != 1:
-        raise RunError(
-            f"budget.latency: latency is measured in one process, but {team.size} are running; set macs or "
-            "params, or run without torchrun"
-        )
-    for size in dict.fromkeys(min(images, batch_size(recipe, phase)) for phase in phases(recipe)):
-        if size % team.size:
+        remedy = "set macs or params, or run without torchrun"
+        raise RunError(f"budget.latency: latency is measured in one process, but {team.size} are running; {remedy}")
+    for phase in phases(recipe):
+        if (size := min(images, batch_size(recipe, phase))) % team.size:
+            remedy = f"make it a multiple of {team.size}"
             raise RunError(
-                f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; "
-                f"make it a multiple of {team.size}"
+                f"data.batch_size: a batch of {size} images cannot be shared by {team.size} processes; {remedy}"
             )
-
-
-def broadcast_weights(model: nn.Module, team: DistributedContext) -> nn.Module:
-    """Return the model itself if this process is alone, else a copy with the weights of rank 0."""
-    if not team.alone:
-        model = real_copy(model)
-        team.follow([held for held in model.state_dict().values() if isinstance(held, Tensor)])
-    return model
 
 
 @contextmanager
@@ -600,22 +583,19 @@ def rank_folder(
     starts with a copy of the run's files.
     """
 
-    def found() -> dict[str, bytes]:
+    def checked_files() -> dict[str, bytes]:
+        """Return the files that are needed to resume a run, or to read a finished one."""
         check()
-        return _files(folder.path) if resume and not team.alone else {}
+        names = ("*.toml", "*.json", "*.jsonl", "*.safetensors", "checkpoints/*.safetensors")
+        files = [file for name in names for file in folder.path.glob(name) if resume and not team.alone]
+        return {str(file.relative_to(folder.path)): file.read_bytes() for file in files}
 
-    held = team.run_on_rank0(found)
+    files = team.run_on_rank0(checked_files)
     if team.leads:
         yield folder
         return
     with TemporaryDirectory() as path:
-        for name, content in held.items():
+        for name, content in files.items():
             (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(path) / name).write_bytes(content)
         yield RunFolder(Path(path))
-
-
-def _files(path: Path) -> dict[str, bytes]:
-    """Read the files that are needed to resume a run, or to read a finished one."""
-    names: Sequence[str] = ("*.toml", "*.json", "*.jsonl", "*.safetensors", "checkpoints/*.safetensors")
-    return {str(file.relative_to(path)): file.read_bytes() for name in names for file in path.glob(name)}

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +41,25 @@ from ..utils.user_code import UNTRUSTED, Origin
 from .recipe import Recipe, load_recipe
 from .schedule import phases, total_epochs
 
-LAST_CHECKPOINT = "last.safetensors"
 _FORMAT = "sbf-pruner checkpoint 1"
+LAST_CHECKPOINT = "last.safetensors"
+INITIAL = "initial.safetensors"
+DENSE = "dense.safetensors"  # as the warm-up left it: for the teacher, and for `dense_from` of other runs
+SCORED = "scored.safetensors"
+STARTS_OVER = "starting-over.partial"  # exists while an earlier run is removed, to tell that from lost files
+EXPORT = "export"  # default folder of `sbf export`
 ELSEWHERE = "or begin a run in another folder (--run)"
 REMEDY = f"put the file back, {ELSEWHERE}"
+PUT_BACK = f"put back the run's own, {ELSEWHERE}"
+# Prefixes of the settings that determine the dense stage
+DENSE_STAGE_KEYS = ("seed", "model.", "data.", "warmup.", "phases.warmup")
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKPOINT) -> Path:
     """Write `state` to the checkpoint `name` in `folder` and return its path.
 
     A state is a nest of dicts, lists, tuples, tensors, numbers, strings and None, as are `torch.optim` state dicts.
-    The checkpoint is one safetensors file; an existing one is replaced only when the new one is complete.
+    An existing safetensors file is replaced only when the new one is complete.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -62,11 +70,10 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKP
     tensors: dict[str, Tensor] = {}
 
     def store(at: str, tensor: Tensor) -> str:
-        name = at
-        while name in tensors:  # A key that contains a dot can give the path of another entry.
-            name += "'"
-        tensors[name] = tensor
-        return name
+        while at in tensors:  # A key that contains a dot can give the path of another entry.
+            at += "'"
+        tensors[at] = tensor
+        return at
 
     skeleton = to_plain(state, store)
     path = Path(folder) / name
@@ -86,14 +93,6 @@ def load_checkpoint(folder: Path, name: str = LAST_CHECKPOINT, remedy: str = REM
     state = from_plain(header["state"], tensors.__getitem__)
     assert isinstance(state, dict)
     return state
-
-
-INITIAL = "initial.safetensors"
-DENSE = "dense.safetensors"  # as the warm-up left it: for the teacher, and for `dense_from` of other runs
-SCORED = "scored.safetensors"
-STARTS_OVER = "starting-over.partial"  # exists while an earlier run is removed, to tell that from lost files
-EXPORT = "export"  # default folder of `sbf export`
-PUT_BACK = f"put back the run's own, {ELSEWHERE}"
 
 
 class RunFolder:
@@ -121,8 +120,7 @@ class RunFolder:
     def origin(self, *others: Path, trust: bool, resume: bool = False) -> Origin:
         """Return what a recipe used with this folder may import: nothing from inside it or `others`.
 
-        `trust` is True if the user named the recipe or trusts it. Otherwise its code is refused; with `resume` the
-        message suggests naming the recipe again.
+        Without `trust` its code is refused; with `resume` the message suggests naming the recipe again.
         """
         named = f", or name the recipe that you began it with (sbf run RECIPE --run {self.path} --resume)"
         return Origin(trust, (self.path, *others), named if resume else "")
@@ -134,37 +132,34 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """True if the run in the folder is finished."""
+        """True if the run is finished."""
         return path_exists(self.summary)
 
     def has_checkpoint(self, name: str = LAST_CHECKPOINT) -> bool:
-        """Return True if there is a checkpoint of this name."""
         return path_exists(self.checkpoints / name)
 
     def check(self, recipe: Recipe, *, resume: bool, force: bool) -> None:
         """Raise a RunError unless a run of `recipe` may start, start over or continue here. Writes nothing."""
+        path = self.path
         if resume and force:
             raise RunError("a run either goes on (--resume) or starts over (--force), not both; choose one")
-        if self.path.exists() and not self.path.is_dir():
-            raise RunError(f"{self.path} is a file; name a folder for the run")
-        if (reason := why_not_writable(self.path)) is not None:
-            raise RunError(f"{self.path} cannot be written, because {reason}; name another folder (--run)")
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path} is a file; name a folder for the run")
+        if (reason := why_not_writable(path)) is not None:
+            raise RunError(f"{path} cannot be written, because {reason}; name another folder (--run)")
         if not self.begun:
             if resume:
-                raise RunError(f"there is no run to resume in {self.path}; leave out --resume (resume=True)")
-            found = self.path.iterdir() if self.path.is_dir() else ()
-            if any(not name.name.endswith(".partial") for name in found):
-                raise RunError(f"{self.path} holds files but no run; name a new folder for the run")
+                raise RunError(f"there is no run to resume in {path}; leave out --resume (resume=True)")
+            if path.is_dir() and any(file.suffix != ".partial" for file in path.iterdir()):
+                raise RunError(f"{path} holds files but no run; name a new folder for the run")
         elif resume:
             self._check_same(recipe)
             self._check_goes_on(recipe)
         elif not self._is_run():
-            raise RunError(f"{self.path} holds a recipe.toml but no run; name a new folder for the run (--run)")
+            raise RunError(f"{path} holds a recipe.toml but no run; name a new folder for the run (--run)")
         elif not force:
-            raise RunError(
-                f"{self.path} holds a run already; go on with it (--resume), start over (--force), "
-                "or name another folder (--run)"
-            )
+            remedy = "go on with it (--resume), start over (--force), or name another folder (--run)"
+            raise RunError(f"{path} holds a run already; {remedy}")
         else:
             self._check_links()
 
@@ -176,12 +171,12 @@ class RunFolder:
         """
         new = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
-        otherwise = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
+        busy = f"another process works on the run in {self.path}; wait for it, or name another folder (--run)"
         try:
-            with locked(self.path, RunError(otherwise)):
-                for left in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
-                    if not left.is_dir():  # A folder is that of an export; the next export removes it.
-                        left.unlink(missing_ok=True)
+            with locked(self.path, RunError(busy)):
+                for partial_file in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
+                    if not partial_file.is_dir():  # A folder is that of an export; the next export removes it.
+                        partial_file.unlink(missing_ok=True)
                 yield
         except BaseException:
             with suppress(OSError):  # A folder that is not empty stays.
@@ -212,24 +207,19 @@ class RunFolder:
         append_text(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the records written so far."""
         return read_records(self.metrics, REMEDY)
 
     def append_scores(self, line: Mapping[str, Any]) -> None:
-        """Append the scores of one epoch to `scores.jsonl`."""
         append_text(self.scores, json.dumps(line, separators=(",", ":")) + "\n")
 
     def read_scores(self) -> list[dict[str, Any]]:
-        """Return the scores written so far; a run begun by an older version lacks those of its first epochs."""
         return read_records(self.scores, REMEDY)
 
     def rewind(self, records: int) -> None:
         """Drop metrics and scores written after epoch `records`, the checkpoint's, so that none appears twice."""
         written = read_records(self.metrics, REMEDY, records)
-        if len(written) < records:
-            raise RunError(
-                f"{self.metrics} has {len(written)} records but the checkpoint is of epoch {records}; {REMEDY}"
-            )
+        if (count := len(written)) < records:
+            raise RunError(f"{self.metrics} has {count} records but the checkpoint is of epoch {records}; {REMEDY}")
         scores = [line for line in self.read_scores() if line["done"] <= records]
         if self.metrics.is_file():
             write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in written))
@@ -237,7 +227,6 @@ class RunFolder:
             write_text(self.scores, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in scores))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, which marks the run as finished."""
         write_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
@@ -261,7 +250,7 @@ class RunFolder:
             written = flatten_keys(tomllib.loads(text))
         except (FileNotFoundError, RecipeError, ValueError) as error:
             raise RunError(f"{self.recipe} is damaged or was changed ({error}); {PUT_BACK}") from error
-        last = list(flatten_keys(recipe.to_dict()))[-1]
+        *_, last = flatten_keys(recipe.to_dict())
         if last not in written:
             raise RunError(f"{self.recipe} is cut short ({last} is missing); {PUT_BACK}")
         return recipe
@@ -270,20 +259,17 @@ class RunFolder:
         """Return True if a run wrote the recipe here: it is complete, or there are other files of a run."""
         if any(path.exists() for path in (self.network, self.metrics, self.path / STARTS_OVER)):
             return True
-        try:
+        with suppress(RunError):
             self.read_recipe()
-        except RunError:
-            return False
-        return True
+            return True
+        return False
 
     def _check_links(self) -> None:
         """Raise a RunError if a folder from which starting over removes files is a link to somewhere else."""
         for path in (self.checkpoints, self.path / "tensorboard", self.path / EXPORT):
             if path.is_symlink():
-                raise RunError(
-                    f"{path} is a link, and starting over would remove files elsewhere; remove the link, "
-                    f"{ELSEWHERE}"
-                )
+                why = "is a link, and starting over would remove files elsewhere"
+                raise RunError(f"{path} {why}; remove the link, {ELSEWHERE}")
 
     def _check_goes_on(self, recipe: Recipe) -> None:
         """Raise a RunError if a run past its first phase has no checkpoint: resuming would start it over."""
@@ -292,52 +278,37 @@ class RunFolder:
         records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
         first = next(iter(phases(recipe)), None)
         if (self.path / "model.safetensors").is_file() or (first is not None and records > first.end):
-            raise RunError(
-                f"the run in {self.path} has reached epoch {records}, but there is no "
-                f"checkpoints/{LAST_CHECKPOINT} to resume from; {REMEDY}"
-            )
+            missing = f"there is no checkpoints/{LAST_CHECKPOINT} to resume from"
+            raise RunError(f"the run in {self.path} has reached epoch {records}, but {missing}; {REMEDY}")
 
     def _check_same(self, recipe: Recipe) -> None:
         before, now = flatten_keys(self.read_recipe().to_dict()), flatten_keys(recipe.to_dict())
+        remedy = f"resume it as it is (sbf run --run {self.path} --resume), {ELSEWHERE}"
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
-                raise RunError(
-                    f"{self.path} was run with {key} = {before.get(key)!r}, not {now.get(key)!r}; resume it "
-                    f"as it is (sbf run --run {self.path} --resume), {ELSEWHERE}"
-                )
-        if _patterns(before) != _patterns(now):
-            # The settings are equal, but of the patterns that match a layer the last one applies.
-            raise RunError(
-                f"{self.path} was run with the patterns of its constraints in another order; resume it as it is "
-                f"(sbf run --run {self.path} --resume), {ELSEWHERE}"
-            )
+                change = f"{key} = {before.get(key)!r}, not {now.get(key)!r}"
+                raise RunError(f"{self.path} was run with {change}; {remedy}")
+        # The settings are equal, but of the patterns that match a layer the last one applies.
+        patterns = [[key for key in keys if key.startswith("constraints.")] for keys in (before, now)]
+        if patterns[0] != patterns[1]:
+            raise RunError(f"{self.path} was run with the patterns of its constraints in another order; {remedy}")
 
-    def check_unchanged(self, trained_with: Mapping[str, Any], recipe: Recipe) -> None:
-        """Raise a RunError if the recipe differs from that of the checkpoint.
+    def check_unchanged(self, checkpoint: Mapping[str, Any], recipe: Recipe, counts: Mapping[str, int]) -> None:
+        """Raise a RunError if the recipe, or the number of images, differs from that of the checkpoint.
 
         Settings that the checkpoint lacks were introduced after it was written and are ignored.
         """
         now = flatten_keys(recipe.to_dict())
-        for key, before in flatten_keys(trained_with).items():
+        for key, before in flatten_keys(checkpoint.get("recipe", {})).items():
             if now.get(key) != before:
+                change = f"{key} was {before!r} and is {now.get(key)!r}"
                 raise RunError(
-                    f"{self.recipe} was changed since its last checkpoint: {key} was {before!r} and is "
-                    f"{now.get(key)!r}; put it back, {ELSEWHERE}"
+                    f"{self.recipe} was changed since its last checkpoint: {change}; put it back, {ELSEWHERE}"
                 )
-
-    def check_same_data(self, trained_with: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Raise a RunError if the number of images differs from that of the checkpoint."""
-        for part, before in trained_with.items():
+        for part, before in checkpoint.get("images", {}).items():
             if counts[part] != before:
-                raise RunError(
-                    f"the run in {self.path} began with {before:,} images for {part}, and now there are "
-                    f"{counts[part]:,}; give the same images, {ELSEWHERE}"
-                )
-
-
-def _patterns(settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the constraints in their order."""
-    return [key for key in settings if key.startswith("constraints.")]
+                change = f"began with {before:,} images for {part}, and now there are {counts[part]:,}"
+                raise RunError(f"the run in {self.path} {change}; give the same images, {ELSEWHERE}")
 
 
 @dataclass(frozen=True)
@@ -348,10 +319,8 @@ class FinishedRun:
     origin: Origin
     recipe: Recipe
     summary: dict[str, Any]
-    build: Callable[[], nn.Module]
-    """builds the dense network with fresh weights"""
-    small: nn.Module
-    """the pruned network, in evaluation mode"""
+    build: Callable[[], nn.Module]  # builds the dense network with fresh weights
+    small: nn.Module  # the pruned network, in evaluation mode
 
 
 def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
@@ -364,10 +333,8 @@ def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> F
         raise RunError(f"there is no run in {path}; name the folder of a finished run{otherwise}")
     if not folder.finished:
         raise RunError(f"the run in {path} is not finished; let it end (sbf run ... --resume)")
-    recipe = folder.read_recipe()
-    origin = folder.origin(trust=trust)
-    build = partial(build_dense, recipe, origin)
-    summary = folder.read_summary()
+    recipe, origin = folder.read_recipe(), folder.origin(trust=trust)
+    build, summary = partial(build_dense, recipe, origin), folder.read_summary()
     return FinishedRun(folder.path, origin, recipe, summary, build, load(folder.path, build).eval())
 
 
@@ -382,49 +349,25 @@ def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
     return build_network(config.name, given, origin)
 
 
-DENSE_STAGE_KEYS = (
-    "seed",
-    "model.",
-    "data.",
-    "warmup.",
-    "phases.warmup",
-)  # prefixes of what determines the dense stage
-
-
-@dataclass(frozen=True)
-class DenseStage:
+class DenseStage(NamedTuple):
     """Result of the warm-up of another run, to be taken over instead of trained again."""
 
-    run: str
-    """folder of the run that trained it"""
+    run: str  # folder of the run that trained it
     weights: dict[str, Tensor]
     records: list[dict[str, Any]]
-
-    @property
-    def accuracy(self) -> float:
-        """Test accuracy after its last epoch."""
-        accuracy = self.records[-1]["test_accuracy"]
-        assert isinstance(accuracy, float)
-        return accuracy
-
-    @property
-    def seconds(self) -> float:
-        """Training time."""
-        return float(sum(record["seconds"] for record in self.records))
 
 
 def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     """Read the dense stage of the run in `path`; raise a RunError if `recipe` would train a different one.
 
-    The recipes must agree in all settings that determine the warm-up. A run that takes it over then ends as if it
-    had trained it itself, on the CPU with bit-identical weights. Nothing is written.
+    A run that takes it over ends as if it had trained it itself, on the CPU with bit-identical weights.
     """
     source = RunFolder(Path(path))
     if not source.begun:
         raise RunError(f"there is no run in {path} to take the dense stage from; name the folder of a run")
     theirs, ours = (flatten_keys(each.to_dict()) for each in (source.read_recipe(), recipe))
-    for key in (key for key in [*ours, *theirs] if key.startswith(DENSE_STAGE_KEYS)):
-        if theirs.get(key) != ours.get(key):
+    for key in [*ours, *theirs]:
+        if key.startswith(DENSE_STAGE_KEYS) and theirs.get(key) != ours.get(key):
             raise RunError(
                 f"the dense stage of {path} was trained with {key} = {theirs.get(key)!r}, not {ours.get(key)!r}; "
                 "take over one of the same network, data, warm-up and seed, or train it (leave out --dense-from)"
@@ -439,11 +382,8 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
             "was not copied along; wait for it, or leave out --dense-from"
         )
     if len(records) < epochs:
-        raise RunError(
-            f"{source.metrics} has records of {len(records)} of the {epochs} epochs of the warm-up; put the "
-            "file back, "
-            "or leave out --dense-from"
-        )
+        count = f"{len(records)} of the {epochs} epochs of the warm-up"
+        raise RunError(f"{source.metrics} has records of {count}; put the file back, or leave out --dense-from")
     total = total_epochs(recipe)
     weights = load_checkpoint(source.checkpoints, DENSE, "take over another run's, or leave out --dense-from")
     return DenseStage(str(path), weights, [{**record, "total": total} for record in records])

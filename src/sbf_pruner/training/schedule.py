@@ -10,15 +10,13 @@ import math
 
 from ..criteria import METHODS, OWN
 from ..schedule import Phase, phases_of
-from .recipe import Recipe
-from .sections import OptimizerConfig
+from .recipe import OptimizerConfig, Recipe
 
 
 def phases(recipe: Recipe) -> list[Phase]:
     """Return the phases of a run in order, without those that have no epochs.
 
-    >>> from .recipe import load_recipe
-    >>> short = load_recipe("digits", ["phases.cycles=1"])
+    >>> short = Recipe.load("digits", ["phases.cycles=1"])
     >>> [phase.kind for phase in phases(short)]
     ['warmup', 'score', 'weights', 'finetune', 'control']
     """
@@ -38,8 +36,7 @@ def is_soft(recipe: Recipe) -> bool:
 def cycles_end(recipe: Recipe) -> int | None:
     """Return the number of the first epoch after the final choice of filters, or None if none are chosen.
 
-    >>> from .recipe import load_recipe
-    >>> cycles_end(load_recipe("digits")), cycles_end(load_recipe("digits", ["phases.cycles=0"]))
+    >>> cycles_end(Recipe.load("digits")), cycles_end(Recipe.load("digits", ["phases.cycles=0"]))
     (25, None)
     """
     nothing = None if is_scored(recipe) else recipe.phases.warmup
@@ -49,8 +46,7 @@ def cycles_end(recipe: Recipe) -> int | None:
 def tightening_cycles(recipe: Recipe) -> int:
     """Return in how many cycles the limits tighten to the budget: all but `budget.settled`, at least half of them.
 
-    >>> from .recipe import load_recipe
-    >>> [tightening_cycles(load_recipe("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
+    >>> [tightening_cycles(Recipe.load("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
     [1, 2, 3]
     """
     cycles = recipe.phases.cycles
@@ -72,42 +68,40 @@ def score_rate_key(recipe: Recipe) -> str:
 
     `scores.lr` has no effect if `scores.speed` is set or derived from the budget.
 
-    >>> from .recipe import load_recipe
-    >>> score_rate_key(load_recipe("digits")), score_rate_key(load_recipe("digits", ["budget.macs=0.5"]))
+    >>> score_rate_key(Recipe.load("digits")), score_rate_key(Recipe.load("digits", ["budget.macs=0.5"]))
     ('scores.lr', 'scores.speed')
     """
     return "scores.speed" if recipe.scores.speed or is_steered(recipe) else "scores.lr"
 
 
-def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
-    """Return the optimizer settings of a phase that trains weights.
+def section_of(phase: Phase) -> str:
+    """Return the section of a recipe with the settings of a phase.
 
     The dense control uses those of the warm-up, with the schedule stretched over all its epochs.
     """
-    return {
-        "warmup": recipe.warmup,
-        "weights": recipe.weights,
-        "joint": recipe.weights,
-        "finetune": recipe.finetune,
-        "control": recipe.warmup,
-    }[phase.kind]
+    return {"joint": "weights", "control": "warmup", "score": "scores"}.get(phase.kind, phase.kind)
+
+
+def optimizer_config(recipe: Recipe, phase: Phase) -> OptimizerConfig:
+    """Return the optimizer settings of a phase that trains weights."""
+    config: OptimizerConfig = getattr(recipe, section_of(phase))
+    return config
 
 
 def batch_size(recipe: Recipe, phase: Phase) -> int:
     """Return the number of images per step of a phase."""
-    section = optimizer_config(recipe, phase) if phase.trains_weights else recipe.scores
-    return section.batch_size or recipe.data.batch_size
+    size: int = getattr(recipe, section_of(phase)).batch_size or recipe.data.batch_size
+    return size
 
 
 def is_distilled(recipe: Recipe, phase: Phase) -> bool:
     """Return True if the loss of a phase includes distillation from the dense network."""
-    during = recipe.distill.during
     kinds = {
         "finetune": ("finetune",),
         "weights": ("finetune", "weights", "joint"),
         "cycles": ("finetune", "weights", "joint", "score"),
     }
-    return recipe.distill.alpha > 0 and phase.kind in kinds[during]
+    return recipe.distill.alpha > 0 and phase.kind in kinds[recipe.distill.during]
 
 
 def distillation_weight(recipe: Recipe, phase: Phase, epoch: int) -> float:
@@ -115,8 +109,7 @@ def distillation_weight(recipe: Recipe, phase: Phase, epoch: int) -> float:
 
     With `distill.fade` it decreases along a cosine toward 0 over fine-tuning.
 
-    >>> from .recipe import load_recipe
-    >>> fading = load_recipe("digits", ["distill.alpha=0.8", "distill.fade=true"])
+    >>> fading = Recipe.load("digits", ["distill.alpha=0.8", "distill.fade=true"])
     >>> [round(distillation_weight(fading, Phase("finetune", 0, 4, 10), epoch), 2) for epoch in range(4)]
     [0.8, 0.68, 0.4, 0.12]
     """

@@ -1,29 +1,36 @@
-"""Splits of a data set, and batches of normalized float images made from them.
+"""Splits of a data set, batches of normalized float images made from them, and the batches of each phase of a run.
 
 A split is held in memory (`Split`) or read on demand (`LazySplit`). `DeviceBatches` keeps a `Split` on the
-device and makes each batch there with a few tensor operations, without worker processes; `images.LoaderBatches`
-reads a `LazySplit`. The contents of an epoch depend only on the seed and the number of the epoch, and random
-numbers are drawn on the CPU, so an epoch can be repeated after a resume and on any device.
+device and makes each batch there with a few tensor operations; `LoaderBatches` reads a `LazySplit` in worker
+processes. An epoch depends only on the seed and its number, and random numbers are drawn on the CPU, so it can
+be repeated after a resume, on any device and with any number of workers. An item that cannot be read raises a
+one-sentence `DataError` instead of a traceback from a worker.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ...errors import DataError
+from ...errors import DataError, PruningError
 from ...graph.tracer import fixed_seed
+from ...schedule import Phase
 from ...utils.distributed import DistributedContext
 from ...utils.user_code import failing_line
+from ..device import choose_memory_format
+from ..recipe import Recipe
+from ..schedule import batch_size, optimizer_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +39,7 @@ class Split:
 
     images: Tensor
     labels: Tensor
+    pixels, windows = True, False  # not fields; as in `LazySplit`
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,16 +59,11 @@ class LazySplit:
 
     dataset: Dataset[Any]
     rows: Tensor
-    shape: tuple[int, ...]
-    """channels, height and width"""
-    labels: Tensor | None = None
-    """labels of the rows; None if they are unknown before the items are read"""
-    pixels: bool = True
-    """True if images are uint8 and need normalization, False if they are floats that are used as they are"""
-    where: str = "the dataset"
-    """name of the dataset in error messages"""
-    windows: bool = False
-    """True if the dataset accepts (row, window) as an index and then reads a part of the image"""
+    shape: tuple[int, ...]  # channels, height and width
+    labels: Tensor | None = None  # of the rows; None if they are unknown before the items are read
+    pixels: bool = True  # True if images are uint8 and need normalization; floats are used as they are
+    where: str = "the dataset"  # name of the dataset in error messages
+    windows: bool = False  # True if the dataset accepts (row, window) as an index, to read a part of the image
 
     @classmethod
     def of(cls, dataset: Dataset[Any], where: str) -> LazySplit:
@@ -92,9 +95,30 @@ class LazySplit:
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
 
-    def spread(self, most: int) -> list[int]:
-        """Return up to `most` of the rows, evenly spaced."""
-        return [int(row) for row in self.rows[:: -(-len(self) // most)]]
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set ready for training; `mean` and `std` are per channel, of pixels scaled to [0, 1].
+
+    Both are empty if images are floats, which are used without normalization.
+    """
+
+    name: str
+    train: Split | LazySplit
+    validation: Split | LazySplit
+    test: Split | LazySplit
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...] = ()  # names of the classes; empty if unknown
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"train": len(self.train), "validation": len(self.validation), "test": len(self.test)}
+
+    def told(self) -> dict[str, list[Any]]:
+        """Return what users of the trained network need: normalization and names of the classes."""
+        return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}
 
 
 def wrong_label(labels: Tensor, num_classes: int) -> str | None:
@@ -106,13 +130,14 @@ def wrong_label(labels: Tensor, num_classes: int) -> str | None:
     low, high = int(labels.min()), int(labels.max())
     if 0 <= low <= high < num_classes:
         return None
-    wrong = low if low < 0 else high
-    remedy = f"count classes from 0, or set model.num_classes (it is {num_classes})"
-    return f"label {wrong} is outside 0..{num_classes - 1}; {remedy}"
+    return (
+        f"label {low if low < 0 else high} is outside 0..{num_classes - 1}; count classes from 0, or set "
+        f"model.num_classes (it is {num_classes})"
+    )
 
 
 def check_item(item: Any, where: str) -> Tensor:
-    """Return the image of an (image, label) pair; raise a DataError if the item is not a valid pair."""
+    """Return the image of an item; raise a DataError if the item is not a valid (image, label) pair."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise DataError(f"{where}: an item is a {type(item).__name__}; give pairs of an image and its label")
     image, label = item
@@ -124,8 +149,8 @@ def check_item(item: Any, where: str) -> Tensor:
         raise DataError(
             f"{where}: an image is {image.dtype} of shape {tuple(image.shape)}; give C,H,W as floats or uint8"
         )
-    plain = isinstance(label, Tensor) and not label.dim() and not label.is_floating_point()
-    if not (plain or isinstance(label, (int, np.integer))):
+    scalar = isinstance(label, Tensor) and not label.dim() and not label.is_floating_point()
+    if not (scalar or isinstance(label, (int, np.integer))):
         raise DataError(f"{where}: a label is {label!r}; give the number of a class")
     return image
 
@@ -151,22 +176,12 @@ class Augment:
     scale: float = 1.0
 
 
-class BatchOptions(TypedDict, total=False):
-    """Keyword arguments that all kinds of batches accept."""
-
-    device: torch.device | str
-    augment: Augment | None
-    seed: int
-    num_classes: int
-
-
 class Batches(ABC):
     """Batches of a split on a device: normalized float images and their labels.
 
     With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is the
     only one. With `augment=None` it is one of evaluation: every image, in order. Labels are class indices or, with
-    mixup, one row of `num_classes` probabilities per image. Images are not normalized if `mean` and `std` are
-    empty.
+    mixup, rows of `num_classes` probabilities. Images are not normalized if `mean` and `std` are empty.
     """
 
     def __init__(
@@ -182,10 +197,8 @@ class Batches(ABC):
         num_classes: int = 0,
     ) -> None:
         self.count, self.shape = len(split), split.shape
-        self.batch_size = batch_size
-        self.num_classes = num_classes
-        self.augment = augment
-        self.seed = seed
+        self.batch_size, self.augment = batch_size, augment
+        self.seed, self.num_classes = seed, num_classes
         self.device = torch.device(device)
         # Pixels are in 0..255, so scale the statistics once instead of scaling every batch.
         self.mean, self.std = (
@@ -206,12 +219,6 @@ class Batches(ABC):
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch number `index`, from batch number `first` on."""
 
-    def regrouped(self, batch_size: int, augment: Augment) -> Self:
-        """Return batches of the same images with another batch size and augmentation; nothing is copied."""
-        found = copy(self)
-        found.batch_size, found.augment = batch_size, augment
-        return found
-
     def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
         """Yield the part of each batch of an epoch that belongs to a rank, from batch number `first` on."""
         for images, labels in self.epoch(index, first):
@@ -221,8 +228,7 @@ class Batches(ABC):
         """Draw all random choices of an epoch, one row per image: order, windows, and the arguments of `dressed`.
 
         A window is four numbers: its fraction of the area of the image, and from 0 to 1 its shape from tall to
-        wide, and its position from left to right and from top to bottom. All numbers are drawn on the CPU, so an
-        epoch is the same on every device.
+        wide, and its position from left to right and from top to bottom.
         """
         augment, count = self.augment or Augment(), self.count
         seeds = np.random.SeedSequence((self.seed, index))
@@ -252,22 +258,23 @@ class Batches(ABC):
     ) -> Batch:
         """Crop, mirror, normalize, cut out and blend the images of a training batch.
 
-        `top` and `left` are the offsets of the crops, and `mirrored` tells which images are mirrored. `middle` is
-        the center of each cutout, as fractions of height and width, and `own` the weight of each image in its
-        blend.
+        `top` and `left` are the offsets of the crops; `middle` is the center of each cutout, as fractions of height
+        and width, and `own` the weight of each image in its blend.
         """
         if self.augment and (self.augment.crop or self.augment.flip):
             down, across = (torch.arange(size, device=self.device) for size in images.shape[-2:])
             columns = left[:, None] + torch.where(mirrored[:, None], across.flip(0), across)
-            images = _gathered(F.pad(images, (self.augment.crop,) * 4), top[:, None] + down, columns)
+            rows, padded = top[:, None] + down, F.pad(images, (self.augment.crop,) * 4)
+            image = torch.arange(len(images), device=self.device).view(-1, 1, 1, 1)
+            channel = torch.arange(images.shape[1], device=self.device).view(-1, 1, 1)
+            images = padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
         images = self.normalised(images)
         if middle is not None:
             assert self.augment is not None
             images = images * _outside(middle, self.augment.cutout, images.shape[-2:])
         if own is None:
             return images, labels
-        # The order is random already, so the first image is blended with the last, the second with the last but
-        # one.
+        # The order is random already, so the first image is blended with the last, the second with the one before.
         parts = F.one_hot(labels, self.num_classes).to(images.dtype)
         return _blended(images, own.view(-1, 1, 1, 1)), _blended(parts, own.view(-1, 1))
 
@@ -278,41 +285,26 @@ class Batches(ABC):
 
 
 class DeviceBatches(Batches):
-    """Batches of images that are kept on the device."""
+    """Batches of images that are kept on the device; other arguments are those of `Batches`."""
 
-    def __init__(
-        self,
-        split: Split,
-        batch_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        **how: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(split, batch_size, mean, std, **how)
+    def __init__(self, split: Split, *others: Any, **options: Any) -> None:
+        super().__init__(split, *others, **options)
         self.images = split.images.to(self.device)
         self.labels = split.labels.to(self.device)
 
     def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
-        if self.augment is None:
-            for start in range(first * self.batch_size, self.count, self.batch_size):
-                chosen = slice(start, start + self.batch_size)
-                yield self.normalised(self.images[chosen]), self.labels[chosen]
-            return
-        drawn = {name: choice.to(self.device) for name, choice in self.draw(index).items()}
+        draw = self.draw(index) if self.augment else {}
+        drawn = {name: choice.to(self.device) for name, choice in draw.items()}
         for step in range(first, len(self)):
             part = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            yield self.take(**{name: choice[part] for name, choice in drawn.items()})
+            if self.augment:
+                yield self.take(**{name: choice[part] for name, choice in drawn.items()})
+            else:
+                yield self.normalised(self.images[part]), self.labels[part]
 
     def take(self, order: Tensor, *args: Tensor, **kwargs: Tensor) -> Batch:
         """Make one batch from its part of the result of `draw`: image indices, and the arguments of `dressed`."""
         return self.dressed(self.images[order], self.labels[order], *args, **kwargs)
-
-
-def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Select rows and columns for each image, which crops and mirrors in one indexing operation."""
-    image = torch.arange(len(images), device=images.device).view(-1, 1, 1, 1)
-    channel = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
-    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
@@ -320,11 +312,214 @@ def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
     inside = []
     for part, size in zip(middle.unbind(1), shape, strict=True):
         first = (part * size).long() - side // 2
-        away = torch.arange(size, device=middle.device) - first[:, None]
-        inside.append((away >= 0) & (away < side))
+        offset = torch.arange(size, device=middle.device) - first[:, None]
+        inside.append((offset >= 0) & (offset < side))
     down, across = inside
     return (~(down[:, None, :, None] & across[:, None, None, :])).float()
 
 
 def _blended(values: Tensor, own: Tensor) -> Tensor:
     return own * values + (1 - own) * values.flip(0)
+
+
+Key = int | tuple[int, tuple[float, ...]]  # a row of the dataset, or a row and the window to read
+Chance = int  # seed of the random numbers that are drawn while an item is read
+
+
+class LoaderBatches(Batches):
+    """Batches of images that are read on demand by `workers` processes, or by this process (0)."""
+
+    def __init__(self, stream: LazySplit, *others: Any, workers: int = 0, **options: Any) -> None:
+        super().__init__(stream, *others, **options)
+        self.stream, self.workers = stream, workers
+
+    def epoch(self, index: int, first: int = 0) -> Iterator[Batch]:
+        return self._read(index, DistributedContext(), first)
+
+    def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
+        # Mixup blends images of the whole batch, so every rank has to read all of it.
+        if self.augment and self.augment.mixup:
+            return super().parts(index, team, first)
+        return self._read(index, team, first)
+
+    def _read(self, index: int, team: DistributedContext, first: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch, or the part of each that belongs to a rank."""
+        drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
+        starts = range(first * self.batch_size, len(self) * self.batch_size, self.batch_size)
+        rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
+        mine = [part for part in map(team.part, rows) if len(part)]  # The last may have fewer images than ranks.
+        order, windows = drawn.pop("order"), drawn.pop("window", None)
+        # Every item has its own seed, so its random transforms do not depend on the worker or on other items.
+        seeds = np.random.SeedSequence((self.seed, index, 2)).generate_state(self.count)
+        chances = torch.from_numpy(seeds.astype(np.int64))
+        requests = []
+        for part in mine:
+            keys: Any = self.stream.rows[order[part]].tolist()
+            if windows is not None:
+                keys = zip(keys, map(tuple, windows[part].tolist()), strict=True)
+            requests.append(list(zip(keys, chances[part].tolist(), strict=True)))
+        for part, read in zip(mine, self._loaded(requests), strict=True):
+            if isinstance(read, DataError):
+                read.alone = not team.alone  # Ranks read different items, so only this one has the error.
+                raise read
+            images, labels = (tensor.to(self.device, non_blocking=True) for tensor in read)
+            if self.augment:
+                chosen = {name: choice[part].to(self.device) for name, choice in drawn.items()}
+                yield self.dressed(images, labels, **chosen)
+            else:
+                yield self.normalised(images), labels
+
+    def _loaded(self, requests: list[list[tuple[Key, Chance]]]) -> Iterator[Batch | DataError]:
+        """Yield what the workers have read, or why a batch could not be read.
+
+        The caller raises the DataError: a traceback through this generator would keep the workers alive.
+        """
+        loader: DataLoader[Any] = DataLoader(
+            _BatchReader(self.stream, self.num_classes),
+            batch_sampler=requests,
+            num_workers=min(self.workers, len(requests)),
+            collate_fn=_identity,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_ignore_first_signal,
+            generator=torch.Generator(),  # Otherwise it would draw from the user's generator.
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:  # A worker was killed, or shared memory is full.
+            reason = str(error).splitlines()[0]
+            raise DataError(f"a data loading worker failed ({reason}); set data.workers=0") from error
+
+
+def sample(stream: LazySplit, most: int, seed: int) -> Tensor:
+    """Return the images of up to `most` evenly spaced rows; their random transforms depend on the seed alone."""
+    rows = stream.rows[:: -(-len(stream) // most)].tolist()
+    found = _BatchReader(stream).__getitems__([(row, seed % 2**32) for row in rows])
+    if isinstance(found, DataError):
+        raise found
+    return found[0]
+
+
+class _BatchReader(Dataset[Any]):
+    """Dataset that reads whole batches of a stream, and returns a DataError for one that cannot be read."""
+
+    def __init__(self, stream: LazySplit, num_classes: int = 0) -> None:
+        self.stream, self.num_classes = stream, num_classes  # 0: any labels
+
+    def __getitems__(self, keys: Sequence[tuple[Key, Chance]]) -> Batch | DataError:
+        row = -1
+        try:
+            items = []
+            for key, chance in keys:
+                row = key if isinstance(key, int) else key[0]
+                with fixed_seed(nn.Identity(), chance):
+                    image, label = self.stream.dataset[key]
+                self._check(image, label, self._item(row))
+                items.append((image.detach(), int(label)))
+            images, labels = default_collate(items)
+        except PruningError as error:
+            return DataError(str(error))
+        except Exception as error:
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            return DataError(f"{self._item(row)} cannot be read ({reason}); repair or remove it")
+        return images, labels
+
+    def _check(self, image: Tensor, label: Any, item: str) -> None:
+        check_item((image, label), item)
+        if (image.dtype == torch.uint8) != self.stream.pixels:
+            raise DataError(f"{item} is {image.dtype}, the first is not; give all images one dtype")
+        if tuple(image.shape) != (first := self.stream.shape):
+            shapes = f"{tuple(image.shape)}, and the first {first} (channels, height, width)"
+            raise DataError(f"{item} is {shapes}; resize all to one size")
+        if self.num_classes and (wrong := wrong_label(torch.tensor(int(label)), self.num_classes)) is not None:
+            raise DataError(f"{item}: {wrong}")
+
+    def _item(self, row: int) -> str:
+        return f"{self.stream.where}, item {row}"
+
+
+def _ignore_first_signal(worker: int) -> None:
+    """Ignore the first SIGINT and SIGTERM in a worker.
+
+    Terminals and schedulers send them to all processes of a group. The run stops after its current step, for which
+    it may need another batch, and then ends its workers.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, frame: signal.signal(given, signal.SIG_DFL))
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+# Smallest evaluation batch for images of up to SMALL_IMAGE pixels a side; larger ones use data.batch_size
+MIN_EVAL_BATCH = 256
+SMALL_IMAGE = 64
+
+
+class RunBatches:
+    """Training, test and validation batches of one run, on its device.
+
+    The training images are held on the device once, whatever batch sizes the phases use.
+    """
+
+    def __init__(self, recipe: Recipe, data: Data, device: torch.device, model: nn.Module) -> None:
+        self._recipe, self._data, self._device = recipe, data, device
+        self._check_sizes()
+        self._plain = Augment(recipe.data.crop, recipe.data.flip, scale=recipe.data.scale)
+        self.train = self._batches(data.train, self._plain)
+        self.test = self._batches(data.test)
+        self.validation = self._batches(data.validation) if len(data.validation) else None
+        images = next(self.test.epoch(0))[0]
+        self.order = choose_memory_format(model, images[:2])
+        # the first test images, used to trace, verify and time networks
+        self.images = images.contiguous(memory_format=self.order)
+
+    def of(self, phase: Phase) -> Batches:
+        """Return the training batches of a phase, with its batch size and augmentation."""
+        batches = self.whole(phase)
+        if phase.trains_weights:  # Scores are trained without cutout and mixup.
+            config = optimizer_config(self._recipe, phase)
+            batches.augment = replace(self._plain, cutout=config.cutout, mixup=config.mixup)
+        return batches
+
+    def whole(self, phase: Phase) -> Batches:
+        """Return the training batches of a phase without cutout and mixup, for computing batch statistics."""
+        batches = copy(self.train)  # which shares its images
+        batches.batch_size = batch_size(self._recipe, phase)
+        return batches
+
+    def _check_sizes(self) -> None:
+        """Raise a DataError for crops and cutouts that may leave nothing of an image."""
+        height, width = self._data.train.shape[-2:]
+        size = f"({height}x{width}); lower it"
+        shift = self._recipe.data.crop
+        if shift >= min(height, width):
+            raise DataError(f"data.crop: a shift by {shift} pixels may leave nothing of an image {size}")
+        for section in ("warmup", "weights", "finetune"):
+            hole = getattr(self._recipe, section).cutout
+            if hole >= max(height, width):
+                raise DataError(f"{section}.cutout: a hole of {hole} pixels may cover a whole image {size}")
+
+    def _batches(self, split: Split | LazySplit, augment: Augment | None = None) -> Batches:
+        config = self._recipe.data
+        size = config.batch_size
+        if not augment and max(split.shape[-2:]) <= SMALL_IMAGE:
+            size = max(size, MIN_EVAL_BATCH)
+        options = {"device": self._device, "seed": self._recipe.seed, "num_classes": self._data.num_classes}
+        return batches_of(split, size, self._data, workers=config.workers, augment=augment, **options)
+
+
+def batches_of(
+    split: Split | LazySplit, batch_size: int, data: Data, *, workers: int = -1, **options: Any
+) -> Batches:
+    """Return `DeviceBatches` for a `Split` and `LoaderBatches` for a `LazySplit`; `options` are those of `Batches`.
+
+    If `workers` is negative, the available cores are divided among the ranks.
+    """
+    if isinstance(split, Split):
+        return DeviceBatches(split, batch_size, data.mean, data.std, **options)
+    if workers < 0:
+        # The cores that this process may use, or that the machine has if that is unknown.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = max(1, cores // DistributedContext.present().size)
+    return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **options)

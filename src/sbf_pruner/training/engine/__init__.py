@@ -5,17 +5,8 @@ from ...utils import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "captured": (
-            "CapturedEngine",
-            "BatchCounters",
-            "make_engine",
-        ),
-        "convolutions": (
-            "TunableConvolutions",
-            "store_choice",
-            "load_choice",
-        ),
-        "cuda_graphs": ("copy_function",),
+        "captured": ("CapturedEngine", "BatchCounters", "copy_function", "make_engine"),
+        "convolutions": ("TunableConvolutions", "store_choice", "load_choice"),
         "eager": (
             "Average",
             "WeightTrainer",

@@ -1,37 +1,44 @@
 """Training engine that compiles a step, captures it as a CUDA graph and replays it.
 
-Same interface as the eager engine. Forward and backward are compiled, by default in bfloat16 and channels_last;
-gates are folded into the norms, convolution weights are cast and batch counters of norms are incremented by a few
-kernels for all layers at once. Evaluation is captured but not compiled: it runs too rarely to earn back the compile
-time.
+Forward and backward are compiled, by default in bfloat16 and channels_last; gates are folded into the norms,
+convolution weights are cast and batch counters of norms are incremented by a few kernels for all layers at once.
+Evaluation is captured but not compiled: it runs too rarely to earn back the compile time.
+
+The learning rates of an epoch and, if the images are on the device, its random choices are copied to the device
+beforehand, and a counter on the device selects those of the current step, so the host only launches the graph.
+Capturing runs the step a few times to warm up, and then restores everything that these runs changed. On the CPU the
+same steps run without a graph, for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...errors import PruningError, RunError
 from ...pruner import Pruner
 from ...scores.gates import LeafGates
 from ...utils.distributed import DistributedContext
-from ..data.batches import Batches, DeviceBatches
+from ..data.batches import Batch, Batches, DeviceBatches
 from ..device import ComputeConfig
 from .convolutions import TunableConvolutions
-from .cuda_graphs import Evaluation, StateSnapshot, Step, Work, compile_copy
-from .eager import EPOCH_START, Average, Engine, EpochProgress, EpochResult, Teacher
+from .eager import AfterStep, Engine, EpochProgress, EpochResult, Teacher, WeightSteps, count_correct
 
-Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # (images, loss, outputs) -> the loss to train on
+Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
+Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
+Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> the loss to train on
+Inside = Callable[[], AbstractContextManager[Any]]  # -> the context in which a network runs, such as folded gates
 
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
-    "max_autotune": True,
-    "triton.cudagraphs": False,
-}
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"max_autotune": True, "triton.cudagraphs": False}
+_WARM_UPS = 3  # runs of a step before it is captured
 
 
 class CapturedEngine(Engine):
@@ -51,7 +58,7 @@ class CapturedEngine(Engine):
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = BatchCounters(self.network)
-        if self._fast:  # These settings are global; the caller restores them (own_arithmetic).
+        if self._fast:  # These settings are global; `restore_torch_settings` of the caller restores them.
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
@@ -62,70 +69,61 @@ class CapturedEngine(Engine):
         self._evaluations: dict[Batches, Evaluation] = {}
         self._evaluated_with: tuple[str, bool] | None = None
 
-    def train_epoch(
+    def _train(
         self,
         batches: Batches,
         epoch: int,
-        optimizer: torch.optim.Optimizer,
-        rates: Sequence[float],
-        label_smoothing: float = 0.0,
-        teacher: Teacher | None = None,
-        average: Average | None = None,
-        begun: EpochProgress = EPOCH_START,
+        teacher: Teacher | None,
+        begun: EpochProgress,
+        weights: WeightSteps | None = None,
     ) -> EpochResult:
         self.network.train()
-        if optimizer not in self._steps:
-            folded, scored = self._folded(), self._scored()
-            taught = self._taught(teacher)
-            work = self._weight_work(optimizer, label_smoothing, folded, taught, average, scored)
-            rate = optimizer.param_groups[0]["lr"]
-            optimizers, more = [optimizer], [] if average is None else list(average.tensors)
-            if scored is not None and scored.optimizer is not None:
-                optimizers.append(scored.optimizer)
-                more += _score_tensors(scored)
-            changed = StateSnapshot(self.network, optimizers, more)
-            self._steps.clear()  # Free the memory of an old graph before the new one is captured.
-            self._steps[optimizer] = Step(batches, work, changed, self.sums, rate, self._inside(folded), self.team)
-        tally = self._steps[optimizer].epoch(epoch, rates, self.after_step, begun)
-        self._agree(average)
-        return tally
-
-    def score_epoch(
-        self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
-    ) -> EpochResult:
-        assert self.pruner is not None and self.pruner.optimizer is not None
-        self.network.train()
-        optimizer = self.pruner.optimizer
-        if optimizer not in self._steps:
+        scored = self._scored()
+        optimizers = [] if weights is None else [weights.optimizer]
+        if scored is not None and scored.optimizer is not None:
+            optimizers.append(scored.optimizer)
+        key = optimizers[0]
+        if key not in self._steps:
             folded = self._folded()
-            assert folded is not None
-            changed = StateSnapshot(self.network, [optimizer], _score_tensors(self.pruner))
-            work = self._score_work(folded, self._taught(teacher))
-            self._steps.clear()
-            self._steps[optimizer] = Step(batches, work, changed, self.sums, None, self._inside(folded), self.team)
-        return self._steps[optimizer].epoch(epoch, after_step=self.after_step, begun=begun)
+            taught = self._taught(teacher)
+            work = self._work(weights, folded, taught, scored)
+            more = [] if weights is None or weights.average is None else weights.average.tensors
+            if scored is not None:  # the tensors that a score step changes, besides the state of its optimizer
+                more += [*scored.score_parameters, scored.gates.soft, scored.values, scored.gradient.lost]
+            changed = StateSnapshot(self.network, optimizers, more)
+            rate = None if weights is None else weights.optimizer.param_groups[0]["lr"]
+            self._steps.clear()  # Free the memory of an old graph before the new one is captured.
+            inside = partial(self._inside, folded)
+            self._steps[key] = Step(batches, work, changed, self.sums, rate, inside, self.team)
+        rates = () if weights is None else weights.rates
+        return self._steps[key].epoch(epoch, rates, self.after_step, begun)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> EpochResult:
-        # Captured evaluation reads images in order and pads the last batch, which would change norms that use batch
-        # statistics.
-        resident = isinstance(batches, DeviceBatches) and batches.augment is None
-        if not resident or _looks_at_batches(self.network):
+        # Captured evaluation pads the last batch, which would change norms that have no running statistics.
+        norms = [module for module in self.network.modules() if isinstance(module, _BatchNorm)]
+        padded = all(norm.running_mean is not None for norm in norms)
+        if not (padded and isinstance(batches, DeviceBatches) and batches.augment is None):
             return super().evaluate(batches)
-        assert isinstance(batches, DeviceBatches)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
         if gates != self._evaluated_with:  # A captured graph does not follow a change of the mode of the gates.
             self._evaluated_with, self._evaluations = gates, {}
         if batches not in self._evaluations:
-            self._evaluations[batches] = Evaluation(batches, self._judge, self._folded(), self.team)
+            inside = self._folded() or nullcontext()
+            self._evaluations[batches] = Evaluation(batches, self._judge, inside, self.team)
         return self._evaluations[batches].run()
 
     def _folded(self) -> LeafGates | None:
         return None if self.pruner is None else LeafGates(self.network, self.pruner.gates)
 
-    def _inside(self, folded: LeafGates | None) -> _CombinedContext:
-        return _CombinedContext([part for part in (self._tunable, folded, self._counters) if part is not None])
+    @contextmanager
+    def _inside(self, folded: LeafGates | None) -> Iterator[None]:
+        with ExitStack() as entered:
+            for part in (self._tunable, folded, self._counters):
+                if part is not None:
+                    entered.enter_context(part)
+            yield
 
     def _taught(self, teacher: Teacher | None) -> Taught:
         """Return a function that adds the distillation loss of a teacher to a loss.
@@ -144,55 +142,36 @@ class CapturedEngine(Engine):
             mixed = compile_copy(mixed)
         return lambda images, loss, outputs: mixed(loss, outputs, answers(images))
 
-    def _weight_work(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label_smoothing: float,
-        folded: LeafGates | None,
-        taught: Taught,
-        average: Average | None,
-        scored: Pruner | None,
+    def _work(
+        self, weights: WeightSteps | None, folded: LeafGates | None, taught: Taught, scored: Pruner | None
     ) -> Work:
+        """Return a training step: of weights, of scores if `scored`, or of both."""
+
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            optimizer.zero_grad(set_to_none=True)
+            if weights is not None:
+                weights.optimizer.zero_grad(set_to_none=True)
             if folded is not None:
                 folded.refresh()
-            if self._tunable is not None:
+            if weights is not None and self._tunable is not None:
                 self._tunable.refresh()
-            loss, outputs = self._loss(images, labels, label_smoothing)
+            loss, outputs = self._loss(images, labels, weights.label_smoothing if weights else 0.0)
             self._counters.count()
             loss = taught(images, loss, outputs)
             penalty = torch.zeros_like(loss) if scored is None else scored.penalty()
             (loss if scored is None else loss + penalty).backward()
             if scored is not None:
                 assert folded is not None and scored.gates.soft.grad is not None
-                scored.gates.soft.grad += folded.both_gradients()
+                gradients = folded.score_gradients if weights is None else folded.both_gradients
+                scored.gates.soft.grad += gradients()
             elif folded is not None:
                 folded.weight_gradients()
-            self._share_gradients()
-            optimizer.step()
+            if weights is not None:
+                self._share_gradients()
+                weights.optimizer.step()
             if scored is not None:
                 scored.step()
-            if average is not None:
-                average.update()
-            return loss.detach(), outputs.detach(), penalty.detach()
-
-        return work
-
-    def _score_work(self, folded: LeafGates, taught: Taught) -> Work:
-        pruner = self.pruner
-        assert pruner is not None
-
-        def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            folded.refresh()
-            loss, outputs = self._loss(images, labels, 0.0)
-            self._counters.count()
-            loss = taught(images, loss, outputs)
-            penalty = pruner.penalty()
-            (loss + penalty).backward()
-            assert pruner.gates.soft.grad is not None
-            pruner.gates.soft.grad += folded.score_gradients()
-            pruner.step()
+            if weights is not None and weights.average is not None:
+                weights.average.update()
             return loss.detach(), outputs.detach(), penalty.detach()
 
         return work
@@ -206,42 +185,12 @@ class CapturedEngine(Engine):
         return F.cross_entropy(outputs, labels, reduction="none"), outputs
 
 
-class _CombinedContext:
-    """Several context managers combined into one that can be entered repeatedly."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts, self._stack = parts, ExitStack()
-
-    def __enter__(self) -> _CombinedContext:
-        with ExitStack() as entered:  # If a part fails, this exits those before it.
-            for part in self.parts:
-                entered.enter_context(part)
-            self._stack = entered.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
-def _score_tensors(pruner: Pruner) -> list[Tensor]:
-    """Return the tensors that a score step changes, besides the state of its optimizer."""
-    return [*pruner.score_parameters, pruner.gates.soft, pruner.values, pruner.gradient.lost]
-
-
-def _looks_at_batches(network: nn.Module) -> bool:
-    """Return True if a batch norm has no running statistics, and so always uses those of the batch."""
-    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in network.modules())
-
-
 def make_engine(
     network: nn.Module, machine: ComputeConfig, pruner: Pruner | None = None, team: DistributedContext | None = None
 ) -> Engine:
     """Return the engine that `machine` selects, for a network on its device."""
     kind = CapturedEngine if machine.captured else Engine
     return kind(network, machine.device, pruner, team, machine.dtype, machine.order)
-
-
-_COUNTER = "num_batches_tracked"
 
 
 class BatchCounters:
@@ -261,26 +210,280 @@ class BatchCounters:
 
     def __init__(self, network: nn.Module) -> None:
         # With momentum=None a norm averages over all batches, and reads its counter in the forward.
-        self.modules = [
-            module
-            for module in network.modules()
-            if isinstance(module, _BatchNorm)
-            and module.momentum is not None
-            and module.num_batches_tracked is not None
-        ]
-        self._counts = {module: module.num_batches_tracked for module in self.modules}
+        norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.momentum is not None]
+        self._counts = {m: m.num_batches_tracked for m in norms if m.num_batches_tracked is not None}
 
     def __enter__(self) -> BatchCounters:
-        for module in self.modules:
-            module.__dict__[_COUNTER] = None  # An instance attribute is found before the buffer of the same name.
+        for module in self._counts:  # An instance attribute is found before the buffer of the same name.
+            module.__dict__["num_batches_tracked"] = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in self.modules:
-            del module.__dict__[_COUNTER]
+        for module in self._counts:
+            del module.__dict__["num_batches_tracked"]
 
     def count(self) -> None:
-        """Increment the counter of every norm that is in training mode."""
-        counts = [count for module, count in self._counts.items() if module.training and count is not None]
-        if counts:
+        if counts := [count for module, count in self._counts.items() if module.training]:
             torch._foreach_add_(counts, 1)
+
+
+def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture one run of `once` as a CUDA graph; `before_each` is called before every warm-up run and the capture.
+
+    The random state of the device is restored. A step that cannot be compiled or captured raises a RunError that
+    names the alternative.
+    """
+    try:
+        random = torch.cuda.get_rng_state()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                before_each()
+                once()
+            before_each()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            once()
+        torch.cuda.set_rng_state(random)
+        return graph
+    except (PruningError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Compilers fail in many ways, and a user's forward may synchronize with the host.
+        cause = (str(error).strip() or "no reason given").splitlines()[0]
+        raise RunError(
+            f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
+            "engine=plain to run them eagerly"
+        ) from error
+
+
+class StateSnapshot:
+    """Snapshot of all tensors that a step changes, to undo its warm-up runs."""
+
+    def __init__(
+        self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], more: Sequence[Tensor] = ()
+    ) -> None:
+        self.optimizers = optimizers
+        self.tensors = [*network.parameters(), *network.buffers(), *more]
+        self.before = [t.detach().clone() for t in self.tensors]
+        self.state = {
+            parameter: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+            for parameter, state in self._states()
+        }
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for tensor, before in zip(self.tensors, self.before, strict=True):
+            tensor.copy_(before)
+        for parameter, state in self._states():
+            saved = self.state.get(parameter, {})
+            for key, value in state.items():
+                if key in saved:
+                    value.copy_(saved[key])
+                elif isinstance(value, Tensor):
+                    value.zero_()  # Created by the optimizer in the warm-up; zero has the same effect as no state.
+
+    def _states(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [item for optimizer in self.optimizers for item in optimizer.state.items()]
+
+
+class Step:
+    """A training step that is captured once and run for every batch of an epoch."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        work: Work,
+        changed: StateSnapshot,
+        sums: Tensor,
+        rate: Tensor | None,
+        inside: Inside,
+        team: DistributedContext,
+    ) -> None:
+        self.work, self.rate, self.inside, self.team = work, rate, inside, team
+        device, self.steps = batches.device, len(batches)
+        self.seen = self.steps * batches.each
+        self.rates = torch.zeros(self.steps, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sums = sums
+        kind = OnDeviceBatch if isinstance(batches, DeviceBatches) else StaticBatch
+        self.images = kind(batches, self.at, self.team)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            with self.inside():  # A replay reads the tensors of the capture, so it does not need this context.
+                self.graph = capture(self._once, self.at.zero_)
+            changed.undo()
+
+    def epoch(
+        self, index: int, rates: Sequence[float], after_step: AfterStep | None, begun: EpochProgress
+    ) -> EpochResult:
+        """Run the steps of an epoch, or those that are left after `begun`.
+
+        The host synchronizes only to read the three sums at the end, and for whatever `after_step` does.
+        """
+        self.images.begin(index, begun.steps)
+        if self.rate is not None:
+            self.rates.copy_(torch.tensor(rates))
+        self.at.fill_(begun.steps)
+        self.sums.copy_(torch.tensor(begun.sums, dtype=self.sums.dtype))
+        once = self._once if self.graph is None else self.graph.replay
+        with self.inside() if self.graph is None else nullcontext():
+            for step in range(1 + begun.steps, self.steps + 1):
+                self.images.advance()
+                once()
+                if after_step is not None:
+                    after_step(step, self.steps)
+        self.images.look_ahead(index + 1)  # Runs on the CPU while the device is busy.
+        self.team.all_reduce_sum(self.sums)
+        loss, hits, penalty = (self.sums / self.seen).tolist()
+        return EpochResult(loss, 100 * hits, penalty)
+
+    def _once(self) -> None:
+        if self.rate is not None:
+            self.rate.copy_(self.rates.index_select(0, self.at)[0])
+        images, labels = self.images.batch()
+        loss, outputs, penalty = self.work(images, labels)
+        hits = count_correct(outputs, labels).double()
+        self.sums += torch.stack([loss.double() * len(labels), hits, penalty.double() * len(labels)])
+        self.at += 1
+
+
+class Evaluation:
+    """Evaluation of all images of a split in order, captured for batches of equal size.
+
+    The last batch is padded with its last image; the padding is not counted.
+    """
+
+    def __init__(
+        self, batches: DeviceBatches, judge: Judge, inside: AbstractContextManager[Any], team: DistributedContext
+    ) -> None:
+        self.batches, self.judge, self.inside, self.team = batches, judge, inside, team
+        self.count = batches.count
+        rows = torch.arange(len(batches) * min(batches.batch_size, self.count), device=batches.device)
+        self.rows = self.team.part(rows.view(len(batches), -1).T).T
+        self.at = torch.zeros(1, dtype=torch.int64, device=batches.device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=batches.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if batches.device.type == "cuda":
+            with self.inside:
+                self.graph = capture(self._once, self.at.zero_)
+
+    def run(self) -> EpochResult:
+        self.at.zero_()
+        self.sums.zero_()
+        with self.inside:  # Entering recomputes the gated parameters.
+            for _ in range(len(self.rows)):
+                self._once() if self.graph is None else self.graph.replay()
+        self.team.all_reduce_sum(self.sums)
+        loss, hits = (self.sums / self.count).tolist()
+        return EpochResult(loss, 100 * hits)
+
+    @torch.no_grad()
+    def _once(self) -> None:
+        rows = self.rows.index_select(0, self.at)[0]
+        chosen = rows.clamp_max(self.count - 1)
+        # Without augmentation the offsets and flags are not used.
+        images, labels = self.batches.take(chosen, *[chosen] * 3)
+        losses, outputs = self.judge(images, labels)
+        results = torch.stack([losses.double(), (outputs.argmax(1) == labels).double()])
+        self.sums += (results * (rows < self.count)).sum(1)
+        self.at += 1
+
+
+class OnDeviceBatch:
+    """Batches that a captured step makes itself, from images on the device.
+
+    The random choices of an epoch are in fixed buffers on the device, and `at` selects those of the current step.
+    """
+
+    def __init__(self, batches: Batches, at: Tensor, team: DistributedContext) -> None:
+        assert isinstance(batches, DeviceBatches)
+        self.batches, self.at, self.team = batches, at, team
+        self.take = compile_copy(batches.take) if batches.device.type == "cuda" else batches.take
+        self.drawn = {name: choice.to(batches.device) for name, choice in self._draw(0).items()}
+        self.next: tuple[int, dict[str, Tensor]] = -1, {}  # number of an epoch, and its random choices
+
+    def begin(self, index: int, first: int = 0) -> None:
+        """Copy the random choices of epoch number `index` into the buffers; `at` already selects the first step."""
+        drawn = self.next[1] if self.next[0] == index else self._draw(index)
+        for name, buffer in self.drawn.items():
+            buffer.copy_(drawn[name], non_blocking=True)
+
+    def advance(self) -> None:
+        """Do nothing: the step itself advances `at`."""
+
+    def look_ahead(self, index: int) -> None:
+        self.next = index, self._draw(index)
+
+    def batch(self) -> Batch:
+        """Return this rank's part of the batch, made by operations of the step itself."""
+        rows = {name: buffer.index_select(0, self.at)[0] for name, buffer in self.drawn.items()}
+        images, labels = self.take(**rows)
+        return self.team.part(images), self.team.part(labels)
+
+    def _draw(self, index: int) -> dict[str, Tensor]:
+        steps, each = len(self.batches), self.batches.each
+        drawn = self.batches.draw(index)
+        return {name: choice[: steps * each].unflatten(0, (steps, each)) for name, choice in drawn.items()}
+
+
+class StaticBatch:
+    """Batches that are copied into two fixed buffers on the device before each step.
+
+    A captured step reads these buffers, so their addresses never change.
+    """
+
+    def __init__(self, batches: Batches, at: Tensor, team: DistributedContext) -> None:
+        self.batches, self.team = batches, team
+        rows = len(team.part(torch.arange(batches.each)))
+        self.images = torch.zeros(rows, *batches.shape, device=batches.device)
+        self.labels = torch.zeros(rows, dtype=torch.int64, device=batches.device)
+        if batches.augment is not None and batches.augment.mixup:
+            self.labels = torch.zeros(rows, batches.num_classes, device=batches.device)
+        self.coming: Iterator[Batch] = iter(())
+
+    def begin(self, index: int, first: int = 0) -> None:
+        """Start reading the batches of epoch number `index`, from number `first` on."""
+        self.coming = self.batches.parts(index, self.team, first)
+
+    def advance(self) -> None:
+        images, labels = next(self.coming)
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+
+    def look_ahead(self, index: int) -> None:
+        """Do nothing: batches are read ahead anyway."""
+
+    def batch(self) -> Batch:
+        return self.images, self.labels
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def compile_copy(function: Callable[Given, Result], **settings: Any) -> Callable[Given, Result]:
+    """Compile a copy of a function or bound method.
+
+    torch stores compiled code with the code object of a function. Two networks in one process, with different hooks
+    and gates, would share it: the second could run what was compiled for the first, and after eight networks
+    nothing would be compiled any more. A copy has its own code object.
+    """
+    return cast("Callable[Given, Result]", torch.compile(copy_function(function), **settings))
+
+
+def copy_function(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return a copy of a function or bound method with its own code object.
+
+    >>> def double(x): return 2 * x
+    >>> copy_function(double)(3), copy_function(double).__code__ is double.__code__
+    (6, False)
+    """
+    if isinstance(function, MethodType):
+        return MethodType(copy_function(function.__func__), function.__self__)
+    assert isinstance(function, FunctionType)
+    code, rest = function.__code__.replace(), (function.__name__, function.__defaults__, function.__closure__)
+    own = FunctionType(code, function.__globals__, *rest)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return cast("Callable[Given, Result]", own)

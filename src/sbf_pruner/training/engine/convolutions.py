@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,27 @@ from ...utils.files import atomic_path
 from ...utils.user_model import PrunerHook
 
 
-def load_choice(question: str) -> str | None:
-    """Return the answer that an earlier process stored for a question, if any.
+def load_choice(key: str) -> str | None:
+    """Return the choice that an earlier process stored under a key, if any.
 
-    Each answer is a small file in the cache folder of torch's compiler. Stored answers keep runs that start
+    Each choice is a small file in the cache folder of torch's compiler. Stored choices keep runs that start
     together from disturbing each other's timings; losing them costs only the seconds it takes to measure again.
     """
     with suppress(OSError, UnicodeDecodeError):
-        asked, _, answer = _place(question).read_text("utf-8").partition("\n")
-        if asked == question:
-            return answer.strip()
+        stored, _, choice = _choice_file(key).read_text("utf-8").partition("\n")
+        if stored == key:
+            return choice.strip()
     return None
 
 
-def store_choice(question: str, answer: str) -> None:
-    """Store an answer for later processes; do nothing if the cache folder is not writable."""
-    with suppress(OSError, RunError), atomic_path(_place(question)) as path:
-        path.write_text(f"{question}\n{answer}\n", "utf-8")
+def store_choice(key: str, choice: str) -> None:
+    """Store a choice for later processes; do nothing if the cache folder is not writable."""
+    with suppress(OSError, RunError), atomic_path(_choice_file(key)) as path:
+        path.write_text(f"{key}\n{choice}\n", "utf-8")
 
 
-def _place(question: str) -> Path:
-    return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.txt"
+def _choice_file(key: str) -> Path:
+    return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 
 
 _ALIGNED = 64  # elements; a compiled kernel would first copy a tensor that is not aligned
@@ -61,10 +62,7 @@ class TunableConvolutions:
         self.modules = [m for m in network.modules() if type(m) is nn.Conv2d and _suits(m)]
         weights = [m.weight for m in self.modules]
         self._weights = [w.detach() for w in weights]
-        starts, size = [], 0
-        for weight in weights:
-            starts.append(size)
-            size += -(-weight.numel() // _ALIGNED) * _ALIGNED
+        *starts, size = accumulate((-(-w.numel() // _ALIGNED) * _ALIGNED for w in weights), initial=0)
         device = weights[0].device if weights else None
         self._plain = torch.zeros(size, dtype=dtype, device=device)
         self._turned = torch.zeros(size, dtype=dtype, device=device)

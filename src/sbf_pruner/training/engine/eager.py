@@ -24,7 +24,7 @@ from ...scores.penalty import for_this_device
 from ...utils.distributed import DistributedContext
 from ..data.batches import Batches
 from ..device import to_memory_format
-from ..sections import OptimizerConfig
+from ..recipe import OptimizerConfig
 
 AfterStep = Callable[[int, int], None]  # called with the number of steps done and of all steps of the epoch
 
@@ -34,11 +34,9 @@ class EpochProgress:
     """The part of a training epoch that was done before the run was interrupted."""
 
     steps: int = 0
-    sums: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """sums of loss, hits and penalty over these steps"""
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # of loss, hits and penalty over these steps
     seconds: float = 0.0
-    random: tuple[Tensor, ...] = ()
-    """states of torch's random number generators, of the CPU and of the GPU in use"""
+    random: tuple[Tensor, ...] = ()  # states of torch's random number generators, of the CPU and of the GPU in use
 
 
 EPOCH_START = EpochProgress()
@@ -54,15 +52,13 @@ class EpochResult:
 
     @property
     def finite(self) -> bool:
-        """True if loss and penalty are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.penalty)
 
 
 class Engine:
     """Runs epochs of one network on one device.
 
-    >>> from ..data.batches import DeviceBatches
-    >>> from ..data.batches import Split
+    >>> from ..data.batches import DeviceBatches, Split
     >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
     >>> Engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))).evaluate(DeviceBatches(two, 2, [0.0], [1.0])).accuracy
     50.0
@@ -80,12 +76,11 @@ class Engine:
         self.network = to_memory_format(network.to(device), order)
         self.device, self.dtype, self.order = torch.device(device), dtype, order
         self.pruner = pruner
-        self.team = team or DistributedContext.present()
-        """ranks that share every batch"""
+        self.team = team or DistributedContext.present()  # the ranks that share every batch
         self.after_step: AfterStep | None = None
         self.before_evaluation_batch: Callable[[], None] | None = None
+        # sums of loss, hits and penalty over the steps of the current training epoch
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        """sums of loss, hits and penalty over the steps of the current training epoch"""
 
     def train_epoch(
         self,
@@ -103,57 +98,57 @@ class Engine:
         Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
         optimizer. Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
-        self.network.train()
-        scored = self._scored()
-        sums = _Sums(self.sums, begun, batches)
-        parts = batches.parts(epoch, self.team, begun.steps)
-        for step, ((images, labels), rate) in enumerate(
-            zip(parts, rates[begun.steps :], strict=True), 1 + begun.steps
-        ):
-            set_rate(optimizer, rate)
-            optimizer.zero_grad(set_to_none=True)
-            outputs = self._forward(images)
-            loss = F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
-            if teacher is not None:
-                loss = teacher.mixed(loss, outputs, self._answers(teacher, images))
-            penalty = None if scored is None else scored.penalty()
-            (loss if penalty is None else loss + penalty).backward()
-            self._share_gradients()
-            optimizer.step()
-            if scored is not None:
-                scored.step()
-            if average is not None:
-                average.update()
-            sums.add(outputs, labels, loss, penalty)
-            if self.after_step is not None:
-                self.after_step(step, len(rates))
-        self._agree(average)
-        return sums.tally(self.team)
+        weights = WeightSteps(optimizer, rates, label_smoothing, average)
+        result = self._train(batches, epoch, teacher, begun, weights)
+        # Ranks see different images, so average the statistics of norms, and the moving average, over all of them.
+        statistics = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
+        self.team.average([*statistics, *([] if average is None else average.tensors)])
+        return result
 
     def score_epoch(
         self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
     ) -> EpochResult:
         """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
-        pruner = self.pruner
-        assert pruner is not None
+        assert self._scored() is not None
+        return self._train(batches, epoch, teacher, begun)
+
+    def _train(
+        self,
+        batches: Batches,
+        epoch: int,
+        teacher: Teacher | None,
+        begun: EpochProgress,
+        weights: WeightSteps | None = None,
+    ) -> EpochResult:
+        """Train the weights as `weights` says, if given, and the scores inside `pruner.scoring()`."""
         self.network.train()
+        scored = self._scored()
         sums = _Sums(self.sums, begun, batches)
-        for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), 1 + begun.steps):
+        for step, (images, labels) in enumerate(batches.parts(epoch, self.team, begun.steps), begun.steps):
+            if weights is not None:
+                for group in weights.optimizer.param_groups:
+                    group["lr"].fill_(weights.rates[step])
+                weights.optimizer.zero_grad(set_to_none=True)
             outputs = self._forward(images)
-            loss = F.cross_entropy(outputs, labels)
+            loss = F.cross_entropy(outputs, labels, label_smoothing=weights.label_smoothing if weights else 0.0)
             if teacher is not None:
                 loss = teacher.mixed(loss, outputs, self._answers(teacher, images))
-            penalty = pruner.penalty()
-            (loss + penalty).backward()
-            pruner.step()
+            penalty = None if scored is None else scored.penalty()
+            (loss if penalty is None else loss + penalty).backward()
+            if weights is not None:
+                self._share_gradients()
+                weights.optimizer.step()
+            if scored is not None:
+                scored.step()
+            if weights is not None and weights.average is not None:
+                weights.average.update()
             sums.add(outputs, labels, loss, penalty)
             if self.after_step is not None:
-                self.after_step(step, len(batches))
+                self.after_step(step + 1, len(batches))
         return sums.tally(self.team)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> EpochResult:
-        """Return loss and accuracy over the batches, in evaluation mode."""
         self.network.eval()
         sums = _Sums(torch.zeros_like(self.sums))
         for images, labels in batches.parts(0, self.team):
@@ -165,10 +160,7 @@ class Engine:
         return sums.tally(self.team)
 
     def recalibrate(self, batches: Batches, epoch: int, count: int) -> Callable[[], None]:
-        """Recompute batch norm statistics from the first `count` batches of an epoch.
-
-        Returns a function that restores the previous statistics.
-        """
+        """Recompute batch norm statistics from `count` batches of an epoch; return a function that undoes it."""
         self.network.eval()
         with fresh_statistics(self.network) as undo:
             self.look(batches, epoch, count)
@@ -182,22 +174,17 @@ class Engine:
     def _share_gradients(self) -> None:
         self.team.average([p.grad for p in self.network.parameters() if p.grad is not None])
 
-    def _agree(self, average: Average | None) -> None:
-        """Average the statistics of norms, and the moving average, over all ranks, which see different images."""
-        held = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
-        self.team.average([*held, *([] if average is None else average.tensors)])
-
     def _scored(self) -> Pruner | None:
         """Return the pruner if it is in a phase that trains its scores, otherwise None."""
         return None if self.pruner is None or self.pruner.optimizer is None else self.pruner
 
     def _forward(self, images: Tensor) -> Tensor:
-        return self._computed(self.network, images)
+        return self._compute(self.network, images)
 
     def _answers(self, teacher: Teacher, images: Tensor) -> Tensor:
-        return self._computed(teacher.answers, images)
+        return self._compute(teacher.answers, images)
 
-    def _computed(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    def _compute(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         """Apply a network in the engine's dtype and memory format; the outputs are float32."""
         images, lower = images.contiguous(memory_format=self.order), self.dtype != torch.float32
         with torch.autocast(self.device.type, self.dtype, enabled=lower):
@@ -218,25 +205,35 @@ def count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
 class _Sums:
     """Running sums of loss, hits and penalty on the device; loss and penalty are weighted by batch size."""
 
-    def __init__(self, held: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
-        self.held = held.copy_(torch.tensor(begun.sums, dtype=held.dtype))
+    def __init__(self, sums: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
+        self.sums = sums.copy_(torch.tensor(begun.sums, dtype=sums.dtype))
         self.seen = 0 if batches is None else begun.steps * batches.each
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)
         # In float32 the product with a batch size of 24 would be rounded.
-        self.held[0] += count * loss.detach().double()
-        self.held[1] += count_correct(outputs, labels)
+        self.sums[0] += count * loss.detach().double()
+        self.sums[1] += count_correct(outputs, labels)
         if penalty is not None:
-            self.held[2] += count * penalty.detach().double()
+            self.sums[2] += count * penalty.detach().double()
         self.seen += count
 
     def tally(self, team: DistributedContext) -> EpochResult:
-        seen = torch.tensor(self.seen, device=self.held.device)
-        team.all_reduce_sum(self.held)
+        seen = torch.tensor(self.seen, device=self.sums.device)
+        team.all_reduce_sum(self.sums)
         team.all_reduce_sum(seen)
-        loss, hits, penalty = (self.held / seen.clamp(min=1)).tolist()
+        loss, hits, penalty = (self.sums / seen.clamp(min=1)).tolist()
         return EpochResult(loss, 100 * hits, penalty)
+
+
+@dataclass(frozen=True)
+class WeightSteps:
+    """How an epoch trains the weights; `rates` holds the learning rate of each step."""
+
+    optimizer: torch.optim.Optimizer
+    rates: Sequence[float]
+    label_smoothing: float
+    average: Average | None
 
 
 @dataclass
@@ -255,21 +252,20 @@ class WeightTrainer:
         average: dict[str, Any] | None = None,
     ) -> WeightTrainer:
         """Create both for a new phase or, with the two states of a checkpoint, for one that is resumed."""
-        made = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
+        trainer = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
         if optimizer is not None:
-            restore_optimizer(made.optimizer, optimizer)
-        if made.average is not None and average is not None:
-            made.average.load_state_dict(average)
-        return made
+            restore_optimizer(trainer.optimizer, optimizer)
+        if trainer.average is not None and average is not None:
+            trainer.average.load_state_dict(average)
+        return trainer
 
     def settle(self) -> None:
-        """Replace the network's tensors by their average, at the end of a phase, and drop the average."""
+        """Copy the average into the network, at the end of a phase, and drop it."""
         if self.average is not None:
             self.average.take_over()
             self.average = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
         average = None if self.average is None else self.average.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "average": average}
 
@@ -282,21 +278,13 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
     groups: list[dict[str, Any]] = [{"params": trained}]
     if not config.decay_all:
         # Scales and shifts of norms, and biases, are the parameters with one dimension.
-        matrices = [parameter for parameter in trained if parameter.dim() > 1]
-        vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+        matrices = {"params": [parameter for parameter in trained if parameter.dim() > 1]}
+        vectors = {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0}
+        groups = [group for group in (matrices, vectors) if group["params"]]
     if config.optimizer == "adam":
-        return torch.optim.Adam(
-            groups, lr=rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda
-        )
+        return torch.optim.Adam(groups, rate, weight_decay=config.weight_decay, fused=on_cuda, capturable=on_cuda)
     return torch.optim.SGD(
-        groups,
-        lr=rate,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        weight_decay=config.weight_decay,
-        fused=on_cuda,
+        groups, rate, config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov, fused=on_cuda
     )
 
 
@@ -310,25 +298,18 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     optimizer.load_state_dict(for_this_device(state, optimizer))
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for parameter, held in optimizer.state.items():
-        for key, value in held.items():
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                held[key] = torch.empty_like(parameter).copy_(value)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate in place, without changing any Python number that the step depends on."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
+                entries[key] = torch.empty_like(parameter).copy_(value)
 
 
 class Average:
     """Exponential moving average of a network's parameters and floating-point buffers.
 
     It starts as a copy, with a small decay that grows to `decay` over the first steps, so that the initial values
-    are soon forgotten. Batch norm statistics are averaged with the weights; integer buffers such as counters are
-    not. An update consists of tensor operations only, so it can be captured with its step, and only the values of
-    the network's tensors ever change, never the tensors themselves.
+    are soon forgotten. Integer buffers such as counters are not averaged. An update consists of tensor operations
+    only, so it can be captured with its step, and the network's tensors change only in place.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> average = Average(net, decay=0.5)
@@ -343,10 +324,9 @@ class Average:
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         self.decay = decay
-        held = dict(chain(network.named_parameters(), network.named_buffers()))
-        self._network = {name: tensor.detach() for name, tensor in held.items()}
-        self._names = [name for name, tensor in held.items() if tensor.is_floating_point()]
-        self._now = [self._network[name] for name in self._names]
+        named = chain(network.named_parameters(), network.named_buffers())
+        tensors = {name: tensor.detach() for name, tensor in named if tensor.is_floating_point()}
+        self._names, self._now = list(tensors), list(tensors.values())
         self._average = [tensor.clone() for tensor in self._now]
         self.steps = torch.zeros((), device=self._now[0].device)
 
@@ -357,7 +337,6 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the current values of the network."""
         self.steps += 1
         towards = 1 - (self.steps / (9 + self.steps)).clamp(max=self.decay)
         change = torch._foreach_sub(self._now, self._average)
@@ -380,12 +359,10 @@ class Average:
         torch._foreach_copy_(self._now, self._average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and the number of updates."""
         return {"average": dict(zip(self._names, self._average, strict=True)), "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place."""
         for name, tensor in zip(self._names, self._average, strict=True):
             tensor.copy_(state["average"][name])
         self.steps.copy_(state["steps"])
