@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .budget.constraints import Constraints
-from .budget.controller import LatencyClock, Selector, Steering
+from .budget.controller import LatencyPredictor, Selector, Steering
 from .budget.file_size import FileSize
-from .budget.search import Landing
+from .budget.search import Selection
 from .budget.targets import Budget
 from .errors import PruningError
 from .graph.build import Ignored, trace
@@ -104,7 +104,9 @@ def record_fixed_sizes(model: nn.Module, example_inputs: Any, graph: ChannelGrap
             _note(find_fixed_sizes(model, example_inputs, little, graph), graph)
 
 
-def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> Landing:
+def landed(
+    choose: Callable[[], Selection], model: nn.Module, example_inputs: Any, graph: ChannelGraph
+) -> Selection:
     """Return a selection that fits the budget also when the network is really cut.
 
     If the model's own code fixes more channels than was known, `choose` runs again. A failing cut is logged as a
@@ -223,7 +225,7 @@ class Pruner(GatedModel):
         budget: Budget | None = None,
         scores: Scores | None = None,
         constraints: Constraints | None = None,
-        clock: LatencyClock | str | PathLike[str] | None = None,
+        clock: LatencyPredictor | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         check_slope()
@@ -244,17 +246,17 @@ class Pruner(GatedModel):
         self.optimizer: torch.optim.Optimizer | None = None
         clock = bind_clock(clock, graph)
         stored = FileSize(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
-        self.aim = Selector(graph, budget, constraints, clock, stored)
+        self.selector = Selector(graph, budget, constraints, clock, stored)
         self.progress = 1.0  # moves the limits from the dense network (0) to the budget (1)
-        steered = scores.steer and self.aim.limits is not None
+        steered = scores.steer and self.selector.limits is not None
         steering = Steering(scores.penalty, scores.threshold) if steered else None
         balance = scores.balance
         if balance == "auto":
-            balance = "area" if self.aim.limits is None else "cost"
-        self.pressure = Penalty(graph, self.aim, scores.penalty, balance, steering)
+            balance = "area" if self.selector.limits is None else "cost"
+        self.regularizer = Penalty(graph, self.selector, scores.penalty, balance, steering)
         branches = [block.layer for block in residual_blocks(graph) if block.layer] if scores.blocks else []
         super().__init__(model, example_inputs, graph)  # last, so that an error above leaves the model unchanged
-        self.pressure.to(self.gates.soft)
+        self.regularizer.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # With binary gates in score phases, the scores themselves are stored apart from the gates.
         self.values = self.gates.soft.clone() if scores.binary else self.gates.soft
@@ -319,12 +321,12 @@ class Pruner(GatedModel):
 
     def steer(self) -> None:
         """Adapt the penalty to the budget. Call it a few times in a score phase; the end of one does it as well."""
-        if self.pressure.steering is not None:
-            self.pressure.steer(self.aim.level(self._score_values()), self.progress)
+        if self.regularizer.steering is not None:
+            self.regularizer.steer(self.selector.cutoff(self._score_values()), self.progress)
 
     def penalty(self) -> Tensor:
         """Return the weighted l1 norm of the scores, to be added to the loss in a score phase."""
-        return self.pressure.on(self.gates.soft)
+        return self.regularizer.on(self.gates.soft)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Update the scores from the gradient of the last backward pass, and clear it.
@@ -365,7 +367,7 @@ class Pruner(GatedModel):
         The scores decide which filters go first, and the budget decides how many.
         """
         self._check_ready("rank")
-        if self.aim.limits is None:
+        if self.selector.limits is None:
             raise PruningError("rank() needs a budget to know how many filters to keep; give the pruner a budget")
         values = normalize_scores(scores, self.filters)
         # In float64: stored scores may be float32, in which neighboring scores can become equal.
@@ -396,7 +398,7 @@ class Pruner(GatedModel):
 
     def missed(self) -> str | None:
         """Describe what exceeds the budget; None if the plan meets it or there is no budget."""
-        return self.aim.missed(self._held)
+        return self.selector.excess(self._held)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ class Pruner(GatedModel):
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
             "scores": self.values.detach().clone(),
-            "pressure": self.pressure.state_dict(),
+            "pressure": self.regularizer.state_dict(),
             "blocks": None if self.blocks is None else self.blocks.state_dict(),
             "progress": self.progress,
         }
@@ -425,7 +427,7 @@ class Pruner(GatedModel):
             self.optimizer = self._fresh_optimizer()
             self.optimizer.load_state_dict(for_this_device(state["optimizer"], self.optimizer))
         self._take(state["scores"])
-        self.pressure.load_state_dict(state["pressure"])
+        self.regularizer.load_state_dict(state["pressure"])
         self.progress = state.get("progress", self.progress)
         if self.blocks is not None:
             self.blocks.load_state_dict(state["blocks"])
@@ -454,27 +456,27 @@ class Pruner(GatedModel):
         if self.settings.binary:
             self.gates.soft.copy_(self.values >= self.settings.threshold)
 
-    def _chosen(self) -> Landing:
+    def _chosen(self) -> Selection:
         """Return the selection that the current scores make."""
         return self._landed(self._score_values(), self.settings.threshold)
 
-    def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Landing:
-        def choose() -> Landing:
-            return self.aim.choose(scores, threshold, self.progress)
+    def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Selection:
+        def choose() -> Selection:
+            return self.selector.choose(scores, threshold, self.progress)
 
-        settled = self.aim.limits is not None and self.progress >= 1
+        settled = self.selector.limits is not None and self.progress >= 1
         return landed(choose, self.model, self.example_inputs, self.graph) if settled else choose()
 
-    def _land(self) -> Landing:
+    def _land(self) -> Selection:
         """Select filters at the end of a score phase, and update the penalty."""
         landing = self._chosen()
         if self.progress < 1:
             self.steer()
         else:  # reuse this landing, which `steer()` would compute again
-            self.pressure.steer(landing.level, self.progress)
-            if self.aim.limits is not None:
+            self.regularizer.steer(landing.cutoff, self.progress)
+            if self.selector.limits is not None:
                 self.gradient.tell_if_still(self.values)
-        self.pressure.follow(landing, self.progress)
+        self.regularizer.follow(landing, self.progress)
         return landing
 
     def _score_values(self) -> dict[str, NDArray[np.floating]]:

@@ -175,7 +175,7 @@ def test_a_run_asks_for_the_size_of_its_recipe(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(amc, "_WALKS", 8)
 
     def seen(name: str, subject: Subject) -> Scores:
-        aim = subject.aim
+        aim = subject.selector
         assert aim is not None and aim.limits is not None
         asked.append(aim.limits.most["macs"] / aim.limits.whole["macs"])
         return ranked(name, subject)

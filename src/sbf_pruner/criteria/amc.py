@@ -36,7 +36,7 @@ _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 @torch.enable_grad()
 def search_widths(subject: Subject) -> Scores:
     """Return scores that land on the network of the best walk."""
-    masked, aim, way = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
+    masked, selector, way = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
     # The rank of a filter in its layer: 1 for the one with the largest weights.
     places = {name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in l1_norm(subject).items()}
     agent = Agent(way.features, subject.seed)
@@ -53,7 +53,7 @@ def search_widths(subject: Subject) -> Scores:
         for _ in places:
             parts.append(agent.act(way.seen(parts), noise))
         scores = scores_for_fractions(dict(zip(places, parts, strict=True)), places)
-        masks = aim.choose(scores).masks
+        masks = selector.choose(scores).masks
         reward = masked.accuracy(masks)
         if reward > best:
             best, found = reward, scores

@@ -57,18 +57,18 @@ def learned_gates(subject: Subject) -> Scores:
 class CostPenalty:
     """Penalty on sub-networks above the target: the logarithm of their cost relative to the target."""
 
-    def __init__(self, aim: Selector) -> None:
-        self._aim, self._steps = aim, 0
-        self._prices = aim.prices
+    def __init__(self, selector: Selector) -> None:
+        self._selector, self._steps = selector, 0
+        self._prices = selector.prices
 
     def slope(self, keep: Mapping[str, Mask]) -> dict[str, float]:
         """Return the derivative of the penalty by one filter of each layer, which is 0 where the target is met."""
-        aim, limits = self._aim, self._aim.limits
+        selector, limits = self._selector, self._selector.limits
         assert limits is not None
         self._steps += 1
         if self._steps % _PRICED == 0:
-            self._prices = aim.priced(keep)
-        usage = aim.count(dict(keep))
+            self._prices = selector.priced(keep)
+        usage = selector.count(dict(keep))
         over = {name: limits.whole[name] / usage[name] for name in limits.broken(usage)}
         return {layer: sum(over[name] * self._prices[name][layer] for name in over) for layer in keep}
 

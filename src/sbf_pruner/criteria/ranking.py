@@ -96,7 +96,7 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
     if images and not seen:
         raise PruningError(f"method {name} needs images; give batches of inputs and labels")
     network = remove_pruner_hooks(real_copy(pruner.model)).eval().requires_grad_(False)
-    pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.aim)))
+    pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.selector)))
 
 
 def check_method(name: str, subject: Subject) -> None:
@@ -143,12 +143,12 @@ _UNASKED = 0.5  # fraction of the MACs to keep if there is no target
 
 def target_of(subject: Subject) -> Selector:
     """Return the target of a subject; without one, half of the MACs, or the fewest reachable if that is more."""
-    if subject.aim is not None and subject.aim.limits is not None:
-        return subject.aim
-    aim = Selector(subject.graph, Budget(macs=_UNASKED), refuse=False)
-    if aim.limits is not None and not aim.reachable:
-        aim.limits = Limits({"macs": aim.count(aim.smallest)["macs"]}, aim.limits.whole)
-    return aim
+    if subject.selector is not None and subject.selector.limits is not None:
+        return subject.selector
+    selector = Selector(subject.graph, Budget(macs=_UNASKED), refuse=False)
+    if selector.limits is not None and not selector.reachable:
+        selector.limits = Limits({"macs": selector.count(selector.smallest)["macs"]}, selector.limits.whole)
+    return selector
 
 
 class SubnetEvaluator:

@@ -45,7 +45,7 @@ class Subject:
     batches: Sequence[Batch]
     """images and their labels, on the device of the model"""
     seed: int = 0
-    aim: Selector | None = None
+    selector: Selector | None = None
     """the target, for criteria that need it"""
 
     def rows(self, name: str) -> Tensor:

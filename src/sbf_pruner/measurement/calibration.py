@@ -157,12 +157,12 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
         if constraints is None:
             continue
         scores = constraints.level_branches(synthetic_scores(graph, constraints))
-        aim = Selector(graph, constraints=constraints)
+        selector = Selector(graph, constraints=constraints)
         for share in SHARES:
             # The threshold that keeps `share` of the filters that this way of pruning can remove.
             inside = {n for branch in constraints.branches for n in branch} or set(scores)
             level = float(np.quantile(np.concatenate([scores[n] for n in inside]), 1 - share))
-            found.append((way, share, aim.choose(scores, level).masks))
+            found.append((way, share, selector.choose(scores, level).masks))
     return found
 
 
@@ -399,11 +399,11 @@ def _left(
     stored: FileSize | None,
 ) -> float | None:
     try:
-        aim = Selector(graph, budget, constraints, clock, stored)
-        usage = aim.choose(synthetic_scores(graph, constraints)).usage
+        selector = Selector(graph, budget, constraints, clock, stored)
+        usage = selector.choose(synthetic_scores(graph, constraints)).usage
     except PruningError:
         return None
-    return usage["macs"] / aim.whole["macs"]
+    return usage["macs"] / selector.whole["macs"]
 
 
 def _scattered(number: int) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..budget.controller import ResourceWeights, Selector, Steering
-from ..budget.search import Landing
+from ..budget.search import Selection
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Mask
@@ -67,13 +67,13 @@ class Penalty:
     def __init__(
         self,
         graph: ChannelGraph,
-        aim: Selector,
+        selector: Selector,
         strength: float,
         balance: str,
         steering: Steering | None = None,
     ) -> None:
-        self.graph, self.aim, self.steering = graph, aim, steering
-        self.mix = ResourceWeights(aim.excess_fractions()) if balance == "cost" else None
+        self.graph, self.selector, self.steering = graph, selector, steering
+        self.mix = ResourceWeights(selector.excess_fractions()) if balance == "cost" else None
         self.strength = torch.tensor(strength)
         self.weights = self._spread(balance_weights(balance, [layer.map_size for layer in graph.layers.values()]))
         if self.mix is not None:
@@ -87,17 +87,17 @@ class Penalty:
         """Return the penalty of the scores."""
         return weighted_l1(scores, self.weights, self.strength)
 
-    def steer(self, level: float, progress: float) -> None:
+    def steer(self, cutoff: float, progress: float) -> None:
         """Update the strength, if it is steered, from the score that separates kept from removed filters."""
         if self.steering is not None:
-            self.strength.fill_(self.steering.follow(level, progress))
+            self.strength.fill_(self.steering.follow(cutoff, progress))
 
-    def follow(self, landing: Landing, progress: float) -> None:
-        """Update the weights of the balance "cost" from a landing: what is scarce, and which filters are left."""
+    def follow(self, selection: Selection, progress: float) -> None:
+        """Update the weights of the balance "cost" from a selection: what is scarce, and which filters are left."""
         if self.mix is not None:
-            if self.aim.limits is not None:
-                self.mix.follow(self.aim.limits.eased(progress).room(landing.usage))
-            self.weights.copy_(self._costs(self.mix, self.graph.settle(landing.masks)))
+            if self.selector.limits is not None:
+                self.mix.follow(self.selector.limits.eased(progress).room(selection.usage))
+            self.weights.copy_(self._costs(self.mix, self.graph.settle(selection.masks)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training has changed."""
@@ -122,7 +122,7 @@ class Penalty:
 
     def _costs(self, mix: ResourceWeights, keep: Mapping[str, Mask]) -> Tensor:
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
-        return self._spread(mix.weights(self.aim.priced(keep), filters))
+        return self._spread(mix.weights(self.selector.priced(keep), filters))
 
     def _spread(self, weights: Sequence[float]) -> Tensor:
         return per_filter(weights, [layer.filters for layer in self.graph.layers.values()])
