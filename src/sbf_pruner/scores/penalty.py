@@ -206,7 +206,7 @@ class Gradient:
         self.scores.grad, self.taken = None, True
         return found
 
-    def tell_if_still(self, scores: Tensor) -> None:
+    def warn_if_still(self, scores: Tensor) -> None:
         """Warn if steps were made but no score has moved far from 1."""
         furthest = float((scores.detach() - 1).abs().max())
         if self.taken and furthest < _STILL:
@@ -216,7 +216,7 @@ class Gradient:
                 furthest,
             )
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Warn of unused gradients and of lost steps at the end of a phase, and reset the counters."""
         if self.scores.grad is not None and not self.taken:
             _log.warning("no score moved in this score phase: step() was not called after backward()")
