@@ -33,11 +33,10 @@ from .graph.tracer import current_weights
 from .measurement.latency_model import bind_clock
 from .plan import Plan, check_plan
 from .scores.config import Scores
-from .scores.freezing import freeze_model
+from .scores.freezing import freeze_model, fresh_statistics
 from .scores.gates import Gates
-from .scores.norm_statistics import fresh_statistics
 from .scores.penalty import BlockScores, Gradient, Penalty, check_saved, for_this_device
-from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, normalize_scores
+from .scores.projections import ACTIVATIONS, PROJECTIONS, Projection, ScoresByLayer, check_slope, normalize_scores
 from .surgery.extract import extract, find_fixed_sizes
 from .utils.distributed import DistributedContext
 from .utils.settings import check_type
@@ -176,9 +175,8 @@ class Pruner:
         self.filters = {name: layer.filters for name, layer in graph.layers.items()}
         self._masks = graph.all_filters()
         self._attached = True
-        self.gates = Gates(
-            model, graph.sites, self.filters
-        )  # after all that may fail and must not change the model
+        # After everything that may raise an error, which leaves the model unchanged.
+        self.gates = Gates(model, graph.sites, self.filters)
         self.regularizer.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # With binary gates in score phases, the scores themselves are stored apart from the gates.
@@ -284,7 +282,7 @@ class Pruner:
         """Return the continuous score of every filter, by layer."""
         return {name: self.values[span].detach().clone() for name, span in self.gates.spans.items()}
 
-    def rank(self, scores: Given) -> None:
+    def rank(self, scores: ScoresByLayer) -> None:
         """Set the gates from scores computed elsewhere, one for each filter, the higher the better.
 
         The scores decide which filters go first, and the budget decides how many.

@@ -123,57 +123,16 @@ METHODS = {
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "amc": (
-            "Agent",
-            "LayerObservations",
-            "search_widths",
-            "scores_for_fractions",
-        ),
-        "dcp": (
-            "selection",
-            "reselection_order",
-        ),
-        "feature_maps": (
-            "lost_without",
-            "rank",
-        ),
-        "gal": (
-            "Fista",
-            "mask_persistence",
-        ),
-        "nisp": (
-            "infinite_selection",
-            "propagated",
-        ),
-        "nppm": (
-            "Predictor",
-            "CostPenalty",
-            "learned_gates",
-        ),
+        "amc": ("Agent", "LayerObservations", "search_widths", "scores_for_fractions"),
+        "dcp": ("selection", "reselection_order"),
+        "feature_maps": ("lost_without", "rank"),
+        "gal": ("Fista", "mask_persistence"),
+        "nisp": ("infinite_selection", "propagated"),
+        "nppm": ("Predictor", "CostPenalty", "learned_gates"),
         "pfp": ("largest_part",),
-        "ranking": (
-            "SubnetEvaluator",
-            "target_of",
-            "rank_by",
-            "ranked",
-            "check_method",
-        ),
-        "subject": (
-            "NO_FILTER",
-            "Scores",
-            "Subject",
-            "read_filters",
-            "read_values",
-        ),
-        "taylor": (
-            "first_order",
-            "pairs",
-        ),
-        "weights": (
-            "l1_norm",
-            "fpgm_distance",
-            "l2_norm",
-            "norm_scale",
-        ),
+        "ranking": ("SubnetEvaluator", "target_of", "rank_by", "ranked", "check_method"),
+        "subject": ("NO_FILTER", "Scores", "Subject", "read_filters", "read_values"),
+        "taylor": ("first_order", "pairs"),
+        "weights": ("l1_norm", "fpgm_distance", "l2_norm", "norm_scale"),
     },
 )

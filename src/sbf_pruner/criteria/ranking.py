@@ -21,8 +21,8 @@ from ..budget.targets import Budget, Limits
 from ..errors import PruningError, suggestion
 from ..graph.nodes import Mask
 from ..pruner import Pruner
+from ..scores.freezing import fresh_statistics
 from ..scores.gates import Gates
-from ..scores.norm_statistics import fresh_statistics
 from ..utils.user_model import real_copy, remove_pruner_hooks
 from . import METHODS
 from .subject import Batch, Scores, Subject, logits
