@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,12 @@ def measure_layers(table: Table, wanted: Wanted, conditions: Conditions, report:
     if not count:
         return 0
     report(f"measuring {count} layers in {conditions.told()}")
-    held = conditions
     found: dict[Any, dict[Any, float]] = {site: {} for site in missing}
-    with torch_threads(held.threads):
+    with torch_threads(conditions.threads):
         for _ in range(SWEEPS):
             for site, widths in missing.items():
-                taken = time_layers(held.runtime, site, widths, held.batch, held.threads)
-                found[site] = {pair: min(s, found[site].get(pair, s)) for pair, s in taken.items()}
+                timed = time_layers(conditions.runtime, site, widths, conditions.batch, conditions.threads)
+                found[site] = {pair: min(s, found[site].get(pair, s)) for pair, s in timed.items()}
     for site, seconds in found.items():
         table.add(site, seconds)
     return count
@@ -99,26 +99,24 @@ def calibrate(
 ) -> LatencyModel:
     """Fit a latency model to networks that are cut from this one and timed."""
     predictor = Predictor(graph, table, conditions.batch)
-    found: list[tuple[str, float, dict[str, Mask], dict[str, float]]] = []
+    timed: list[Timed] = []
     dense_seconds = float("inf")
     with torch_threads(conditions.threads):
         timer = Timer(model, example, graph, conditions)
         for way, share, keep in samples(graph):
             report(f"timing {way}, {share:.0%} left")
             ratios, beside = timer.joins(keep)
-            found.append((way, share, keep, ratios))
+            terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
+            timed.append(Timed(way, share, {form: terms[form] for form in ratios}, ratios))
             dense_seconds = min(dense_seconds, beside)
-    timed: list[Timed] = []
-    for way, share, keep, ratios in found:
-        terms = predictor.terms_of(lay_out(graph, graph.settle(keep))).terms
-        seconds = {form: ratio * dense_seconds for form, ratio in ratios.items()}
-        timed.append(Timed(way, share, {form: terms[form] for form in seconds}, seconds))
-    dense = predictor.terms_of(lay_out(graph, {})).terms
-    timed.append(Timed("dense", 1.0, {"zeros": dense["zeros"]}, {"zeros": dense_seconds}))
-    coefficients = _fitted(timed)
+    terms = predictor.terms_of(lay_out(graph, {})).terms
+    timed.append(Timed("dense", 1.0, {"zeros": terms["zeros"]}, {"zeros": 1.0}))
+    timed = [replace(one, seconds={f: s * dense_seconds for f, s in one.seconds.items()}) for one in timed]
     networks = _leave_one_out(timed)
-    calibration = {"networks": networks, **_errors(networks)}
-    return LatencyModel(graph, table, conditions, dense_seconds, coefficients, calibration)
+    errors = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
+    stated = {"mean_error": statistics.fmean(errors), "worst_error": max(errors)} if errors else {}
+    calibration = {"networks": networks, **stated}
+    return LatencyModel(graph, table, conditions, dense_seconds, _fitted(timed), calibration)
 
 
 class Timer:
@@ -143,10 +141,10 @@ class Timer:
         return least, dense
 
     def _passes(self, network: nn.Module) -> dict[str, Callable[[], Any]]:
-        held = self.conditions
-        joins = RUNTIMES[latency_runtime(held.runtime)[0]].joins or {}
+        runtime, batch, threads = self.conditions.runtime, self.conditions.batch, self.conditions.threads
+        joins = RUNTIMES[latency_runtime(runtime)[0]].joins or {}
         forms = {f"{join} {form}": form for join, group in joins.items() for form in group}
-        return passes(network.eval(), self.example, forms, held.runtime, held.batch, held.threads)
+        return passes(network.eval(), self.example, forms, runtime, batch, threads)
 
 
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
@@ -176,15 +174,13 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
 
 
 def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense network."""
-    (dense,) = (one for one in timed if one.way == "dense")
+    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense one, the last."""
+    *cut, dense = timed
     found = []
-    for one in timed:
-        if one is dense:
-            continue
+    for one in cut:
         others = _fitted([other for other in timed if other is not one])
 
-        def reckoned(terms: Terms, coefficients: dict[str, float] = others) -> float:
+        def predicted(terms: Terms, coefficients: dict[str, float] = others) -> float:
             return sum(coefficients[name] * value for name, value in terms.items())
 
         found.append(
@@ -192,17 +188,12 @@ def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
                 "way": one.way,
                 "share": one.share,
                 "measured": min(one.seconds.values()) / dense.seconds["zeros"],
-                "foretold": min(map(reckoned, one.terms.values())) / reckoned(dense.terms["zeros"]),
+                "foretold": min(map(predicted, one.terms.values())) / predicted(dense.terms["zeros"]),
                 "seconds": dict(one.seconds),
                 "terms": one.terms,
             }
         )
     return found
-
-
-def _errors(networks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    apart = [abs(one["foretold"] / one["measured"] - 1) for one in networks]
-    return {"mean_error": statistics.fmean(apart), "worst_error": max(apart)} if apart else {}
 
 
 BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
@@ -236,7 +227,7 @@ def load_or_calibrate(
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
     if kept.is_file() and not fresh:
-        try:
+        with suppress(PruningError):  # Written by another version, or damaged: it is only a cache.
             known = read_model(kept, graph)
             if (known.calibration.get("load") or 0.0) > BUSY:
                 report(
@@ -244,8 +235,6 @@ def load_or_calibrate(
                     "measures it anew"
                 )
             return known
-        except PruningError:  # Written by another version, or damaged: it is only a cache.
-            pass
     rehearse(network, example, conditions)
     busy = busy_cores()
     if busy is not None and busy > BUSY:
@@ -284,23 +273,20 @@ def cache_folder() -> Path:
 
 def _layers(conditions: Conditions, fresh: bool) -> Table:
     blocks = conditions.runtime in BLOCKWISE
-    path = _layers_file(conditions)
-    if fresh or not path.is_file():
-        return Table(blocks=blocks)
-    try:
-        return Table.from_dict(json.loads(path.read_text("utf-8")), blocks)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return Table(blocks=blocks)
+    if not fresh:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # no file yet, or a damaged one
+            return Table.from_dict(json.loads(_layers_file(conditions).read_text("utf-8")), blocks)
+    return Table(blocks=blocks)
 
 
 def _keep_layers(table: Table, conditions: Conditions, fresh: bool) -> None:
     """Merge the table into the file as it is now: another process may have added layers since it was read."""
-    held = _layers(conditions, fresh=False)
+    stored = _layers(conditions, fresh=False)
     for site, seconds in table.points.items():
         if fresh:  # Times of one layer are compared with each other, so old and new ones must not mix.
-            held.points.pop(site, None)
-        held.add(site, seconds)
-    write_text(_layers_file(conditions), json.dumps(held.to_dict()) + "\n")
+            stored.points.pop(site, None)
+        stored.add(site, seconds)
+    write_text(_layers_file(conditions), json.dumps(stored.to_dict()) + "\n")
 
 
 def _layers_file(conditions: Conditions) -> Path:
@@ -308,8 +294,8 @@ def _layers_file(conditions: Conditions) -> Path:
 
 
 def _digest(conditions: Conditions) -> str:
-    held = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
-    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
+    facts = [conditions.runtime, conditions.batch, conditions.threads, sorted(conditions.machine.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 # Ways of pruning, which differ widely in time at equal MACs, with the `couple` setting of each: "filters" of every
@@ -352,7 +338,7 @@ def constraints_for(graph: ChannelGraph, constraints: Constraints, way: str) -> 
 
 def choose_coupling(
     graph: ChannelGraph,
-    clock: LatencyModel,
+    latency_model: LatencyModel,
     budget: Budget,
     constraints: Constraints,
     stored: FileSize | None = None,
@@ -364,9 +350,14 @@ def choose_coupling(
     """
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
-        held = constraints_for(graph, constraints, way)
-        if held is not None:
-            found[way] = _left(graph, clock, budget, held, stored)
+        if (own := constraints_for(graph, constraints, way)) is None:
+            continue
+        try:
+            selector = Selector(graph, budget, own, latency_model, stored)
+            usage = selector.choose(synthetic_scores(graph, own)).usage
+            found[way] = usage["macs"] / selector.whole["macs"]
+        except PruningError:
+            found[way] = None
     reached = {way: share for way, share in found.items() if share is not None}
     return CouplingChoice(max(reached, key=reached.__getitem__) if reached else "filters", found)
 
@@ -389,21 +380,6 @@ def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> d
         share = _scattered(place + 1)
         scores |= {name: share + 1e-3 * (scores[name] - 0.5) for name in branch}
     return scores
-
-
-def _left(
-    graph: ChannelGraph,
-    clock: LatencyModel,
-    budget: Budget,
-    constraints: ResolvedConstraints,
-    stored: FileSize | None,
-) -> float | None:
-    try:
-        selector = Selector(graph, budget, constraints, clock, stored)
-        usage = selector.choose(synthetic_scores(graph, constraints)).usage
-    except PruningError:
-        return None
-    return usage["macs"] / selector.whole["macs"]
 
 
 def _scattered(number: int) -> float:
