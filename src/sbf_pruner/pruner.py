@@ -53,9 +53,9 @@ def prunable_graph(
     With `sized`, for a pruner with a budget, a new graph also records where the model's code fixes channel counts.
     Raises a PruningError if no layer can be pruned.
     """
-    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if graph is not None and ignore:
         raise PruningError("ignore has no effect on graph, which is already traced; pass ignore to trace() instead")
+    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if not found.layers:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
         raise PruningError(f"no layer of the model can be pruned ({reasons})")

@@ -84,11 +84,7 @@ METHODS = {
     "ccp": Method("taylor.pairs", "the change of the loss, with interactions of pairs", across=True, images=2048),
     "dcp": Method("dcp.reselection_order", "the order in which an emptied layer re-selects it", images=256),
     "gal": Method(
-        "gal.mask_persistence",
-        "the mean of its mask under a growing penalty",
-        across=True,
-        images=512,
-        after="GAL",
+        "gal.mask_persistence", "the mean of its mask under a growing penalty", across=True, images=512, after="GAL"
     ),
     "dmc": Method(
         "",

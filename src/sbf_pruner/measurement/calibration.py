@@ -174,7 +174,7 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
 
 
 def _leave_one_out(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """Leave-one-out predictions: each cut network as measured and as predicted, relative to the dense one, the last."""
+    """Return each cut network as measured and as predicted by a fit to all others, relative to the dense one."""
     *cut, dense = timed
     found = []
     for one in cut:

@@ -91,7 +91,7 @@ def normalize_scores(given: ScoresByLayer, filters: Mapping[str, int]) -> dict[s
     values = {}
     for name, count in filters.items():
         own = given[name]
-        values[name] = np.array(own.detach().double().cpu() if isinstance(own, Tensor) else own, np.float64)
+        values[name] = np.array(own.detach().double().cpu().numpy() if isinstance(own, Tensor) else own, np.float64)
         if values[name].shape != (count,) or not np.isfinite(values[name]).all():
             raise PruningError(f"{name}: expected {count} finite scores, one per filter")
     largest = max(float(np.abs(each).max()) for each in values.values()) or 1.0
