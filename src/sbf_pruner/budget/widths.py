@@ -14,6 +14,7 @@ from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph, residual_blocks
@@ -242,8 +243,8 @@ class Widths:
             # Completing a group may only restore filters that are dead in one of its layers: no progress either.
             if _same(grown, masks) or (stuck and _same(self._constraints.complete(grown, values), masks)):
                 for name in stuck:
-                    if more_beside := self._beside(name, masks, scores):
-                        grown |= {other: masks[other] | more for other, more in more_beside.items()}
+                    if beside := self._beside(name, masks, scores):
+                        grown |= beside
                         futile[name] = ~self._whole[name]  # what was dead may be live now
                         break
                 else:
@@ -252,10 +253,10 @@ class Widths:
         return masks
 
     def _beside(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> Masks:
-        """Return filters to add in another layer, or else in several, so that more filters of `name` can be live.
+        """Extend the masks of another layer, or else of several, so that more filters of `name` can be live.
 
         This is for layers of which no further filter can be live, because all that they read or all that reads them
-        is dead.
+        is dead. Returns the extended masks.
         """
         masks = masks | {name: self._whole[name]}
         alive = int(self._graph.settle(masks)[name].sum())
@@ -263,35 +264,33 @@ class Widths:
         def lifts(more: Masks) -> bool:
             return int(self._graph.settle(masks | more)[name].sum()) > alive
 
-        def fewest(other: str, beside: Masks) -> Mask:
-            """Return the fewest of the best absent filters that suffice, or the last of them if it alone does."""
-            order = [place for place in np.argsort(-scores[other], kind="stable") if not masks[other][place]]
-            few, enough = -1 if beside else 0, len(order)  # bisect: the first `few` are not enough, `enough` are
+        def fewest(other: str, found: Masks) -> Mask:
+            """Return the best absent filters that suffice beside `found`, as few as possible."""
+            order = np.argsort(-scores[other], kind="stable")
+            order = order[~masks[other][order]]
 
-            def some(places: Sequence[int]) -> Mask:
-                return np.isin(np.arange(len(masks[other])), places)
+            def some(places: NDArray[np.intp]) -> Mask:
+                return masks[other] | np.isin(np.arange(len(masks[other])), places)
 
+            few, enough = -1, len(order)  # bisect: the first `few` are not enough, `enough` are
             while enough - few > 1:
                 middle = (few + enough) // 2
-                if lifts(beside | {other: masks[other] | some(order[:middle])}):
+                if lifts(found | {other: some(order[:middle])}):
                     enough = middle
                 else:
                     few = middle
-            last = some(order[enough - 1 : enough])
-            alone = not beside or lifts(beside | {other: masks[other] | last})
-            return last if alone else some(order[:enough])
+            last = some(order[max(enough - 1, 0) : enough])
+            return last if lifts(found | {other: last}) else some(order[:enough])
 
         # Layers on which `name` depends are tried first, because a trial is slow.
         best_first = sorted(scores, key=lambda other: (other not in self._needs[name], -float(scores[other].max())))
         whole = {other: self._whole[other] | masks[other] for other in best_first if other != name}
-        for other, mask in whole.items():
-            if lifts({other: mask}):
-                return {other: found} if (found := fewest(other, {})).any() else {}
-        if not lifts(whole):
+        found = next(({other: mask} for other, mask in whole.items() if lifts({other: mask})), whole)
+        if not lifts(found):
             return {}
-        for other in sorted(whole, key=lambda other: float(scores[other].max())):  # low scores are reduced first
-            whole[other] = masks[other] | fewest(other, whole)
-        return {other: more for other, mask in whole.items() if (more := mask & ~masks[other]).any()}
+        for other in sorted(found, key=lambda other: float(scores[other].max())):  # low scores are reduced first
+            found[other] = fewest(other, found)
+        return {other: mask for other, mask in found.items() if (mask & ~masks[other]).any()}
 
     @cached_property
     def _needs(self) -> dict[str, set[str]]:

@@ -147,8 +147,18 @@ class Projection:
         return state | {"in_phase": int(self.in_phase)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place."""
-        restore(self._tensors(), state)
+        """Restore a state in place, all of it or, if a tensor is missing or has another shape, nothing."""
+        tensors = self._tensors()
+        for name, tensor in tensors.items():
+            if name not in state or state[name].shape != tensor.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise PruningError(
+                    f"the saved projection holds {found} for {name!r} where {tuple(tensor.shape)} is needed; "
+                    "load it into the network and the form of projection it was saved from"
+                )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
         self.in_phase = bool(state["in_phase"])
 
     def _read(self, weights: Sequence[Tensor]) -> None:
@@ -167,20 +177,6 @@ def common_dtype(weights: Sequence[Tensor], filters: Sequence[int]) -> torch.dty
             "one of each for every layer, and at least one layer to score"
         )
     return reduce(torch.promote_types, (w.dtype for w in weights), torch.float32)
-
-
-def restore(targets: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy saved tensors into `targets`, all or none; a PruningError if one is missing or has another shape."""
-    for name, target in targets.items():
-        if name not in state or state[name].shape != target.shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise PruningError(
-                f"the saved projection holds {found} for {name!r} where {tuple(target.shape)} is needed; "
-                "load it into the network and the form of projection it was saved from"
-            )
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(state[name])
 
 
 def pack_signs(values: Tensor) -> Tensor:
