@@ -98,9 +98,8 @@ def plan_runs(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root
             own = _own(recipe, method, seed, recipe.dense_control and method == first)
             folder = folders[method]
             folder.check(own, resume=folder.begun, force=False)
-            runs.append(
-                MethodRun(own, folder, dense_from.path if recipe.phases.warmup and method != first else None)
-            )
+            shared = dense_from.path if recipe.phases.warmup and method != first else None
+            runs.append(MethodRun(own, folder, shared))
     return runs
 
 
@@ -201,30 +200,26 @@ def rank_methods(summaries: Sequence[Summary]) -> list[MethodResult]:
 
 def write_comparison(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
     """Write the result of a comparison beside its runs, as JSON and as an HTML page; returns the JSON content."""
-    result = to_json(summaries)
-    write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
-    write_report(runs, root / PAGE)
-    return result
-
-
-def to_json(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return the result of a comparison as JSON-compatible values; `runs` holds every summary."""
+    methods = [
+        {
+            "method": one.method,
+            "judged_by": judged_by(one.method),
+            "accuracy": list(one.accuracy),
+            "mean": one.mean,
+            "deviation": one.deviation,
+            "validation_accuracy": list(one.validation),
+            "params_left": one.params,
+            "macs_left": one.macs,
+        }
+        for one in rank_methods(summaries)
+    ]
     controls = [summary["dense"]["accuracy"] for summary in summaries]
-    return {
-        "methods": [
-            {
-                "method": one.method,
-                "judged_by": judged_by(one.method),
-                "accuracy": list(one.accuracy),
-                "mean": one.mean,
-                "deviation": one.deviation,
-                "validation_accuracy": list(one.validation),
-                "params_left": one.params,
-                "macs_left": one.macs,
-            }
-            for one in rank_methods(summaries)
-        ],
+    result = {
+        "methods": methods,
         "dense_accuracy": [value for value in controls if value is not None],
         "epochs": summaries[0]["epochs"],
         "runs": list(summaries),
     }
+    write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_report(runs, root / PAGE)
+    return result
